@@ -1,0 +1,1 @@
+"""Policy-gradient algorithms as rows of one registry."""

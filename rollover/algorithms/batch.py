@@ -1,0 +1,58 @@
+"""What a policy loss sees: the trained tokens of one micro-batch, flat, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Response tokens of ``B`` whole samples, concatenated (``T`` tokens). A sample is never split.
+
+    All log-probs follow one convention: float32 ``log_softmax(logits / temperature)`` over the full vocabulary.
+    """
+
+    trainer_logprobs_T: Tensor
+    """Under the parameters being optimised; carries the gradient."""
+    proximal_logprobs_T: Tensor
+    """Under the parameters at the start of this training step; constant."""
+    rollout_logprobs_T: Tensor
+    """Recorded when each token was sampled; constant."""
+    ref_logprobs_T: Tensor | None
+    """Under the frozen reference policy; ``None`` unless a KL term needs it."""
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    """1.0 where the token trains, 0.0 where it is masked out (truncated sample, environment token)."""
+    staleness_T: Tensor
+    """Training step minus the version that sampled the token; int64, at least 0."""
+    sample_T: Tensor
+    """Which of the B samples each token belongs to; int64, non-decreasing."""
+    group_B: Tensor
+    """Which group of the global batch each sample belongs to; int64."""
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.group_B.shape[0])
+
+    def sum_per_sample(self, x_T: Tensor) -> Tensor:
+        """[B]: sum of ``x_T`` over the tokens of each sample."""
+        return torch.zeros(self.num_samples, dtype=x_T.dtype, device=x_T.device).index_add(0, self.sample_T, x_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """Counts over the *global* batch of one optimiser step: all micro-batches, all ranks.
+
+    Masked and rejected tokens stay in: they were decoded, and leaving them out would enlarge the step on the rest.
+    """
+
+    num_tokens: int
+    num_samples: int
+    num_groups: int
+    tokens_per_group: tuple[int, ...]
+    """Response tokens of each group, indexed like ``TokenBatch.group_B``."""
+    max_response_tokens: int
+    """The response budget, constant over the run (Dr.GRPO's divisor)."""

@@ -1,0 +1,1 @@
+"""Inference engines: the two protocols (``base``) and their implementations."""

@@ -1,0 +1,129 @@
+"""What rollout and weight publishing ask of an inference engine: two narrow protocols.
+
+Laws every implementation keeps (``tests/engine/contract.py`` proves them):
+
+* Ids in, ids out: nothing is re-tokenised, the sampled stop token is included.
+* Each token carries the log-probability of the distribution it was drawn from and the version of the
+  weights that drew it.
+* ``generate`` ends with exactly one chunk that has a ``finish_reason``; on an abort that chunk holds what
+  was decoded and not yet streamed, possibly nothing. A finish that races with an abort wins.
+* ``abort`` returns once each of those calls has put its final chunk on its stream. Unknown and finished ids
+  are no error, an empty collection stops nothing.
+* After ``pause`` returns no token is sampled until ``resume``. Running calls stay open across a weight load
+  and go on afterwards under the new version when ``Capabilities.in_flight_update``; otherwise the caller
+  aborts them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollover.types import FinishReason, SamplingParams
+
+WeightSource = Path | Mapping[str, Any]
+"""A folder of safetensors, or parameter names to tensors (valid until the load returns)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One hop of one sample."""
+
+    request_id: str
+    """Unique per hop."""
+    sample_key: str
+    """The same for all hops of a sample; an engine that keeps the cache on abort finds it by this key."""
+    prompt_key: str
+    """The same for all siblings of a prompt; an engine may prefill the prompt once for all of them."""
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+    """What has been decoded in earlier hops. Its length is below ``params.max_new_tokens``."""
+    params: SamplingParams
+    seed: int
+    """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
+    (seed, p) alone, so the same seed is sent on every hop of a sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Newly decoded tokens of one policy version. Never cumulative."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+    kv_version: int
+    """Oldest version in the key-value cache these tokens attended to."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of a call and on no other."""
+    num_prefilled_tokens: int = 0
+    """Response tokens re-prefilled to start this call; on its first chunk only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do beyond the contract. Declared, never faked."""
+
+    max_running: int
+    """Samples it decodes at the same time; the driver never has more calls open."""
+    max_context_tokens: int
+    """Prompt plus response."""
+    keeps_kv_on_abort: bool = False
+    """An aborted sample that comes back under the same weights needs no prefill (room permitting)."""
+    in_flight_update: bool = False
+    """Running calls survive a weight load."""
+    seeded: bool = False
+    """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine started; ``num_running`` and ``num_waiting`` are of this moment."""
+
+    num_running: int
+    num_waiting: int
+    policy_version: int
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    """All tokens run through prefill, prompts included."""
+    reprefilled_tokens: int = 0
+    """Those whose cache had existed before and was lost (park without room, weight update, eviction)."""
+    decode_iterations: int = 0
+    busy_s: float = 0.0
+    """Time spent in prefill and decode."""
+    kv_bytes: int = 0
+    """Cache in use."""
+
+
+class Engine(Protocol):
+    """Decodes."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream one hop. Raises ``EngineError`` when the engine fails; the chunks seen so far stay valid.
+        Closing the iterator early aborts the call."""
+        ...
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Free everything; open calls end with ``abort``."""
+        ...
+
+
+class WeightTarget(Protocol):
+    """Takes new weights. Order of use: ``pause``, ``load``, ``resume``; ``resume`` also after a failed load."""
+
+    async def pause(self) -> None: ...
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        """Afterwards every sampled token is labelled ``version``. Raises ``EngineError`` when the version
+        would go back or the weights do not fit; the old weights then stay in force."""
+        ...
+
+    async def resume(self) -> None: ...

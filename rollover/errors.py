@@ -1,0 +1,59 @@
+"""The mistakes a user can make, each told in one message.
+
+Tree::
+
+    RolloverError                 the command line prints the message alone and exits with code 2
+      ConfigError                 a key of the run's TOML file or a command-line override
+      DataError                   a dataset, a row or a reward function
+      ModelError                  a model folder, a tokenizer or a checkpoint
+      RunError                    the run directory: in use, of another config, not resumable
+      EngineError                 an inference engine that answers wrongly, late or not at all
+        EngineTimeout             ... named with whom we waited for
+      ResourceError               disk or memory ran out; the message says what to lower
+
+Invariants are ``assert`` statements and never one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RolloverError(Exception):
+    """A failure whose message tells the user what was wrong, where, and what to do about it."""
+
+
+class ConfigError(RolloverError, ValueError):
+    """A configuration value that cannot work."""
+
+
+class DataError(RolloverError, ValueError):
+    """A dataset, row or reward function that cannot be used."""
+
+
+class ModelError(RolloverError, ValueError):
+    """A model folder, tokenizer or checkpoint that cannot be used."""
+
+
+class RunError(RolloverError, RuntimeError):
+    """A run directory that cannot be used as asked."""
+
+
+class EngineError(RolloverError, RuntimeError):
+    """An inference engine that broke its contract."""
+
+
+class EngineTimeout(EngineError, TimeoutError):
+    """An engine call that did not return within its deadline; the message names the call."""
+
+
+class ResourceError(RolloverError, RuntimeError):
+    """Disk or memory ran out; the message says what to lower."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'april'?"`` when some known name is close, else ``"; known: ..."``."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

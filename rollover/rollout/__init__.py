@@ -1,0 +1,1 @@
+"""Rollout scheduling: ledger, strategies, driver and journal. Works without torch."""

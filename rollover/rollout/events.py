@@ -1,0 +1,134 @@
+"""What can happen to a rollout: the closed set of journal events.
+
+The ledger is the fold of these, the report is drawn from these, and the simulator replays these. Events
+carry facts and no decisions: everything a decision needs is derived by the fold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollover.types import Prompt, SampleId, Segment
+
+
+class WasteCause(StrEnum):
+    """Why decoded tokens were never trained."""
+
+    SURPLUS_GROUP = "surplus_group"
+    DISCARDED_ON_ABORT = "discarded_on_abort"
+    RESTARTED = "restarted"
+    EVICTED_STALE = "evicted_stale"
+    MASKED_STALE = "masked_stale"
+    FILTER_ZERO_SIGNAL = "filter_zero_signal"
+    FAILED = "failed_or_crashed"
+    END_OF_RUN = "end_of_run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpened:
+    """A prompt was admitted; its samples wait."""
+
+    time_s: float
+    group_id: int
+    prompt: Prompt
+    group_size: int
+    cursor: int
+    """Prompts drawn from the source once this one is: where a restart goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStarted:
+    """A waiting or parked sample was sent to an engine whose weights were ``policy_version``."""
+
+    time_s: float
+    sample_id: SampleId
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentEnded:
+    """Tokens reached us. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked,
+    with ``None`` it runs on (the weights changed, or progress was saved)."""
+
+    time_s: float
+    sample_id: SampleId
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleScored:
+    time_s: float
+    sample_id: SampleId
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailed:
+    """The sample is out, with its tokens as waste; its siblings go on without it."""
+
+    time_s: float
+    sample_id: SampleId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDropped:
+    """The group will never be trained; its tokens are waste of ``cause``."""
+
+    time_s: float
+    group_id: int
+    cause: WasteCause
+    prompt_returned: bool
+    """The prompt goes back to the head of the source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConsumed:
+    """These groups are the batch of ``step``, in this order."""
+
+    time_s: float
+    step: int
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublished:
+    """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``."""
+
+    time_s: float
+    policy_version: int
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """The trainer's state after ``step`` steps is on disk: earlier batches need no replay."""
+
+    time_s: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to what
+    was journaled; batches consumed at ``step`` and later will be handed out again as they were."""
+
+    time_s: float
+    step: int
+    redo_round: bool
+    """Forget what was decoded since the last batch was consumed (deterministic runs decode it again)."""
+
+
+Event = (
+    GroupOpened
+    | SampleStarted
+    | SegmentEnded
+    | SampleScored
+    | SampleFailed
+    | GroupDropped
+    | BatchConsumed
+    | VersionPublished
+    | CheckpointSaved
+    | Restarted
+)

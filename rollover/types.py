@@ -1,0 +1,189 @@
+"""The records that cross package boundaries: ``Prompt -> Trajectory (Segments) -> Group -> Batch``.
+
+All are frozen and none needs torch. A new stage of the flow makes a new value
+(``trajectory.extended(segment)``); nothing is ever edited in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class FinishReason(StrEnum):
+    """Why a segment ended."""
+
+    STOP = "stop"
+    """The model sampled a stop token (kept, as its last token) or completed a stop string."""
+    LENGTH = "length"
+    """The response reached ``max_new_tokens``, counted over all its segments."""
+    ABORT = "abort"
+    """The scheduler stopped it; the trajectory is parked and can be resumed."""
+
+
+class SampleId(NamedTuple):
+    """One sample: the number of its group (in order of opening) and its place among the siblings."""
+
+    group: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"g{self.group}.{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Every field is sent to every engine explicitly."""
+
+    max_new_tokens: int
+    """Budget of the whole response, across all resumes."""
+    temperature: float = 1.0
+    """0 means greedy: allowed for evaluation, refused for training."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches it off."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What is asked, tokenised once and for all."""
+
+    prompt_id: str
+    """Names the dataset row and the pass over it: ``"<source>/<row>@<epoch>"``."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The prompt as the model sees it, after the chat template."""
+    source: str
+    """Name of the task source; it chooses the reward."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's remaining columns (answer, metadata): JSON values only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens decoded without interruption by one engine under one policy version."""
+
+    policy_version: int
+    """Version of the weights that sampled these tokens."""
+    token_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    """Log-probability of each token under the distribution it was sampled from; float32 values."""
+    finish_reason: FinishReason | None
+    """``None`` when the weights changed under a running rollout: the next segment follows on."""
+    kv_version: int
+    """Oldest version whose key-value cache these tokens attended to; equals ``policy_version``
+    unless the engine kept its cache over a weight update."""
+    start_s: float
+    end_s: float
+    """Run clock at the first and after the last token of the segment."""
+    num_prefilled_tokens: int = 0
+    """Response tokens whose cache had to be computed again before this segment could start."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.rollout_logprobs):
+            raise ValueError(
+                f"segment has {len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A prompt and the response so far. Segments tile the response."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    segments: tuple[Segment, ...] = ()
+    reward: float | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The response, exactly as sampled."""
+        return tuple(t for s in self.segments for t in s.token_ids)
+
+    @property
+    def rollout_logprobs(self) -> tuple[float, ...]:
+        return tuple(p for s in self.segments for p in s.rollout_logprobs)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Version that sampled each response token."""
+        return tuple(s.policy_version for s in self.segments for _ in s.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest sampled token; ``None`` while there is none."""
+        return min((s.policy_version for s in self.segments if s.token_ids), default=None)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.segments[-1].finish_reason if self.segments else None
+
+    @property
+    def num_resumes(self) -> int:
+        """How often the rollout was stopped and taken up again."""
+        return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
+
+    def extended(self, segment: Segment) -> Trajectory:
+        return replace(self, segments=(*self.segments, segment))
+
+    def scored(self, reward: float) -> Trajectory:
+        return replace(self, reward=reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The scored siblings of one prompt, ready to train. Failed samples are not among them."""
+
+    group_id: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards_G(self) -> tuple[float, ...]:
+        return tuple(t.reward for t in self.trajectories if t.reward is not None)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token in the group; what ``max_staleness`` bounds."""
+        versions = [v for t in self.trajectories if (v := t.oldest_version) is not None]
+        assert versions, f"group {self.group_id} holds no token"
+        return min(versions)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(t.num_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one training step eats."""
+
+    step: int
+    """The step that trains it, counted from 0: the weights it starts from are version ``step``."""
+    groups: tuple[Group, ...]
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        return tuple(t for g in self.groups for t in g.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(g.num_tokens for g in self.groups)

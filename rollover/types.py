@@ -100,6 +100,24 @@ class Segment:
             )
 
 
+    def continues_into(self, later: Segment) -> bool:
+        """Whether ``later`` went on without an interruption and under the same weights and cache."""
+        return (
+            self.finish_reason is None
+            and self.policy_version == later.policy_version
+            and self.kv_version == later.kv_version
+        )
+
+    def joined(self, later: Segment) -> Segment:
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            rollout_logprobs=self.rollout_logprobs + later.rollout_logprobs,
+            start_s=self.start_s,
+            num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """A prompt and the response so far. Segments tile the response."""
@@ -142,6 +160,9 @@ class Trajectory:
         return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
 
     def extended(self, segment: Segment) -> Trajectory:
+        """With ``segment`` behind the others, joined to the last one where nothing separates them."""
+        if self.segments and self.segments[-1].continues_into(segment):
+            return replace(self, segments=(*self.segments[:-1], self.segments[-1].joined(segment)))
         return replace(self, segments=(*self.segments, segment))
 
     def scored(self, reward: float) -> Trajectory:

@@ -116,8 +116,11 @@ class Restarted:
 
     time_s: float
     step: int
-    redo_round: bool
-    """Forget what was decoded since the last batch was consumed (deterministic runs decode it again)."""
+    redo_from: int | None
+    """Journal sequence number after which the earlier events are void (deterministic runs decode the
+    interrupted round again); ``None`` keeps everything."""
+    lost_tokens: int
+    """Tokens recorded by the voided events; they are waste."""
 
 
 Event = (

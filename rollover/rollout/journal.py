@@ -1,0 +1,167 @@
+"""The journal: every event of a run, append-only, in one SQLite file.
+
+What it keeps true: after a crash at any moment the file holds a prefix of the events that happened, so the
+fold of the file is a state the run really was in. Events appended in one call are there together or not at
+all. Log-probabilities and token ids come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from rollover.errors import ResourceError, RunError
+from rollover.rollout.events import (
+    Event,
+    GroupDropped,
+    GroupOpened,
+    Restarted,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    WasteCause,
+)
+from rollover.types import FinishReason, Prompt, SampleId, Segment
+
+FORMAT_VERSION = 1
+_KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
+
+
+def _encode(event: Event) -> tuple[str, str, bytes]:
+    """(kind, JSON body, blob): the blob holds a segment's token ids (int32) and log-probs (float32)."""
+    body, blob = asdict(event), b""
+    if isinstance(event, SegmentEnded):
+        segment = body["segment"]
+        blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
+    return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
+
+
+def _decode(kind: str, body: str, blob: bytes) -> Event:
+    fields: dict[str, Any] = json.loads(body)
+    match _KINDS[kind].__name__:
+        case GroupOpened.__name__:
+            prompt = fields["prompt"]
+            fields["prompt"] = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
+        case SampleStarted.__name__ | SampleScored.__name__ | SampleFailed.__name__:
+            fields["sample_id"] = SampleId(*fields["sample_id"])
+        case SegmentEnded.__name__:
+            fields["sample_id"] = SampleId(*fields["sample_id"])
+            fields["segment"] = _decode_segment(fields["segment"], blob)
+        case GroupDropped.__name__:
+            fields["cause"] = WasteCause(fields["cause"])
+        case "BatchConsumed":
+            fields["group_ids"] = tuple(fields["group_ids"])
+    event: Event = _KINDS[kind](**fields)
+    return event
+
+
+def _decode_segment(fields: dict[str, Any], blob: bytes) -> Segment:
+    half = len(blob) // 2
+    reason = fields.pop("finish_reason")
+    return Segment(
+        token_ids=tuple(array("i", blob[:half])),
+        rollout_logprobs=tuple(array("f", blob[half:])),
+        finish_reason=None if reason is None else FinishReason(reason),
+        **fields,
+    )
+
+
+class Journal:
+    """One writer's handle on the file. Opening an existing file goes on behind its last event.
+
+    Raises:
+        RunError: the file is not a journal, or of another format version.
+        ResourceError: the disk is full; nothing of that call was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # The driver and the loop share one event loop; a checkpoint may be written from a worker thread.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            # NORMAL survives the death of the process, which is what we promise; a power cut may cost the last
+            # events, and then the fold is simply a slightly earlier state.
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("CREATE TABLE IF NOT EXISTS format (version INTEGER NOT NULL)")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS events"
+                " (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, blob BLOB NOT NULL)"
+            )
+            _check_format(self._db, path, create=True)
+        except sqlite3.DatabaseError as e:
+            raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Write all of ``events`` durably, or none."""
+        try:
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT INTO events (kind, body, blob) VALUES (?, ?, ?)", map(_encode, events))
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as e:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise ResourceError(f"cannot write {self.path}: {e}; free some disk space, then --resume the run") from e
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest event; 0 when there is none."""
+        (seq,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
+        return int(seq)
+
+    def read(self) -> Iterator[tuple[int, Event]]:
+        for seq, kind, body, blob in self._db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
+            yield seq, _decode(kind, body, blob)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    row = db.execute("SELECT version FROM format").fetchone()
+    if row is None and create:
+        db.execute("INSERT INTO format VALUES (?)", (FORMAT_VERSION,))
+    elif row is None or row[0] != FORMAT_VERSION:
+        found = None if row is None else row[0]
+        raise RunError(
+            f"{path} has journal format {found}, this version of Rollover reads {FORMAT_VERSION};"
+            " open the run with the version that wrote it"
+        )
+
+
+def read_events(path: Path) -> Iterator[tuple[int, Event]]:
+    """(sequence number, event) of a journal that another process may be writing.
+
+    Raises:
+        RunError: there is no such file, or it is not a journal.
+    """
+    if not path.is_file():
+        raise RunError(f"{path} does not exist; is {path.parent} the directory of a run?")
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        try:
+            _check_format(db, path, create=False)
+            for seq, kind, body, blob in db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
+                yield seq, _decode(kind, body, blob)
+        finally:
+            db.close()
+    except sqlite3.DatabaseError as e:
+        raise RunError(f"{path} is not a journal: {e}") from e
+
+
+def effective(events: Iterable[tuple[int, Event]]) -> list[Event]:
+    """The events that count: those a later restart declared void are left out."""
+    kept: list[tuple[int, Event]] = []
+    for seq, event in events:
+        if isinstance(event, Restarted) and event.redo_from is not None:
+            while kept and kept[-1][0] > event.redo_from:
+                kept.pop()
+            event = replace(event, redo_from=None)
+        kept.append((seq, event))
+    return [event for _, event in kept]

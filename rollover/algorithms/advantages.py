@@ -1,0 +1,153 @@
+"""From rewards to advantages, once per global batch.
+
+Baselines and whitening see every sample of the batch, masked or not in the loss, whatever the split into
+micro-batches. Arithmetic is float64 inside; results have the dtype of the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollover.algorithms.registry import Algorithm
+from rollover.errors import DataError
+
+
+def shaped_rewards(
+    algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int
+) -> Tensor:
+    """[B]: rewards plus DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    With ``Lc = overlong_buffer * max_response_tokens`` the punishment is 0 up to ``max - Lc`` response
+    tokens and falls linearly to -1 at ``max``. A truncated response has ``max`` tokens.
+    """
+    if algorithm.overlong_buffer == 0:
+        return rewards_B
+    buffer_tokens = algorithm.overlong_buffer * max_response_tokens
+    over_B = (lengths_B.to(rewards_B.dtype) - (max_response_tokens - buffer_tokens)) / buffer_tokens
+    return rewards_B - over_B.clamp(0.0, 1.0)
+
+
+def compute_advantages(
+    algorithm: Algorithm,
+    *,
+    rewards_B: Tensor,
+    group_B: Tensor,
+    sample_T: Tensor,
+    loss_mask_T: Tensor,
+    proximal_logprobs_T: Tensor | None = None,
+    ref_logprobs_T: Tensor | None = None,
+) -> Tensor:
+    """[T]: one advantage per response token of the global batch, in the order of ``sample_T``.
+
+    Args:
+        rewards_B: after shaping, one per sample. group_B: group of each sample, int64, counted from 0.
+        sample_T: sample of each response token, int64, non-decreasing. loss_mask_T: 1.0 where the token
+        trains. proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``,
+        else unused.
+
+    A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward
+    that is not finite (naming the sample), for lengths that disagree and for a batch in which no token
+    trains.
+    """
+    rewards_B = _checked(rewards_B, group_B, sample_T, loss_mask_T)
+    kl_T = None
+    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
+        assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
+        kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
+    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T)
+    return _ADVANTAGES[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewards:
+    rewards_B: Tensor
+    group_B: Tensor
+    sample_T: Tensor
+    mask_T: Tensor
+    kl_T: Tensor | None
+
+    @property
+    def counts_B(self) -> Tensor:
+        """Size of each sample's group."""
+        return self._group_sums(torch.ones_like(self.rewards_B))[self.group_B]
+
+    @property
+    def centred_B(self) -> Tensor:
+        """Reward minus the mean of the sample's group, itself included."""
+        return self.rewards_B - self._group_sums(self.rewards_B)[self.group_B] / self.counts_B
+
+    def group_std_B(self, ddof: int) -> Tensor:
+        squares_B = self._group_sums(self.centred_B**2)[self.group_B]
+        return (squares_B / (self.counts_B - ddof).clamp(min=1)).sqrt()
+
+    def _group_sums(self, x_B: Tensor) -> Tensor:
+        return x_B.new_zeros(int(self.group_B.max()) + 1).index_add(0, self.group_B, x_B)
+
+
+def _group_std(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    std_B = batch.group_std_B(algorithm.advantage_ddof)
+    return (batch.centred_B / (std_B + algorithm.advantage_eps))[batch.sample_T]
+
+
+def _group_mean(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    return batch.centred_B[batch.sample_T]
+
+
+def _leave_one_out(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    # R_i - mean of the others = G / (G - 1) * (R_i - mean of all)
+    scale_B = batch.counts_B / (batch.counts_B - 1).clamp(min=1)
+    return (scale_B * batch.centred_B)[batch.sample_T]
+
+
+def _whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    """Reward to go with discount 1: the sample's reward minus the KL of this and all later tokens."""
+    to_go_T = batch.rewards_B[batch.sample_T]
+    if batch.kl_T is not None:
+        to_go_T = to_go_T - _sums_to_go(batch.kl_T * batch.mask_T, batch.sample_T, len(batch.rewards_B))
+    return _whiten(algorithm, to_go_T, batch.mask_T)
+
+
+def _group_mean_whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T)
+
+
+_ADVANTAGES: dict[str, Callable[[Algorithm, _Rewards], Tensor]] = {
+    "group_std": _group_std,
+    "group_mean": _group_mean,
+    "leave_one_out": _leave_one_out,
+    "whitened": _whitened,
+    "group_mean_whitened": _group_mean_whitened,
+}
+
+
+def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    """[T]: sum of ``x`` from each token to the end of its sample."""
+    before_T = x_T.cumsum(0) - x_T
+    totals_B = x_T.new_zeros(num_samples).index_add(0, sample_T, x_T)
+    before_sample_B = totals_B.cumsum(0) - totals_B
+    return totals_B[sample_T] + before_sample_B[sample_T] - before_T
+
+
+def _whiten(algorithm: Algorithm, x_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Zero mean and unit deviation over the trained tokens of the global batch."""
+    count = mask_T.sum()
+    centred_T = x_T - (x_T * mask_T).sum() / count
+    variance = (centred_T**2 * mask_T).sum() / (count - algorithm.advantage_ddof).clamp(min=1)
+    return centred_T / (variance.sqrt() + algorithm.advantage_eps)
+
+
+def _checked(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+    if len(rewards_B) != len(group_B):
+        raise DataError(f"{len(rewards_B)} rewards for {len(group_B)} samples")
+    if len(sample_T) != len(loss_mask_T):
+        raise DataError(f"loss_mask_T has {len(loss_mask_T)} entries for {len(sample_T)} tokens")
+    bad = (~torch.isfinite(rewards_B)).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(f"sample {bad[0]} of the batch has reward {rewards_B[bad[0]].item()}: not finite")
+    if not bool(loss_mask_T.any()):
+        raise DataError("no token of the batch trains: every sample is masked (all truncated?)")
+    return rewards_B

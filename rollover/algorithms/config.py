@@ -1,0 +1,95 @@
+"""Which algorithm a run trains with: the name of a row, and the columns it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.algorithms.registry import (
+    Advantage,
+    Aggregation,
+    Correction,
+    CorrectionLevel,
+    GroupFilter,
+    KlEstimator,
+    KlIn,
+    Objective,
+    OldPolicy,
+    RatioLevel,
+    resolve,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """A row of ``registry.ALGORITHMS`` by name. Every other field is a column: leave it out for the row's own
+    value. Raises ``ValueError`` where ``resolve`` would."""
+
+    name: str = "grpo"
+    """grpo, dapo, gspo, gspo-token, dr-grpo, rloo, reinforce++, reinforce++-baseline or cispo."""
+    advantage: Advantage | None = None
+    """``group_std``: reward minus the group's mean, over the group's deviation (GRPO). ``group_mean``:
+    without the division (Dr.GRPO). ``leave_one_out``: reward minus the mean of the siblings (RLOO).
+    ``whitened``: reward to go per token, whitened over the whole batch (REINFORCE++).
+    ``group_mean_whitened``: group mean first."""
+    advantage_eps: float | None = None
+    """Added to the deviation that advantages are divided by; 1e-6, as small as keeps 0/0 away."""
+    advantage_ddof: int | None = None
+    """1: deviation over n - 1, as GRPO trainers do. 0: over n, as REINFORCE++ does."""
+    objective: Objective | None = None
+    """``ppo_clip``: the clipped surrogate. ``cispo``: log-likelihood times the detached clipped ratio, so
+    every token keeps a gradient. ``reinforce``: plain log-likelihood times advantage, no ratio."""
+    ratio_level: RatioLevel | None = None
+    """``token``; ``sequence``: one geometric-mean ratio per sample (GSPO); ``sequence_token``: the same
+    value, gradient per token, for advantages that differ within a sample (GSPO-token)."""
+    old: OldPolicy | None = None
+    """What the ratio compares the trained policy with. ``proximal``: the policy at the start of this step
+    (decoupled PPO; ``correction`` then handles the distance to the data). ``rollout``: the recorded sampling
+    log-probs (single-ratio form: stale tokens can be clipped before the first update)."""
+    clip_low: float | None = None
+    """The ratio is clipped below at 1 - clip_low; 1 switches the lower clip off."""
+    clip_high: float | None = None
+    """The ratio is clipped above at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
+    dual_clip: float | None = None
+    """Bounds the loss of a token with negative advantage at this multiple of its size; 0 is off, 3 is
+    usual."""
+    aggregation: Aggregation | None = None
+    """How token losses become one number; every denominator is a count over the global batch."""
+    correction: Correction | None = None
+    """What multiplies the loss of a token sampled by an older version, with rho = exp(proximal - rollout).
+    ``tis``: rho truncated into ``correction_bounds`` (default: keeps every token, bounded variance).
+    ``mis``: rho where it lies within the bounds, 0 elsewhere (IcePop). ``mask_stale``: only tokens of the
+    current version train. ``none``: stale tokens pass for fresh ones; a warning and a metric say how
+    many."""
+    correction_level: CorrectionLevel | None = None
+    """What the bounds act on. ``token``: rho of each token. ``sequence``: the product over the sample
+    (unbiased without bounds, unusable variance for long responses). ``geometric``: the sample's geometric
+    mean (GSPO rows: the level of their ratio). ``tis`` uses the bounded value as weight; ``mis`` weights by
+    the token's rho."""
+    correction_bounds: tuple[float, float] | None = None
+    """(low, high) around 1. Left out: (0, 2) for ``tis``, (0.5, 5) for ``mis``."""
+    guard: tuple[float, float] | None = None
+    """Drop whole samples whose geometric-mean rho leaves (low, high): a length-neutral test for gross
+    mismatch, on top of any correction. Left out: off, since useful bands depend on learning rate and
+    kernels."""
+    kl_coef: float | None = None
+    """Weight of the KL term against the reference policy; 0 loads no reference model."""
+    kl_estimator: KlEstimator | None = None
+    """With d = trainer - ref: ``k1`` = d (in the reward only), ``k2`` = d^2/2, ``k3`` = exp(-d) - 1 + d,
+    ``k3_k2grad``: value of k3 and gradient of k2. ``*_unbiased``: times exp(trainer - rollout), right also
+    for stale tokens (detached for k2)."""
+    kl_in: KlIn | None = None
+    """``loss``: a term beside the objective. ``reward``: subtracted from each token's reward
+    (REINFORCE++)."""
+    overlong_buffer: float | None = None
+    """Last share of the response budget in which a soft punishment falls from 0 to -1 (DAPO; 0.2 is its
+    4096 of 20480 tokens); 0 is off."""
+    mask_truncated: bool | None = None
+    """Do not train samples that were cut by their token budget; they stay in baseline and denominators."""
+    group_filter: GroupFilter | None = None
+    """``zero_signal``: drop groups whose rewards are all equal and roll out others instead (DAPO's dynamic
+    sampling). ``none``: train what comes."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        resolve(self)

@@ -1,0 +1,184 @@
+"""What a policy loss publishes about its batch, as sums and maxima that merge exactly.
+
+Merging the metrics of all micro-batches (and ranks) gives those of the whole batch, whatever the split.
+Everything stays on the device until ``finalize``, which synchronises once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollover.algorithms.batch import TokenBatch
+from rollover.algorithms.corrections import CorrectionFactors
+from rollover.algorithms.kl import k3
+from rollover.algorithms.registry import Algorithm
+
+if TYPE_CHECKING:
+    from rollover.algorithms.losses import TokenLosses
+
+LAGS = ("0", "1", "2", "3plus")
+"""Bins of staleness, in policy versions."""
+
+TOKEN_SUMS = (
+    "tokens",
+    "ratio",
+    "clip_low",
+    "clip_high",
+    "clip_dual",
+    "clip_at_start",
+    "is_weight",
+    "is_weight_squared",
+    "truncated",
+    "rejected",
+    "rollout_proximal_k1",
+    "rollout_proximal_k3",
+    "ref_k3",
+    "abs_advantage",
+)
+"""Columns summed over trained tokens, per lag bin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMetrics:
+    """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp."""
+
+    token_sums_LK: Tensor
+    """[lag bins, ``TOKEN_SUMS``]."""
+    sample_sums_2: Tensor
+    """Samples with a trained token; those of them in which every trained token is rejected."""
+    maxima_3: Tensor
+    """Ratio, importance weight, staleness."""
+    log_weight_sums_2: Tensor
+    """Log of the sums over samples of w and w squared, w the product of a sample's importance weights."""
+    capped: bool
+    """The clip caps weights and zeroes no gradient (``cispo``)."""
+    uncorrected: bool
+    """The algorithm trains stale tokens as fresh ones."""
+
+    @classmethod
+    def of(
+        cls,
+        algorithm: Algorithm,
+        tokens: TokenBatch,
+        correction: CorrectionFactors,
+        now: TokenLosses,
+        start: TokenLosses,
+    ) -> LossMetrics:
+        mask_T, rho_T = tokens.loss_mask_T, correction.rho_T
+        log_rho_T = tokens.proximal_logprobs_T - tokens.rollout_logprobs_T
+        ref_k3_T = torch.zeros_like(rho_T)
+        if tokens.ref_logprobs_T is not None:
+            ref_k3_T = k3(tokens.trainer_logprobs_T - tokens.ref_logprobs_T)
+        columns = (
+            torch.ones_like(rho_T),
+            now.ratio_T,
+            now.low_T,
+            now.high_T,
+            now.dual_T,
+            start.low_T | start.high_T | start.dual_T,
+            rho_T,
+            rho_T**2,
+            correction.truncated_T,
+            correction.rejected_T,
+            -log_rho_T,
+            k3(-log_rho_T),
+            ref_k3_T,
+            tokens.advantages_T.abs(),
+        )
+        values_TK = torch.stack([c.double() for c in columns], dim=1) * mask_T.double()[:, None]
+        lag_T = tokens.staleness_T.clamp(max=len(LAGS) - 1)
+        trained_B = tokens.sum_per_sample(mask_T)
+        kept_B = tokens.sum_per_sample(mask_T * (1 - correction.rejected_T))
+        log_weight_B = correction.log_weight_B.double().masked_fill(trained_B == 0, -math.inf)
+        return cls(
+            token_sums_LK=values_TK.new_zeros(len(LAGS), len(TOKEN_SUMS)).index_add(0, lag_T, values_TK),
+            sample_sums_2=torch.stack([trained_B > 0, (trained_B > 0) & (kept_B == 0)]).double().sum(1),
+            maxima_3=torch.stack(
+                [x.double() * mask_T for x in (now.ratio_T, rho_T, tokens.staleness_T)]
+            ).amax(1),
+            log_weight_sums_2=torch.stack([log_weight_B, 2 * log_weight_B]).logsumexp(1),
+            capped=algorithm.objective == "cispo",
+            uncorrected=algorithm.ignores_staleness,
+        )
+
+    def merge(self, other: LossMetrics) -> LossMetrics:
+        """The metrics of both parts together."""
+        return LossMetrics(
+            token_sums_LK=self.token_sums_LK + other.token_sums_LK,
+            sample_sums_2=self.sample_sums_2 + other.sample_sums_2,
+            maxima_3=torch.maximum(self.maxima_3, other.maxima_3),
+            log_weight_sums_2=torch.logaddexp(self.log_weight_sums_2, other.log_weight_sums_2),
+            capped=self.capped,
+            uncorrected=self.uncorrected,
+        )
+
+    def finalize(self) -> dict[str, float]:
+        """Means, shares and maxima by slash-separated name; ``lag_*`` names repeat some per staleness bin.
+
+        ``clip/*`` are shares of tokens whose gradient the clip zeroes, ``cap/*`` of tokens whose weight it
+        caps (CISPO). ESS is the effective share ``(sum w)^2 / (n sum w^2)`` before any bound. Warns when
+        stale tokens were trained without correction: their ratio reads 1 and no other metric would show it.
+        """
+        parts = (self.token_sums_LK, self.sample_sums_2, self.maxima_3, self.log_weight_sums_2)
+        flat = torch.cat([p.flatten() for p in parts]).tolist()
+        width = len(TOKEN_SUMS)
+        bins = [dict(zip(TOKEN_SUMS, flat[i * width :], strict=False)) for i in range(len(LAGS))]
+        samples, samples_rejected, *maxima, log_w, log_w2 = flat[len(LAGS) * width :]
+        total = {name: sum(b[name] for b in bins) for name in TOKEN_SUMS}
+        stale = total["tokens"] - bins[0]["tokens"]
+        clip = "cap" if self.capped else "clip"
+        out = {
+            "tokens/trained": total["tokens"],
+            "ratio/mean": _share(total, "ratio"),
+            "ratio/max": maxima[0],
+            f"{clip}/low": _share(total, "clip_low"),
+            f"{clip}/high": _share(total, "clip_high"),
+            f"{clip}/dual": _share(total, "clip_dual"),
+            f"{clip}/at_start": _share(total, "clip_at_start"),
+            "is_weight/mean": _share(total, "is_weight"),
+            "is_weight/max": maxima[1],
+            "is_weight/truncated": _share(total, "truncated"),
+            "is_weight/rejected": _share(total, "rejected"),
+            "is_weight/rejected_samples": samples_rejected / max(samples, 1),
+            "ess/token": _ess(total),
+            "ess/sample": math.exp(2 * log_w - log_w2) / samples if samples else 1.0,
+            "kl/rollout_proximal_k1": _share(total, "rollout_proximal_k1"),
+            "kl/rollout_proximal_k3": _share(total, "rollout_proximal_k3"),
+            "kl/ref": _share(total, "ref_k3"),
+            "advantage/abs_mean": _share(total, "abs_advantage"),
+            "staleness/off_policy_tokens": stale / max(total["tokens"], 1),
+            "staleness/max": maxima[2],
+        }
+        for lag, sums in zip(LAGS, bins, strict=True):
+            out |= {
+                f"lag_{lag}/tokens": sums["tokens"],
+                f"lag_{lag}/is_weight": _share(sums, "is_weight"),
+                f"lag_{lag}/truncated": _share(sums, "truncated"),
+                f"lag_{lag}/rejected": _share(sums, "rejected"),
+                f"lag_{lag}/ess": _ess(sums),
+                f"lag_{lag}/abs_advantage": _share(sums, "abs_advantage"),
+            }
+        if self.uncorrected and stale:
+            out["warning/stale_uncorrected"] = stale / total["tokens"]
+            warnings.warn(
+                "stale tokens are trained as if the current policy had sampled them (algorithm.correction is "
+                "'none'); metric warning/stale_uncorrected has their share",
+                stacklevel=2,
+            )
+        return out
+
+
+def _share(sums: dict[str, float], name: str) -> float:
+    return sums[name] / max(sums["tokens"], 1)
+
+
+def _ess(sums: dict[str, float]) -> float:
+    if not sums["tokens"]:
+        return 1.0
+    return sums["is_weight"] ** 2 / (sums["tokens"] * sums["is_weight_squared"])

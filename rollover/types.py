@@ -99,7 +99,6 @@ class Segment:
                 f"segment has {len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs"
             )
 
-
     def continues_into(self, later: Segment) -> bool:
         """Whether ``later`` went on without an interruption and under the same weights and cache."""
         return (

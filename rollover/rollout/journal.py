@@ -11,12 +11,13 @@ import json
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 from rollover.errors import ResourceError, RunError
 from rollover.rollout.events import (
+    BatchConsumed,
     Event,
     GroupDropped,
     GroupOpened,
@@ -27,6 +28,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     WasteCause,
 )
+from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, Prompt, SampleId, Segment
 
 FORMAT_VERSION = 1
@@ -38,13 +40,16 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     body, blob = asdict(event), b""
     if isinstance(event, SegmentEnded):
         segment = body["segment"]
-        blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
+        blob = (
+            array("i", segment.pop("token_ids")).tobytes()
+            + array("f", segment.pop("rollout_logprobs")).tobytes()
+        )
     return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
 
 
 def _decode(kind: str, body: str, blob: bytes) -> Event:
     fields: dict[str, Any] = json.loads(body)
-    match _KINDS[kind].__name__:
+    match kind:
         case GroupOpened.__name__:
             prompt = fields["prompt"]
             fields["prompt"] = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
@@ -102,12 +107,16 @@ class Journal:
         """Write all of ``events`` durably, or none."""
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO events (kind, body, blob) VALUES (?, ?, ?)", map(_encode, events))
+            self._db.executemany(
+                "INSERT INTO events (kind, body, blob) VALUES (?, ?, ?)", map(_encode, events)
+            )
             self._db.execute("COMMIT")
         except sqlite3.OperationalError as e:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise ResourceError(f"cannot write {self.path}: {e}; free some disk space, then --resume the run") from e
+            raise ResourceError(
+                f"cannot write {self.path}: {e}; free some disk space, then --resume the run"
+            ) from e
 
     @property
     def last_seq(self) -> int:
@@ -116,7 +125,9 @@ class Journal:
         return int(seq)
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        for seq, kind, body, blob in self._db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
+        for seq, kind, body, blob in self._db.execute(
+            "SELECT seq, kind, body, blob FROM events ORDER BY seq"
+        ):
             yield seq, _decode(kind, body, blob)
 
     def close(self) -> None:
@@ -155,13 +166,59 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
         raise RunError(f"{path} is not a journal: {e}") from e
 
 
-def effective(events: Iterable[tuple[int, Event]]) -> list[Event]:
+def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
     """The events that count: those a later restart declared void are left out."""
     kept: list[tuple[int, Event]] = []
     for seq, event in events:
         if isinstance(event, Restarted) and event.redo_from is not None:
             while kept and kept[-1][0] > event.redo_from:
                 kept.pop()
-            event = replace(event, redo_from=None)
         kept.append((seq, event))
-    return [event for _, event in kept]
+    return kept
+
+
+def fold(journal: Journal) -> Ledger:
+    """The ledger of a run as its journal has it."""
+    return Ledger(event for _, event in effective(journal.read()))
+
+
+def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
+    """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
+
+    Args:
+        redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run decodes it again
+            exactly as it would have.
+
+    Raises:
+        RunError: the checkpoint is newer than the journal, or its batches are no longer there.
+    """
+    events = effective(journal.read())
+    consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]
+    redo_from = (consumed[-1] if consumed else 0) if redo_round else None
+    void = [event for seq, event in events if redo_from is not None and seq > redo_from]
+    event = Restarted(
+        time_s=events[-1][1].time_s if events else 0.0,
+        step=step,
+        redo_from=redo_from,
+        lost_tokens=sum(_num_tokens(event) for event in void),
+    )
+    kept = [event for seq, event in events if redo_from is None or seq <= redo_from]
+    ledger = Ledger(kept)
+    if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
+        raise RunError(
+            f"{journal.path} knows the batches of steps {sorted(ledger.batches)} up to step {ledger.next_step}, which does"
+            f" not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
+        )
+    ledger.apply(event)
+    journal.append([event])
+    return ledger
+
+
+def _num_tokens(event: Event) -> int:
+    match event:
+        case SegmentEnded(segment=segment):
+            return len(segment.token_ids)
+        case Restarted(lost_tokens=lost_tokens):
+            return lost_tokens
+        case _:
+            return 0

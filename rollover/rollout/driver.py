@@ -1,0 +1,518 @@
+"""The driver: asks the strategy, does as told, writes the journal. The one asyncio shell around the pure parts.
+
+::
+
+    source ──prompts──▶ ┌────────┐ ──requests──▶ engine
+                        │ driver │ ◀──chunks───
+    strategy ◀─ledger─▶ │        │ ──trajectories──▶ scorer
+                        └────────┘ ◀──rewards──
+                             │ events
+                             ▼
+                          journal
+
+====================  =======================  ===============================  ==============================
+task                  consumes                 waits for                        is unblocked by
+====================  =======================  ===============================  ==============================
+``next_batch``        ready groups             a full batch                     a group settled; the stall limit
+``_hop``, a sample    chunks of one call       the engine                       chunks; abort; the engine's error
+``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
+====================  =======================  ===============================  ==============================
+
+What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a sample has
+at most one open engine call; the staleness bound holds for every batch handed out.
+
+With ``lockstep`` each finished sample is scored and acted upon before the engine may decode on (an engine that declares
+lockstep waits for its consumers), one at a time in order of arrival: two runs then take the same decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from rollover.clock import Clock
+from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.errors import DataError, EngineError, EngineTimeout, RolloverError, RunError
+from rollover.rollout.events import (
+    BatchConsumed,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.journal import Journal
+from rollover.rollout.ledger import GroupState, Ledger, SampleState
+from rollover.rollout.strategy import OnFull, Strategy
+from rollover.types import Batch, FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
+
+
+class Source(Protocol):
+    """Prompts by number: a pure function, so that a cursor is all a restart needs."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+class Scorer(Protocol):
+    """Turns a finished trajectory into a reward. Has its own deadline and retries; raises when it gives up."""
+
+    async def score(self, trajectory: Trajectory) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long and how often the driver puts up with trouble."""
+
+    save_every_tokens: int = 256
+    stall_timeout_s: float = 600.0
+    abort_timeout_s: float = 60.0
+    max_retries: int = 3
+    max_filtered_batches: int = 32
+
+
+@dataclass(slots=True)
+class _OpenSegment:
+    """Tokens of the current segment that are not in the ledger yet."""
+
+    start_s: float
+    num_prefilled_tokens: int = 0
+    policy_version: int = -1
+    kv_version: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def belongs(self, chunk: Chunk) -> bool:
+        return not self.token_ids or (self.policy_version, self.kv_version) == (
+            chunk.policy_version,
+            chunk.kv_version,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        self.policy_version, self.kv_version = chunk.policy_version, chunk.kv_version
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.num_prefilled_tokens += chunk.num_prefilled_tokens
+
+    def closed(self, reason: FinishReason | None, end_s: float) -> Segment:
+        """The record; this segment starts afresh behind it."""
+        segment = Segment(
+            policy_version=self.policy_version,
+            kv_version=self.kv_version,
+            token_ids=tuple(self.token_ids),
+            rollout_logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            start_s=self.start_s,
+            end_s=end_s,
+            num_prefilled_tokens=self.num_prefilled_tokens,
+        )
+        self.start_s, self.num_prefilled_tokens = end_s, 0
+        self.token_ids, self.logprobs = [], []
+        return segment
+
+
+class RolloutDriver:
+    """Produces batches. One event loop owns it; none of its methods may run in two tasks at once.
+
+    Args:
+        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        observer: called after each event, with the ledger already moved on.
+        lockstep: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        strategy: Strategy,
+        source: Source,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        seed: int,
+        clock: Clock,
+        ledger: Ledger,
+        journal: Journal | None = None,
+        limits: Limits | None = None,
+        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        observer: Callable[[Event], None] = lambda event: None,
+        lockstep: bool = False,
+    ) -> None:
+        self.ledger = ledger
+        self._engine = engine
+        self._strategy = strategy
+        self._source = source
+        self._scorer = scorer
+        self._sampling = sampling
+        self._seed = seed
+        self._clock = clock
+        self._journal = journal
+        self._limits = limits or Limits()
+        self._keep_group = keep_group
+        self._observer = observer
+        self._turn = asyncio.Lock() if lockstep else None
+        self._collecting = False
+        """Whether samples may be started."""
+        self._hops: dict[SampleId, asyncio.Task[None]] = {}
+        self._request_ids: dict[SampleId, str] = {}
+        self._scoring: dict[SampleId, asyncio.Task[None]] = {}
+        self._abort: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        """A group was settled, or something broke."""
+        self._last_progress_s = clock.now_s()
+        self._num_hops = 0
+        self._retries: dict[SampleId, int] = {}
+        self._errors_in_a_row = 0
+        self._num_filtered_in_a_row = 0
+        self._broken: BaseException | None = None
+        self._unwritten: list[Event] = []
+
+    # -- what the loop calls ---------------------------------------------------------------------------------
+
+    async def next_batch(self) -> Batch:
+        """The next batch, consumed and journaled. Replays the recorded ones first after a restart.
+
+        Raises:
+            EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
+            EngineError: the engine failed more often than ``max_retries`` on one sample's account.
+            DataError: every sample fails its reward.
+            RunError: the group filter rejects everything.
+        """
+        if self.ledger.replay:
+            step = self.ledger.replay[0]
+            return self._consume(step, self.ledger.batches[step])
+        self._collecting = True
+        for sample_id in self.ledger.unscored.keys() - self._scoring.keys():
+            self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+        self._last_progress_s = self._clock.now_s()
+        self._act()
+        await self._until_full()
+        await self._stop_running()
+        chosen = self._strategy.select_batch(self.ledger)
+        assert chosen is not None, "a full batch stays full"
+        return self._consume(self.ledger.next_step, chosen)
+
+    async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
+        load where the engine can, else parked before and resumed after it."""
+        collecting = self._collecting
+        if self._hops and not self._engine.capabilities.in_flight_update:
+            self._collecting = False
+            await self._abort_running()
+        start_s = self._clock.now_s()
+        await load()
+        now_s = self._clock.now_s()
+        self._record(VersionPublished(time_s=now_s, policy_version=version, pause_s=now_s - start_s))
+        self._collecting = collecting
+        self._act()
+
+    async def stop(self) -> None:
+        """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
+        self._collecting = False
+        try:
+            await self._abort_running()
+        finally:
+            pending = [*self._hops.values(), *self._scoring.values()]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            self.flush()
+
+    def flush(self) -> None:
+        """Make every event so far durable."""
+        if self._unwritten and self._journal is not None:
+            events, self._unwritten = self._unwritten, []
+            self._journal.append(events)
+
+    def record(self, event: Event) -> None:
+        """Enter an event of the loop (a saved checkpoint) and make it durable."""
+        self._record(event)
+        self.flush()
+
+    # -- deciding --------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """Ask the strategy what to open and start; begin to stop once the batch is full."""
+        if not self._collecting or self.ledger.replay:
+            return
+        if self._strategy.on_full is not OnFull.KEEP and self._strategy.select_batch(self.ledger) is not None:
+            self._collecting = False
+            if self._strategy.on_full is not OnFull.WAIT:
+                self._abort = asyncio.create_task(self._abort_running())
+            return
+        for _ in range(self._strategy.groups_to_open(self.ledger)):
+            self._open_group()
+        room = self._engine.capabilities.max_running - len(self.ledger.running)
+        for sample_id in list(islice(self._strategy.samples_to_start(self.ledger), max(0, room))):
+            self._start(sample_id)
+
+    def _open_group(self) -> None:
+        ledger = self.ledger
+        if ledger.returned:
+            prompt, cursor = ledger.returned[0], ledger.cursor
+        else:
+            prompt, cursor = self._source.prompt(ledger.cursor), ledger.cursor + 1
+        self._record(
+            GroupOpened(
+                time_s=self._clock.now_s(),
+                group_id=ledger.next_group_id,
+                prompt=prompt,
+                group_size=self._strategy.group_size,
+                cursor=cursor,
+            )
+        )
+
+    def _start(self, sample_id: SampleId) -> None:
+        self._record(
+            SampleStarted(
+                time_s=self._clock.now_s(), sample_id=sample_id, policy_version=self.ledger.policy_version
+            )
+        )
+        self._num_hops += 1
+        self._request_ids[sample_id] = f"{sample_id}#{self._num_hops}."
+        self._hops[sample_id] = asyncio.create_task(self._hop(sample_id))
+
+    async def _until_full(self) -> None:
+        while self._strategy.select_batch(self.ledger) is None:
+            if self._broken is not None:
+                raise self._broken
+            self._changed.clear()
+            idle_s = self._clock.now_s() - self._last_progress_s
+            if idle_s >= self._limits.stall_timeout_s:
+                raise EngineTimeout(self._stalled(idle_s))
+            assert self._hops or self._scoring, "no batch, and nothing is running or being scored"
+            try:
+                async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _stalled(self, idle_s: float) -> str:
+        def names(ids: Iterable[SampleId]) -> str:
+            shown = [str(i) for i in islice(ids, 8)]
+            return ", ".join(shown) if shown else "none"
+
+        return (
+            f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
+            f" {len(self._hops)} samples decoding: {names(self._hops)};"
+            f" {len(self._scoring)} being scored: {names(self._scoring)}"
+        )
+
+    async def _stop_running(self) -> None:
+        match self._strategy.on_full:
+            case OnFull.KEEP:
+                return
+            case OnFull.WAIT:
+                while self._hops or self._scoring:
+                    await asyncio.wait([*self._hops.values(), *self._scoring.values()])
+            case OnFull.PARK | OnFull.DISCARD:
+                self._collecting = False
+                await (self._abort or self._abort_running())
+                self._abort = None
+                if self._turn is not None and self._scoring:
+                    await asyncio.wait(list(self._scoring.values()))
+        if self._strategy.on_full is OnFull.DISCARD:
+            self._discard_unfinished()
+
+    def _discard_unfinished(self) -> None:
+        """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""
+        unfinished = (SampleState.WAITING, SampleState.PARKED)
+        for group in list(self.ledger.open.values()):
+            if any(s.state in unfinished for s in group.samples):
+                self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, prompt_returned=True)
+
+    async def _abort_running(self) -> None:
+        """Stop every open call; return when each has handed over what it decoded."""
+        hops = dict(self._hops)
+        if not hops:
+            return
+        try:
+            async with asyncio.timeout(self._limits.abort_timeout_s):
+                await self._engine.abort([self._request_ids[i] for i in hops])
+                await asyncio.wait(list(hops.values()))
+        except TimeoutError:
+            late = ", ".join(str(i) for i, task in hops.items() if not task.done())
+            raise EngineTimeout(
+                f"the engine did not acknowledge the abort of {late or 'any call'} within"
+                f" {self._limits.abort_timeout_s:.0f} s"
+            ) from None
+
+    def _consume(self, step: int, group_ids: tuple[int, ...]) -> Batch:
+        if self._broken is not None:
+            raise self._broken
+        self._record(BatchConsumed(time_s=self._clock.now_s(), step=step, group_ids=group_ids))
+        self.flush()
+        self.ledger.check()
+        batch = self.ledger.batch(step)
+        oldest = min(g.oldest_version for g in batch.groups)
+        assert step - oldest <= self._strategy.max_staleness, (
+            f"batch {step} holds a token of version {oldest}"
+        )
+        return batch
+
+    # -- one sample ------------------------------------------------------------------------------------------
+
+    async def _hop(self, sample_id: SampleId) -> None:
+        """One engine call, from the request to its last chunk."""
+        segment = _OpenSegment(self._clock.now_s())
+        acted = False
+        try:
+            async for chunk in self._engine.generate(self._request(sample_id)):
+                self._last_progress_s = self._clock.now_s()
+                self._errors_in_a_row = 0
+                self._take(sample_id, segment, chunk)
+                if chunk.finish_reason is not None and self._turn is not None:
+                    # The engine stands still until this returns.
+                    async with self._turn:
+                        await self._after_hop(sample_id)
+                        acted = True
+                        # Let the calls and the abort decided upon reach the engine before it goes on.
+                        await asyncio.sleep(0)
+            if self.ledger.sample(sample_id).state is SampleState.RUNNING:
+                raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
+            self._retries.pop(sample_id, None)
+        except EngineError as e:
+            self._engine_failed(sample_id, segment, e)
+        except Exception as e:  # a bug, or a full disk: next_batch raises it
+            self._broken = e
+        finally:
+            self._hops.pop(sample_id, None)
+            self._request_ids.pop(sample_id, None)
+            self._changed.set()
+        if self._broken is None and not acted:
+            await self._after_hop(sample_id)
+
+    def _request(self, sample_id: SampleId) -> GenerateRequest:
+        trajectory = self.ledger.sample(sample_id).trajectory
+        return GenerateRequest(
+            request_id=self._request_ids[sample_id],
+            sample_key=f"{sample_id}.",
+            prompt_key=f"g{sample_id.group}.",
+            prompt_ids=trajectory.prompt.token_ids,
+            response_ids=trajectory.token_ids,
+            params=self._sampling,
+            seed=sample_seed(self._seed, sample_id),
+        )
+
+    def _take(self, sample_id: SampleId, segment: _OpenSegment, chunk: Chunk) -> None:
+        if not segment.belongs(chunk):
+            self._end_segment(sample_id, segment, None)
+        segment.add(chunk)
+        if chunk.finish_reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
+            self._end_segment(sample_id, segment, chunk.finish_reason)
+
+    def _end_segment(self, sample_id: SampleId, segment: _OpenSegment, reason: FinishReason | None) -> None:
+        now_s = self._clock.now_s()
+        if segment.policy_version < 0:  # stopped before its first token
+            segment.policy_version = segment.kv_version = self.ledger.policy_version
+        self._record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment.closed(reason, now_s)))
+
+    def _engine_failed(self, sample_id: SampleId, segment: _OpenSegment, error: EngineError) -> None:
+        """Park the sample with every token that reached us; give it up after too many failures of its own, and the run
+        when the engine answers nobody any more."""
+        if self.ledger.sample(sample_id).state is SampleState.RUNNING:
+            self._end_segment(sample_id, segment, FinishReason.ABORT)
+        self._retries[sample_id] = self._retries.get(sample_id, 0) + 1
+        self._errors_in_a_row += 1
+        if self._errors_in_a_row > self._limits.max_retries * max(1, len(self._hops)):
+            self._broken = error
+        elif self._retries[sample_id] > self._limits.max_retries:
+            self._fail(sample_id, str(error))
+
+    async def _after_hop(self, sample_id: SampleId) -> None:
+        """Have a finished sample scored; use the place that became free."""
+        if sample_id in self.ledger.unscored:
+            if self._turn is not None:
+                await self._score(sample_id)
+            else:
+                self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+        self._act()
+
+    async def _score(self, sample_id: SampleId) -> None:
+        reward, failure = 0.0, ""
+        try:
+            reward = await self._scorer.score(self.ledger.sample(sample_id).trajectory)
+        except RolloverError as e:
+            failure = str(e)
+        except Exception as e:
+            failure = f"{type(e).__name__}: {e}"
+        finally:
+            self._scoring.pop(sample_id, None)
+        self._last_progress_s = self._clock.now_s()
+        try:
+            if failure:
+                self._fail(sample_id, failure)
+            else:
+                self._record(SampleScored(time_s=self._clock.now_s(), sample_id=sample_id, reward=reward))
+                self._settle(sample_id)
+            self._act()
+        except Exception as e:
+            self._broken = e
+        self._changed.set()
+
+    def _fail(self, sample_id: SampleId, reason: str) -> None:
+        self._record(SampleFailed(time_s=self._clock.now_s(), sample_id=sample_id, reason=reason))
+        all_samples = self._strategy.batch_size * self._strategy.group_size
+        if self.ledger.num_failed >= all_samples and not self.ledger.num_scored:
+            raise DataError(
+                f"the first {self.ledger.num_failed} samples all failed, the last one with: {reason}"
+            )
+        self._settle(sample_id)
+
+    def _settle(self, sample_id: SampleId) -> None:
+        """Once all siblings are scored or failed: is the group worth training?"""
+        ledger, group = self.ledger, self.ledger.groups[sample_id.group]
+        if group.state is not GroupState.READY:
+            return
+        if group.num_scored < min(2, self._strategy.group_size):
+            self._drop(group.group_id, WasteCause.FAILED, prompt_returned=False)
+        elif self._keep_group(group.group().rewards_G):
+            self._num_filtered_in_a_row = 0
+        else:
+            self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, prompt_returned=False)
+            self._num_filtered_in_a_row += 1
+            if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self._strategy.batch_size:
+                raise RunError(
+                    f"the last {self._num_filtered_in_a_row} groups gave no signal: all their samples have the same"
+                    " reward; choose easier or harder prompts, or algorithm.group_filter = 'none'"
+                )
+
+    def _drop(self, group_id: int, cause: WasteCause, *, prompt_returned: bool) -> None:
+        for sample in self.ledger.groups[group_id].samples:
+            if (scoring := self._scoring.pop(sample.trajectory.sample_id, None)) is not None:
+                scoring.cancel()
+        self._record(
+            GroupDropped(
+                time_s=self._clock.now_s(), group_id=group_id, cause=cause, prompt_returned=prompt_returned
+            )
+        )
+
+    # -- writing down ----------------------------------------------------------------------------------------
+
+    def _record(self, event: Event) -> None:
+        """Apply now, write at the end of this turn of the event loop: many events share a transaction."""
+        self.ledger.apply(event)
+        if self._journal is not None:
+            if not self._unwritten:
+                asyncio.get_running_loop().call_soon(self._flush_later)
+            self._unwritten.append(event)
+        self._observer(event)
+
+    def _flush_later(self) -> None:
+        try:
+            self.flush()
+        except RolloverError as e:
+            self._broken = e
+            self._changed.set()
+
+
+def sample_seed(seed: int, sample_id: SampleId) -> int:
+    """The seed of a sample's noise: 63 bits, a function of the run's seed and the sample alone."""
+    digest = hashlib.blake2b(f"{seed}/{sample_id.group}/{sample_id.index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

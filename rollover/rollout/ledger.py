@@ -1,0 +1,370 @@
+"""The ledger: where every admitted prompt and every decoded token is. It is the fold of the journal's events.
+
+Conservation, proved by ``Ledger.check``:
+
+* A sample is in exactly one state. ``waiting -> running -> {parked -> running}* -> finished -> scored``;
+  from any of them it can become ``failed``.
+* A group is ``open`` until each sample is scored or failed, then ``ready``, then ``consumed`` by a batch or
+  ``dropped`` with a cause. Nothing leaves by another door.
+* ``decoded tokens = trained + wasted (by cause) + live``.
+
+The ledger holds facts. What to do about them is a strategy's business; doing it is the driver's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollover.rollout.events import (
+    BatchConsumed,
+    CheckpointSaved,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    Restarted,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Trajectory
+
+
+class SampleState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+    SCORED = "scored"
+    FAILED = "failed"
+
+
+class GroupState(StrEnum):
+    OPEN = "open"
+    READY = "ready"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class SampleEntry:
+    """One sample's place in the ledger."""
+
+    trajectory: Trajectory
+    state: SampleState = SampleState.WAITING
+    num_tokens: int = 0
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class GroupEntry:
+    """One group's place in the ledger."""
+
+    group_id: int
+    prompt: Prompt
+    samples: list[SampleEntry]
+    state: GroupState = GroupState.OPEN
+    start_version: int | None = None
+    """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
+    num_unsettled: int = 0
+    """Samples neither scored nor failed."""
+
+    @property
+    def num_scored(self) -> int:
+        return sum(s.state is SampleState.SCORED for s in self.samples)
+
+    def group(self) -> Group:
+        """The record the trainer gets: scored samples only."""
+        return Group(
+            group_id=self.group_id,
+            prompt=self.prompt,
+            trajectories=tuple(s.trajectory for s in self.samples if s.state is SampleState.SCORED),
+        )
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The token account of a run."""
+
+    decoded: int = 0
+    trained: int = 0
+    wasted: Counter[WasteCause] = field(default_factory=Counter)
+    reprefilled: int = 0
+
+    @property
+    def live(self) -> int:
+        return self.decoded - self.trained - sum(self.wasted.values())
+
+
+class Ledger:
+    """State of all samples and groups; changed by ``apply`` alone."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.policy_version = 0
+        """Version the engines sample from."""
+        self.next_step = 0
+        """Step of the next batch, which is the number of batches consumed."""
+        self.cursor = 0
+        """Prompts drawn from the source."""
+        self.next_group_id = 0
+        self.tokens = Tokens()
+        self.groups: dict[int, GroupEntry] = {}
+        """Open, ready and consumed-but-not-yet-checkpointed groups."""
+        self.open: dict[int, GroupEntry] = {}
+        self.ready: dict[int, GroupEntry] = {}
+        self.waiting: dict[SampleId, None] = {}
+        self.running: dict[SampleId, None] = {}
+        self.parked: dict[SampleId, None] = {}
+        self.unscored: dict[SampleId, None] = {}
+        """Finished, not yet scored."""
+        self.returned: deque[Prompt] = deque()
+        """Prompts of discarded groups: they go out again before new ones are drawn."""
+        self.batches: dict[int, tuple[int, ...]] = {}
+        """Step to group ids of the batches consumed since the last checkpoint."""
+        self.replay: deque[int] = deque()
+        """Steps whose batches must be handed out again, as they were, before any new one."""
+        self.num_admitted = 0
+        self.num_consumed = 0
+        self.dropped: Counter[WasteCause] = Counter()
+        """Groups dropped, by cause."""
+        self.num_failed = 0
+        """Samples failed."""
+        self.num_scored = 0
+        """Samples scored."""
+        self.num_samples_trained = 0
+        self.num_resumes_trained = 0
+        for event in events:
+            self.apply(event)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def sample(self, sample_id: SampleId) -> SampleEntry:
+        return self.groups[sample_id.group].samples[sample_id.index]
+
+    @property
+    def num_unconsumed(self) -> int:
+        """Groups admitted and not yet in a batch: open plus ready."""
+        return len(self.open) + len(self.ready)
+
+    @property
+    def num_active(self) -> int:
+        """Samples that still have tokens to decode."""
+        return len(self.waiting) + len(self.running) + len(self.parked)
+
+    def unconsumed(self) -> Iterator[GroupEntry]:
+        """Open and ready groups in order of opening."""
+        return (self.groups[i] for i in sorted([*self.open, *self.ready]))
+
+    def batch(self, step: int) -> Batch:
+        """The batch consumed at ``step``; it must be newer than the last checkpoint."""
+        return Batch(step=step, groups=tuple(self.groups[i].group() for i in self.batches[step]))
+
+    # -- the fold -------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
+        match event:
+            case GroupOpened():
+                self._open(event)
+            case SampleStarted(sample_id=sample_id):
+                self._start(sample_id, event.policy_version)
+            case SegmentEnded():
+                self._segment(event)
+            case SampleScored(sample_id=sample_id, reward=reward):
+                sample = self._leave(sample_id, SampleState.FINISHED)
+                sample.trajectory = sample.trajectory.scored(reward)
+                self.num_scored += 1
+                self._settle(sample_id, SampleState.SCORED)
+            case SampleFailed(sample_id=sample_id, reason=reason):
+                sample = self._leave(sample_id, self.sample(sample_id).state)
+                sample.failure = reason
+                self.num_failed += 1
+                self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
+                self._settle(sample_id, SampleState.FAILED)
+            case GroupDropped():
+                self._drop(event)
+            case BatchConsumed(step=step, group_ids=group_ids):
+                self._consume(step, group_ids)
+            case VersionPublished(policy_version=version):
+                self.policy_version = version
+            case CheckpointSaved(step=step):
+                for done in [s for s in self.batches if s < step]:
+                    for group_id in self.batches.pop(done):
+                        del self.groups[group_id]
+            case Restarted():
+                self._restart(event)
+
+    def _open(self, event: GroupOpened) -> None:
+        assert event.group_id == self.next_group_id, "groups are numbered in order of opening"
+        if self.returned and self.returned[0].prompt_id == event.prompt.prompt_id:
+            self.returned.popleft()
+        else:
+            assert event.cursor > self.cursor, "the source is read in order"
+        entry = GroupEntry(
+            group_id=event.group_id,
+            prompt=event.prompt,
+            samples=[
+                SampleEntry(Trajectory(sample_id=SampleId(event.group_id, i), prompt=event.prompt))
+                for i in range(event.group_size)
+            ],
+            num_unsettled=event.group_size,
+        )
+        self.groups[event.group_id] = self.open[event.group_id] = entry
+        self.waiting.update(dict.fromkeys(s.trajectory.sample_id for s in entry.samples))
+        self.next_group_id += 1
+        self.num_admitted += 1
+        self.cursor = max(self.cursor, event.cursor)
+
+    def _start(self, sample_id: SampleId, version: int) -> None:
+        sample = self._leave(sample_id, self.sample(sample_id).state)
+        assert sample.state in (SampleState.WAITING, SampleState.PARKED), f"{sample_id} is {sample.state}"
+        sample.state = SampleState.RUNNING
+        self.running[sample_id] = None
+        group = self.groups[sample_id.group]
+        if group.start_version is None:
+            group.start_version = version
+
+    def _segment(self, event: SegmentEnded) -> None:
+        sample_id, segment = event.sample_id, event.segment
+        sample = self.sample(sample_id)
+        assert sample.state is SampleState.RUNNING, f"{sample_id} is {sample.state}, not running"
+        sample.trajectory = sample.trajectory.extended(segment)
+        sample.num_tokens += len(segment.token_ids)
+        self.tokens.decoded += len(segment.token_ids)
+        self.tokens.reprefilled += segment.num_prefilled_tokens
+        if segment.finish_reason is None:
+            return
+        del self.running[sample_id]
+        if segment.finish_reason is not FinishReason.ABORT:
+            sample.state = SampleState.FINISHED
+            self.unscored[sample_id] = None
+        else:
+            self._park(sample_id, sample)
+
+    def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
+        """A sample stopped before its first token has nothing to resume: it waits again."""
+        sample.state = SampleState.PARKED if sample.num_tokens else SampleState.WAITING
+        (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
+
+    def _leave(self, sample_id: SampleId, state: SampleState) -> SampleEntry:
+        sample = self.sample(sample_id)
+        assert sample.state is state, f"{sample_id} is {sample.state}, not {state}"
+        for place in (self.waiting, self.running, self.parked, self.unscored):
+            place.pop(sample_id, None)
+        return sample
+
+    def _settle(self, sample_id: SampleId, state: SampleState) -> None:
+        group = self.groups[sample_id.group]
+        group.samples[sample_id.index].state = state
+        group.num_unsettled -= 1
+        if group.num_unsettled == 0:
+            del self.open[group.group_id]
+            group.state = GroupState.READY
+            self.ready[group.group_id] = group
+
+    def _drop(self, event: GroupDropped) -> None:
+        group = self.groups.pop(event.group_id)
+        assert group.state in (GroupState.OPEN, GroupState.READY), f"group {event.group_id} is {group.state}"
+        (self.open if group.state is GroupState.OPEN else self.ready).pop(event.group_id)
+        group.state = GroupState.DROPPED
+        for sample in group.samples:
+            for place in (self.waiting, self.running, self.parked, self.unscored):
+                place.pop(sample.trajectory.sample_id, None)
+            if sample.state is not SampleState.FAILED:
+                self.tokens.wasted[event.cause] += sample.num_tokens
+        self.dropped[event.cause] += 1
+        if event.prompt_returned:
+            self.returned.append(group.prompt)
+
+    def _consume(self, step: int, group_ids: tuple[int, ...]) -> None:
+        assert step == self.next_step, f"batch {step} consumed where {self.next_step} was next"
+        if self.replay:
+            assert self.replay[0] == step and self.batches[step] == group_ids, (
+                "a replayed batch is what it was"
+            )
+            self.replay.popleft()
+        else:
+            assert len(set(group_ids)) == len(group_ids), "a group is trained once"
+            for group_id in group_ids:
+                self.ready.pop(group_id).state = GroupState.CONSUMED
+            self.batches[step] = group_ids
+        self._account(step, +1)
+        self.next_step += 1
+
+    def _account(self, step: int, sign: int) -> None:
+        """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""
+        for group_id in self.batches[step]:
+            for sample in self.groups[group_id].samples:
+                if sample.state is SampleState.SCORED:
+                    self.tokens.trained += sign * sample.num_tokens
+                    self.num_samples_trained += sign
+                    self.num_resumes_trained += sign * sample.trajectory.num_resumes
+        self.num_consumed += sign * len(self.batches[step])
+
+    def _restart(self, event: Restarted) -> None:
+        self.tokens.decoded += event.lost_tokens
+        self.tokens.wasted[WasteCause.FAILED] += event.lost_tokens
+        for sample_id in list(self.running):
+            del self.running[sample_id]
+            self._park(sample_id, self.sample(sample_id))
+        self.replay = deque(sorted(s for s in self.batches if s >= event.step))
+        for step in self.batches:
+            if event.step <= step < self.next_step:
+                self._account(step, -1)
+        self.next_step = event.step
+        self.policy_version = event.step
+
+    # -- the law --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Prove conservation. Costs one pass over the groups that are not yet checkpointed.
+
+        Raises:
+            AssertionError: naming the group or the account that does not add up.
+        """
+        places = {
+            SampleState.WAITING: self.waiting,
+            SampleState.RUNNING: self.running,
+            SampleState.PARKED: self.parked,
+            SampleState.FINISHED: self.unscored,
+        }
+        counts: Counter[SampleState] = Counter()
+        live = 0
+        for group in self.groups.values():
+            unsettled = 0
+            for sample in group.samples:
+                counts[sample.state] += 1
+                assert sample.num_tokens == sample.trajectory.num_tokens
+                unsettled += sample.state not in (SampleState.SCORED, SampleState.FAILED)
+                for state, place in places.items():
+                    sample_id = sample.trajectory.sample_id
+                    assert (sample_id in place) == (sample.state is state), (
+                        f"{sample_id} is not only {sample.state}"
+                    )
+                if sample.state is not SampleState.FAILED and group.state is not GroupState.CONSUMED:
+                    live += sample.num_tokens
+            assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
+            assert (group.group_id in self.open) == (group.state is GroupState.OPEN)
+            assert (group.group_id in self.ready) == (group.state is GroupState.READY)
+        for state, place in places.items():
+            assert counts[state] == len(place), f"a {state} sample belongs to no group"
+        consumed = [i for ids in self.batches.values() for i in ids]
+        assert len(set(consumed)) == len(consumed), "a group is in two batches"
+        awaiting_replay = [i for step in self.replay for i in self.batches[step]]
+        live += sum(
+            s.num_tokens
+            for i in awaiting_replay
+            for s in self.groups[i].samples
+            if s.state is SampleState.SCORED
+        )
+        assert self.tokens.live == live, (
+            f"{self.tokens.live} tokens are live by the account, {live} by the samples"
+        )
+        assert self.num_admitted == (
+            self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())
+        ), "a group has vanished"

@@ -1,0 +1,80 @@
+"""The staleness bound, kept by admission and by the choice of batches; never by throwing work away.
+
+Let N groups make a batch, let batch s be trained by step s (which starts from version s), and let a group
+*start* at version v, the weights in force when its first sample is sent out, so that none of its tokens is older
+than v. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*.
+
+**Theorem.** Write D(t) for the number of started, unconsumed groups with deadline at most t, and s for the next
+batch. If
+
+* (admission) a group starts at version v only while the unconsumed groups, itself included, number at most
+  ``N (v + S + 1 - s)``, and
+* (choice) batch s takes, for each t >= s, at least ``D(t) - N (t - s)`` groups with deadline at most t,
+
+then ``D(t) <= N (t - s + 1)`` for all t >= s at all times, every batch demanded by *choice* fits into N groups, and
+no group misses its deadline.
+
+*Proof.* The invariant holds with no groups. A start at version v adds one to D(t) for t >= v + S; versions only grow,
+so every deadline is then at most v + S, and D(t) for t >= v + S is the number of all unconsumed groups, at most
+``N (v + S + 1 - s) <= N (t - s + 1)`` by admission; D(t) for smaller t is unchanged. Consuming batch s by the rule leaves
+``D(t) <= N (t - s)``, which is the invariant for s + 1; the rule can be met because it asks for at most
+``N (t - s + 1) - N (t - s) = N`` groups, and these demands are nested. For t = s it leaves no group with deadline s.
+A group that is dropped lowers D. Groups that are open but not started have no deadline yet, and counting them in
+*admission* only admits less. Publishing a version raises v, consuming lowers both sides by N: an admission that was
+allowed stays allowed. QED
+
+Where the demanded groups are not ready yet, the batch waits for them: the price of a hard bound. Starting old work
+before new (first in, first out) makes the wait rare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from rollover.rollout.ledger import GroupEntry, Ledger
+
+
+def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
+    """Groups that may be opened now (*admission*)."""
+    steps = ledger.policy_version + max_staleness + 1 - ledger.next_step
+    return max(0, batch_size * steps - ledger.num_unconsumed)
+
+
+def choose_batch(
+    ledger: Ledger, *, batch_size: int, max_staleness: int, order: Callable[[GroupEntry], int]
+) -> tuple[int, ...] | None:
+    """Ids of ``batch_size`` ready groups, lowest ``order`` first as far as *choice* leaves room; ``None`` while too few
+    are ready or a demanded one is not."""
+    if len(ledger.ready) < batch_size:
+        return None
+    due: Counter[int] = Counter()
+    for group in (*ledger.open.values(), *ledger.ready.values()):
+        if group.start_version is not None:
+            due[group.start_version + max_staleness] += 1
+    preferred = sorted(ledger.ready.values(), key=order)
+    chosen: dict[int, None] = {}
+    num_due = 0
+    for deadline in sorted(due):
+        num_due += due[deadline]
+        demanded = num_due - batch_size * (deadline - ledger.next_step)
+        eligible = [g.group_id for g in preferred if _start(g) + max_staleness <= deadline]
+        num_chosen_due = sum(i in chosen for i in eligible)
+        for group_id in eligible:
+            if num_chosen_due >= demanded:
+                break
+            if group_id not in chosen:
+                chosen[group_id] = None
+                num_chosen_due += 1
+        if num_chosen_due < demanded:
+            return None
+    for group in preferred:
+        if len(chosen) == batch_size:
+            break
+        chosen[group.group_id] = None
+    return tuple(sorted(chosen))
+
+
+def _start(group: GroupEntry) -> int:
+    assert group.start_version is not None, "a ready group has started"
+    return group.start_version

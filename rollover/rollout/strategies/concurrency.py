@@ -1,0 +1,31 @@
+"""Concurrency-controlled partial rollout, after CoPRIS (arXiv 2511.05589).
+
+Keep a fixed number of samples in flight: each one that finishes makes room for the next, parked before fresh. Stop when
+the batch is full and park the rest. Simplified: groups are admitted whole, so that up to ``group_size - 1`` samples may
+wait for a place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategy import OnFull, Strategy
+from rollover.types import SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency(Strategy):
+    """``num_running`` samples decode at all times while the bound leaves room for new groups."""
+
+    on_full = OnFull.PARK
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        missing = self.num_running - ledger.num_active
+        return min(-(-missing // self.group_size), self.headroom(ledger))
+
+    def samples_to_start(self, ledger: Ledger) -> list[SampleId]:
+        # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.
+        in_order = Strategy.samples_to_start(self, ledger)
+        return list(islice(in_order, max(0, self.num_running - len(ledger.running))))

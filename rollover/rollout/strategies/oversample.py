@@ -1,0 +1,23 @@
+"""Over-sampling with discard: launch more groups than a batch needs and throw the slow ones away.
+
+The baseline of DAPO-style trainers. It shortens the tail by selecting short responses; the discarded prompts return to
+the source, so that the bias falls on responses and not also on prompts. Whole groups beyond the batch are no waste:
+they lead the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oversample(Strategy):
+    """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends."""
+
+    on_full = OnFull.DISCARD
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))

@@ -1,0 +1,19 @@
+"""Synchronous rollout: launch the batch, wait for its last token. The baseline every other strategy is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync(Strategy):
+    """Nothing is carried over: every token is trained by the weights that sampled it. A group that a filter or a failure
+    drops is replaced at once."""
+
+    on_full = OnFull.WAIT
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        return self.batch_size - ledger.num_unconsumed

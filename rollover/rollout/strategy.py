@@ -1,0 +1,84 @@
+"""A strategy answers four questions about the ledger. It is pure: no clock, no engine, no asyncio, no state.
+
+1. How many groups to open now?
+2. Which waiting and parked samples run next, and in what order?
+3. What happens to running samples once a batch is full?
+4. Which ready groups make the batch?
+
+The driver asks after every event and does as told; the simulator runs the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
+
+from rollover.rollout import staleness
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.types import SampleId
+
+
+class OnFull(Enum):
+    """What happens to running samples once a batch is full."""
+
+    WAIT = auto()
+    """They run to their end first."""
+    PARK = auto()
+    """They are stopped, keep what they have, and go on in a later round."""
+    DISCARD = auto()
+    """They are stopped and their groups dropped; the prompts return to the source."""
+    KEEP = auto()
+    """They run on while the trainer trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """First in, first out, under the staleness bound; subclasses say how much and what when."""
+
+    batch_size: int
+    """Groups per batch."""
+    group_size: int
+    max_staleness: int
+    launched_groups: int
+    """Groups in flight at the start of a round."""
+    num_running: int
+    """Samples in flight at most."""
+
+    on_full = OnFull.WAIT
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig, *, max_running: int) -> Strategy:
+        """``max_running``: samples the engine can decode at the same time."""
+        return cls(
+            batch_size=config.rollout_batch_size,
+            group_size=config.group_size,
+            max_staleness=config.staleness_bound,
+            launched_groups=config.launched_groups,
+            num_running=min(config.num_running or max_running, max_running),
+        )
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        """Groups to admit now."""
+        raise NotImplementedError
+
+    def samples_to_start(self, ledger: Ledger) -> Iterable[SampleId]:
+        """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
+        What has been started goes first, oldest group first."""
+        return chain(sorted(ledger.parked), ledger.waiting)
+
+    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
+        """Ids of the groups of the next batch, or ``None`` while it is not full."""
+        return staleness.choose_batch(
+            ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
+        )
+
+    def preference(self, group: GroupEntry) -> int:
+        """Ready groups are trained in ascending order of this."""
+        return group.group_id
+
+    def headroom(self, ledger: Ledger) -> int:
+        """Groups the staleness bound lets in now."""
+        return staleness.headroom(ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)

@@ -1,0 +1,311 @@
+"""The laws of ``rollover.engine.base``, for any engine that implements both protocols.
+
+A test module subclasses ``EngineContract`` under a name that pytest collects and says how its engine is
+made. Every wait has a deadline, nothing sleeps; the engine decodes on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import pytest
+
+from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource, WeightTarget
+from rollover.errors import EngineError
+from rollover.types import FinishReason, SamplingParams
+
+LONG = 200
+"""Tokens of a call that is still running whenever a test interferes with it."""
+DEADLINE_S = 60.0
+
+
+class FullEngine(Engine, WeightTarget, Protocol):
+    """Both protocols in one object."""
+
+
+def request(
+    name: str,
+    *,
+    max_new_tokens: int = 12,
+    response_ids: tuple[int, ...] = (),
+    prompt_ids: tuple[int, ...] = (5, 6, 7),
+    seed: int = 11,
+    hop: int = 0,
+    **params: Any,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{name}#{hop}",
+        sample_key=name,
+        prompt_key="prompt" + "-".join(map(str, prompt_ids)),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        params=SamplingParams(max_new_tokens=max_new_tokens, **params),
+        seed=seed,
+    )
+
+
+async def collect(engine: Engine, req: GenerateRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(req)]
+
+
+def tokens(chunks: list[Chunk]) -> tuple[int, ...]:
+    return tuple(t for c in chunks for t in c.token_ids)
+
+
+def assert_wellformed(chunks: list[Chunk]) -> None:
+    """What holds for every finished stream."""
+    assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert all(len(c.token_ids) == len(c.logprobs) for c in chunks)
+    assert all(p <= 1e-6 for c in chunks for p in c.logprobs)
+    assert all(c.kv_version <= c.policy_version for c in chunks)
+    versions = [c.policy_version for c in chunks]
+    assert versions == sorted(versions)
+    assert all(c.num_prefilled_tokens == 0 for c in chunks[1:])
+
+
+class EngineContract:
+    """Subclass and implement ``make_engine``, ``new_weights`` and ``bad_weights``."""
+
+    def make_engine(self) -> FullEngine:
+        """A fresh engine at version 0 that runs at least 4 calls and never stops a call before its limit
+        unless told to by stop tokens."""
+        raise NotImplementedError
+
+    def new_weights(self) -> WeightSource:
+        """Weights that fit, different from those it started with."""
+        raise NotImplementedError
+
+    def bad_weights(self) -> WeightSource:
+        """Weights that do not fit."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[FullEngine]:
+        engine = self.make_engine()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    def run(self, law: Callable[[FullEngine], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(DEADLINE_S), self.engine() as engine:
+                await law(engine)
+
+        asyncio.run(main())
+
+    def test_a_call_ends_with_one_finished_chunk_at_its_limit(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            chunks = await collect(engine, request("a"))
+            assert_wellformed(chunks)
+            assert chunks[-1].finish_reason is FinishReason.LENGTH
+            assert len(tokens(chunks)) == 12
+            assert engine.stats().decoded_tokens == 12
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+        self.run(law)
+
+    def test_the_limit_counts_the_whole_response(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            chunks = await collect(engine, request("a", response_ids=(8, 9, 8, 9, 8)))
+            assert len(tokens(chunks)) == 7
+            assert chunks[0].num_prefilled_tokens in (4, 5)  # the last one need not be in the cache
+            with pytest.raises(EngineError):
+                await collect(engine, request("b", max_new_tokens=2, response_ids=(8, 9)))
+
+        self.run(law)
+
+    def test_the_stop_token_is_the_last_token(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            free = tokens(await collect(engine, request("a", max_new_tokens=40)))
+            stop = next(t for i, t in enumerate(free) if t not in free[:i] and i >= 3)
+            cut = free.index(stop) + 1
+            chunks = await collect(engine, request("b", max_new_tokens=40, stop_token_ids=(stop,)))
+            assert_wellformed(chunks)
+            if engine.capabilities.seeded:
+                assert tokens(chunks) == free[:cut]
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            assert tokens(chunks)[-1] == stop
+
+        self.run(law)
+
+    def test_abort_returns_once_the_final_chunks_are_on_the_streams(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            chunks = [await anext(stream)]
+            await engine.abort(["a#0"])
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
+            chunks += [c async for c in stream]
+            assert_wellformed(chunks)
+            assert chunks[-1].finish_reason is FinishReason.ABORT
+            assert 1 <= len(tokens(chunks)) < LONG
+            assert engine.stats().decoded_tokens == len(tokens(chunks))
+
+        self.run(law)
+
+    def test_abort_leaves_the_others_alone(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            await anext(stream)
+            await engine.abort(["a#0"])
+            assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
+            chunks = await other
+            assert chunks[-1].finish_reason is FinishReason.LENGTH
+            assert len(tokens(chunks)) == LONG
+
+        self.run(law)
+
+    def test_aborting_nothing_unknown_twice_or_the_finished_is_no_error(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            await anext(stream)
+            await engine.abort([])
+            await engine.abort(["nobody", "a"])
+            assert engine.stats().num_running == 1
+            await engine.abort(["a#0", "a#0"])
+            await engine.abort(["a#0"])
+            assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
+            await collect(engine, request("b"))
+            await engine.abort(["b#0"])
+
+        self.run(law)
+
+    def test_abort_before_the_first_token_gives_an_empty_final_chunk(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            await engine.pause()
+            call = asyncio.create_task(collect(engine, request("a")))
+            await asyncio.sleep(0)
+            await engine.abort(["a#0"])
+            chunks = await call
+            assert [(c.token_ids, c.finish_reason) for c in chunks] == [((), FinishReason.ABORT)]
+            await engine.resume()
+            assert len(tokens(await collect(engine, request("a", hop=1)))) == 12
+
+        self.run(law)
+
+    def test_closing_the_iterator_aborts_the_call(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+            await engine.abort(["a#0"])
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
+            assert engine.stats().decoded_tokens < LONG
+
+        self.run(law)
+
+    def test_a_request_id_is_used_once(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            await collect(engine, request("a"))
+            with pytest.raises(EngineError, match="a#0"):
+                await collect(engine, request("a"))
+
+        self.run(law)
+
+    def test_a_context_that_is_too_long_names_the_sizes(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            limit = engine.capabilities.max_context_tokens
+            with pytest.raises(EngineError, match=str(limit + 1)):
+                await collect(engine, request("a", max_new_tokens=limit - 2))
+
+        self.run(law)
+
+    def test_a_stopped_and_resumed_rollout_is_the_uninterrupted_one(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            if not engine.capabilities.seeded:
+                pytest.skip("the engine's sampling noise depends on batching")
+            whole = tokens(await collect(engine, request("whole", max_new_tokens=LONG)))
+            stream = engine.generate(request("cut", max_new_tokens=LONG))
+            head = [await anext(stream)]
+            await engine.abort(["cut#0"])
+            head += [c async for c in stream]
+            rest = await collect(
+                engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), hop=1)
+            )
+            assert tokens(head) + tokens(rest) == whole
+            if engine.capabilities.keeps_kv_on_abort:
+                assert rest[0].num_prefilled_tokens == 0
+
+        self.run(law)
+
+    def test_nothing_is_sampled_between_pause_and_resume(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+            await asyncio.sleep(0)
+            await engine.pause()
+            before = engine.stats().decoded_tokens
+            late = asyncio.create_task(collect(engine, request("b")))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.stats().decoded_tokens == before
+            assert not call.done() and not late.done()
+            await engine.resume()
+            assert len(tokens(await call)) == LONG
+            assert len(tokens(await late)) == 12
+
+        self.run(law)
+
+    def test_a_load_labels_every_later_token(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
+            await engine.pause()
+            await engine.load(3, self.new_weights())
+            await engine.resume()
+            assert engine.stats().policy_version == 3
+            chunks = await collect(engine, request("b"))
+            assert {(c.policy_version, c.kv_version) for c in chunks} == {(3, 3)}
+
+        self.run(law)
+
+    def test_a_running_call_goes_on_under_the_new_version(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            if not engine.capabilities.in_flight_update:
+                pytest.skip("the engine's calls end before a weight load")
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            chunks = [await anext(stream)]
+            await engine.pause()
+            await engine.load(1, self.new_weights())
+            await engine.resume()
+            chunks += [c async for c in stream]
+            assert_wellformed(chunks)
+            assert len(tokens(chunks)) == LONG
+            assert {c.policy_version for c in chunks if c.token_ids} == {0, 1}
+
+        self.run(law)
+
+    def test_a_refused_load_leaves_the_old_weights_in_force(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            before = await collect(engine, request("a"))
+            await engine.pause()
+            with pytest.raises(EngineError):
+                await engine.load(1, self.bad_weights())
+            await engine.resume()
+            after = await collect(engine, request("b"))
+            assert {c.policy_version for c in after} == {0}
+            if engine.capabilities.seeded:
+                assert tokens(after) == tokens(before)
+            await engine.pause()
+            await engine.load(2, self.new_weights())
+            with pytest.raises(EngineError, match="2"):
+                await engine.load(1, self.new_weights())
+            await engine.resume()
+            assert engine.stats().policy_version == 2
+
+        self.run(law)
+
+    def test_close_ends_open_calls_with_abort(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            stream = engine.generate(request("a", max_new_tokens=LONG))
+            chunks = [await anext(stream)]
+            await engine.close()
+            chunks += [c async for c in stream]
+            assert_wellformed(chunks)
+            assert chunks[-1].finish_reason is FinishReason.ABORT
+            with pytest.raises(EngineError):
+                await collect(engine, request("b"))
+
+        self.run(law)

@@ -1,0 +1,197 @@
+"""Distributions and curves computed from a timeline. Pure functions; nothing divides by zero."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollover.report.timeline import SampleTrace, Timeline, TrainedStep, WastePoint
+from rollover.rollout.events import WasteCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lag:
+    """Token staleness over trained tokens, in versions. Mean and p95 are token-weighted."""
+
+    mean: float
+    p95: int
+    max: int
+    head_mean: float
+    """Mean over samples of the age of the oldest token."""
+    off_policy_fraction: float
+    """Share of trained tokens at least one version old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Response lengths of a set of samples, in tokens."""
+
+    count: int
+    mean: float
+    median: int
+    p95: int
+    max: int
+
+
+def lag_histogram(steps: Iterable[TrainedStep]) -> dict[int, int]:
+    """Token staleness to trained tokens, over all steps, ascending."""
+    ages: Counter[int] = Counter()
+    for step in steps:
+        ages.update(step.ages)
+    return dict(sorted(ages.items()))
+
+
+def lag(steps: Sequence[TrainedStep]) -> Lag | None:
+    """``None`` until a token has been trained."""
+    ages = lag_histogram(steps)
+    total = sum(ages.values())
+    if not total:
+        return None
+    heads = [a for s in steps for a in s.head_ages]
+    return Lag(
+        mean=sum(a * n for a, n in ages.items()) / total,
+        p95=weighted_quantile(ages, 0.95),
+        max=max(ages),
+        head_mean=sum(heads) / len(heads),
+        off_policy_fraction=sum(n for a, n in ages.items() if a >= 1) / total,
+    )
+
+
+def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
+    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
+    total, seen = sum(counts.values()), 0
+    assert total > 0, "a quantile of nothing"
+    for value, count in sorted(counts.items()):
+        seen += count
+        if seen >= q * total:
+            return value
+    raise AssertionError("the counts add up to their total")
+
+
+def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
+    """Lengths of all samples that decoded; those stopped before their end count with what they had."""
+    return tuple(s.num_tokens for s in samples if s.num_tokens)
+
+
+def trained_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
+    return tuple(s.num_tokens for s in samples if s.trained_step is not None and s.num_tokens)
+
+
+def lengths(values: Sequence[int]) -> Lengths | None:
+    """``None`` for no samples."""
+    if not values:
+        return None
+    counts = Counter(values)
+    return Lengths(
+        count=len(values),
+        mean=sum(values) / len(values),
+        median=weighted_quantile(counts, 0.5),
+        p95=weighted_quantile(counts, 0.95),
+        max=max(values),
+    )
+
+
+def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[float, int], ...]]:
+    """Cumulative wasted tokens by cause: (time_s, tokens so far). Causes without tokens are left out."""
+    curves: dict[WasteCause, list[tuple[float, int]]] = {}
+    for point in points:
+        if point.num_tokens:
+            curve = curves.setdefault(point.cause, [])
+            curve.append((point.time_s, (curve[-1][1] if curve else 0) + point.num_tokens))
+    return {cause: tuple(curve) for cause, curve in curves.items()}
+
+
+def mean_active(active: Sequence[tuple[float, int]], start_s: float, end_s: float) -> float:
+    """Time-weighted mean of a step curve over an interval; 0 for an empty interval."""
+    if end_s <= start_s:
+        return 0.0
+    clipped = clip_curve(active, start_s, end_s)
+    times = [t for t, _ in clipped] + [end_s]
+    area = sum(n * (b - a) for (a, n), b in zip(clipped, times[1:], strict=True))
+    return area / (end_s - start_s)
+
+
+def clip_curve(
+    curve: Sequence[tuple[float, int]], start_s: float, end_s: float
+) -> tuple[tuple[float, int], ...]:
+    """The step curve inside an interval; its first point is at ``start_s`` with the value in force there."""
+    first = bisect_right(curve, start_s, key=lambda point: point[0])
+    level = curve[first - 1][1] if first else 0
+    return ((start_s, level), *(p for p in curve[first:] if p[0] < end_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A stretch of consecutive training steps and the time it took."""
+
+    first_step: int
+    last_step: int
+    start_s: float
+    end_s: float
+    parked_s: float
+    """Sample-seconds spent parked inside it."""
+
+
+def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[Window, ...]:
+    """The run cut into stretches of ``num_steps`` steps; of many, ``max_windows`` spread evenly.
+
+    The first and the last stretch are always there. A run without a batch is one window with steps -1.
+    """
+    steps = timeline.steps
+    if not steps:
+        if not timeline.samples:
+            return ()
+        return (_window(timeline, -1, -1, timeline.start_s, timeline.end_s),)
+    cuts = list(range(0, len(steps), num_steps))
+    if len(cuts) > max_windows:
+        picks = max(1, max_windows - 1)
+        cuts = [cuts[round(i * (len(cuts) - 1) / picks)] for i in range(max_windows)]
+    found = []
+    for cut in cuts:
+        last = min(cut + num_steps, len(steps)) - 1
+        start_s = steps[cut - 1].consumed_s if cut else timeline.start_s
+        end_s = steps[last].consumed_s if last + 1 < len(steps) else timeline.end_s
+        found.append(_window(timeline, steps[cut].step, steps[last].step, start_s, end_s))
+    return tuple(found)
+
+
+def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> Window:
+    parked_s = sum(
+        max(0.0, min(g.end_s, end_s) - max(g.start_s, start_s)) for s in timeline.samples for g in s.gaps
+    )
+    return Window(first_step=first, last_step=last, start_s=start_s, end_s=end_s, parked_s=parked_s)
+
+
+def visible(samples: Iterable[SampleTrace], window: Window) -> tuple[SampleTrace, ...]:
+    """Samples that were decoding or parked at some moment of the window."""
+    return tuple(s for s in samples if _bounds(s, window) is not None)
+
+
+def lanes(samples: Iterable[SampleTrace], window: Window) -> dict[int, list[SampleTrace]]:
+    """Samples packed into as few rows as keep them from overlapping: row number to its samples, in time order.
+
+    A sample keeps its row from its first token to its end, parked time included.
+    """
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    rows: dict[int, list[SampleTrace]] = {}
+    bounded = [(b, s) for s in samples if (b := _bounds(s, window)) is not None]
+    for (start_s, end_s), sample in sorted(bounded, key=lambda pair: (pair[0][0], pair[1].sample_id)):
+        while busy and busy[0][0] <= start_s:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(rows)
+        rows.setdefault(lane, []).append(sample)
+        heapq.heappush(busy, (end_s, lane))
+    return rows
+
+
+def _bounds(sample: SampleTrace, window: Window) -> tuple[float, float] | None:
+    """From when to when the sample is inside the window; ``None`` when it never is."""
+    parts = [(p.start_s, p.end_s) for p in (*sample.spans, *sample.gaps)]
+    inside = [(a, b) for a, b in parts if b > window.start_s and a < window.end_s]
+    if not inside:
+        return None
+    return (max(window.start_s, min(a for a, _ in inside)), min(window.end_s, max(b for _, b in inside)))

@@ -1,0 +1,145 @@
+"""``metrics.jsonl``: one line per step, evaluation and warm-up step.
+
+What it keeps true: every line on disk is complete or is the last one, so a crash costs at most the line being
+written; and after a resume the newer history replaces the older from the step it goes back to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, cast, get_args
+
+from rollover.errors import ResourceError, RunError
+
+FILE_NAME = "metrics.jsonl"
+
+Kind = Literal["step", "eval", "warmup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """What was measured at one step."""
+
+    kind: Kind
+    step: int
+    """Training step (``step``, ``eval``) or warm-up step (``warmup``), counted from 0."""
+    time_s: float
+    """Run clock when the row was written."""
+    values: Mapping[str, float]
+    """Slash-separated names; NaN where the measurement was not a finite number."""
+
+
+class Sink(Protocol):
+    """Where rows go besides the file."""
+
+    def write(self, row: MetricRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends rows to ``run_dir/metrics.jsonl`` and hands them to the sinks.
+
+    Raises:
+        ResourceError: the line cannot be written, most likely because the disk is full.
+    """
+
+    def __init__(self, run_dir: Path, *, sinks: Sequence[Sink] = ()) -> None:
+        self.path = run_dir / FILE_NAME
+        self._sinks = tuple(sinks)
+        _drop_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, kind: Kind, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        row = MetricRow(kind=kind, step=step, time_s=time_s, values={k: float(v) for k, v in values.items()})
+        try:
+            self._file.write(_encode(row) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise ResourceError(
+                f"cannot write {self.path}: {e}; free some disk space, then --resume the run"
+            ) from e
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
+    """Rows of the run's current history, in the order they were written; empty when there is no file.
+
+    A row that goes back to an earlier step of its kind replaces that step and what had followed it. A torn
+    last line is left out.
+
+    Raises:
+        RunError: a line before the last is not a metrics row; the message names file and line.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return ()
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    return _newest_history(_decode(line, f"{path}:{i}") for i, line in enumerate(lines, start=1))
+
+
+def series(rows: Iterable[MetricRow], kind: Kind, name: str) -> tuple[tuple[int, float, float], ...]:
+    """(step, time_s, value) of every row that holds a finite ``name``."""
+    return tuple(
+        (r.step, r.time_s, v)
+        for r in rows
+        if r.kind == kind and math.isfinite(v := r.values.get(name, math.nan))
+    )
+
+
+def _newest_history(rows: Iterable[MetricRow]) -> tuple[MetricRow, ...]:
+    kept: list[MetricRow] = []
+    last: dict[Kind, int] = {}
+    for row in rows:
+        if row.step <= last.get(row.kind, -1):
+            kept = [r for r in kept if r.kind != row.kind or r.step < row.step]
+        last[row.kind] = row.step
+        kept.append(row)
+    return tuple(kept)
+
+
+def _encode(row: MetricRow) -> str:
+    values = {k: v if math.isfinite(v) else None for k, v in row.values.items()}
+    return json.dumps({"kind": row.kind, "step": row.step, "time_s": row.time_s, **values}, allow_nan=False)
+
+
+def _decode(line: bytes, where: str) -> MetricRow:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        kind, step, time_s = fields.pop("kind"), int(fields.pop("step")), float(fields.pop("time_s"))
+        if kind not in get_args(Kind):
+            raise ValueError(f"unknown kind {kind!r}")
+        values = {k: math.nan if v is None else float(v) for k, v in fields.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise RunError(f"{where} is not a metrics row ({e!r}); remove that line to read the rest") from e
+    return MetricRow(kind=cast(Kind, kind), step=step, time_s=time_s, values=values)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut what a crash left of its last line, so that the next row does not grow out of it."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,178 @@
+"""Live progress on the terminal, and plain lines where there is none.
+
+What it keeps true: it is called as often as the caller likes and draws at most ``refresh_hz`` times a second,
+so it never costs a noticeable share of the run. It only shows; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+Mode = Literal["auto", "bars", "plain", "off"]
+
+
+class Progress:
+    """Bars for warm-up, rollout, training and evaluation; one plain line per N steps without a terminal."""
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        mode: Mode = "auto",
+        plain_every_steps: int = 10,
+        console: Console | None = None,
+        refresh_hz: float = 8.0,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.console = console if console is not None else Console()
+        self._mode: Mode = mode if mode != "auto" else ("bars" if self.console.is_terminal else "plain")
+        self._every = plain_every_steps
+        self._min_gap_s = 1.0 / refresh_hz
+        self._now_s = now_s
+        self._drawn_s = -float("inf")
+        self._started_s = now_s()
+        self._rollout_from: tuple[float, int] | None = None
+        """Time and decoded tokens when this step's rollout began."""
+        self._bars = _bars()
+        self._tasks: dict[str, TaskID] = {}
+        self._live = Live(Group(self._bars), console=self.console, auto_refresh=False, transient=False)
+
+    # -- what the loop reports ------------------------------------------------------------------------------
+
+    def warmup(self, step: int, total: int, loss: float) -> None:
+        """``step`` of ``total`` supervised steps are done."""
+        if self._mode == "plain" and (step % max(1, total // 10) == 0 or step == total):
+            self._line(f"warm-up {step}/{total}  loss {loss:.3f}")
+        self._update("warm-up", step, total, f"loss {loss:.3f}")
+        if step == total:
+            self._finish("warm-up")
+
+    def rollout(self, ready: int, needed: int, running: int, parked: int, decoded_tokens: int) -> None:
+        """``ready`` of ``needed`` groups are complete; ``decoded_tokens`` counts over the whole run."""
+        now = self._now_s()
+        if self._rollout_from is None:
+            self._rollout_from = (now, decoded_tokens)
+        since_s, before = self._rollout_from
+        rate = (decoded_tokens - before) / (now - since_s) if now > since_s else 0.0
+        text = f"{running} running · {parked} parked · {rate:,.0f} tok/s"
+        self._update("rollout", min(ready, needed), needed, text)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """One training step is done. ``metrics`` is the row that was logged."""
+        self._rollout_from = None
+        done = self._done("train") + 1
+        text = "  ".join(_step_parts(metrics))
+        if self._mode == "plain" and (done % self._every == 0 or done in (1, self.total_steps)):
+            self._line(f"step {done}/{self.total_steps}  {text}")
+        self._update("train", done, self.total_steps, text, draw=True)
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from ``step``."""
+        self._update("train", step, self.total_steps, f"resumed at step {step}", draw=True)
+        if self._mode == "plain":
+            self._line(f"resumed at step {step}/{self.total_steps}")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """``done`` of ``total`` evaluation samples are decoded."""
+        self._update("eval", done, total, "")
+        if done >= total:
+            self._finish("eval")
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation before training step ``step`` ended."""
+        self.message(f"eval at step {step}  " + "  ".join(_eval_parts(metrics)))
+
+    def message(self, text: str) -> None:
+        """A line above the bars, taken literally."""
+        if self._mode != "off":
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    # -- drawing --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._mode == "bars":
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._mode == "bars":
+            self._live.update(Group(self._bars), refresh=True)
+            self._live.stop()
+
+    def _line(self, text: str) -> None:
+        self.message(f"[{_duration(self._now_s() - self._started_s)}] {text}")
+
+    def _done(self, name: str) -> int:
+        return int(self._bars.tasks[self._tasks[name]].completed) if name in self._tasks else 0
+
+    def _update(self, name: str, done: int, total: int, text: str, *, draw: bool = False) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, text="")
+        self._bars.update(self._tasks[name], completed=done, total=total, text=text)
+        now = self._now_s()
+        if self._mode == "bars" and (draw or now - self._drawn_s >= self._min_gap_s):
+            self._drawn_s = now
+            self._live.refresh()
+
+    def _finish(self, name: str) -> None:
+        """Take a bar down; the next phase gets its place."""
+        self._bars.update(self._tasks[name], visible=False)
+        self._bars.stop_task(self._tasks[name])
+        del self._tasks[name]
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """Time to the end of a phase; a rollout starts over with every step, so it has none."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.description == "rollout" else super().render(task)
+
+
+def _bars() -> Bars:
+    return Bars(
+        TextColumn("[bold]{task.description:>8}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        _TimeLeft(compact=True),
+        TextColumn("{task.fields[text]}", markup=False),
+        auto_refresh=False,
+    )
+
+
+def _step_parts(metrics: Mapping[str, float]) -> list[str]:
+    shown = (
+        ("reward/mean", "reward {:.3f}"),
+        ("loss", "loss {:.3f}"),
+        ("staleness/mean", "lag {:.2f}"),
+        ("perf/trained_tokens_per_s", "{:,.0f} tok/s trained"),
+    )
+    return [text.format(metrics[name]) for name, text in shown if name in metrics]
+
+
+def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
+    """``accuracy`` first, then its parts by dataset, then pass@k."""
+    parts = []
+    for name, value in metrics.items():
+        if name == "accuracy" or name.startswith("accuracy/"):
+            se = metrics.get(name.replace("accuracy", "accuracy_se", 1))
+            parts.append(f"{name} {value:.3f}" + (f" ± {se:.3f}" if se is not None else ""))
+        elif name.startswith("pass@"):
+            parts.append(f"{name} {value:.3f}")
+    return parts
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,54 @@
+"""A run directory, read: everything the reports are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.errors import RunError
+from rollover.report.metrics import MetricRow, read_metrics
+from rollover.report.redact import redacted
+from rollover.report.timeline import Timeline
+from rollover.rollout.journal import effective, read_events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run as its directory tells it. Secrets in the config are blanked."""
+
+    name: str
+    config: Mapping[str, Any]
+    meta: Mapping[str, Any]
+    """Version, git commit, seed and machine."""
+    metrics: tuple[MetricRow, ...]
+    timeline: Timeline
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a finished, running or interrupted run; whatever has not been written yet is empty.
+
+    Raises:
+        RunError: it is no run directory, or one of its files is damaged.
+    """
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise RunError(f"{run_dir} is not a run directory: it holds no config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as e:
+        raise RunError(f"{path} cannot be read: {e}") from e
+    meta = config.pop("meta", {})
+    journal = run_dir / "journal.sqlite"
+    events = effective(read_events(journal)) if journal.is_file() else []
+    return RunRecord(
+        name=run_dir.resolve().name,
+        config=redacted(config),
+        meta=redacted(meta),
+        metrics=read_metrics(run_dir),
+        timeline=Timeline.of(event for _, event in events),
+    )

@@ -1,0 +1,239 @@
+"""The closing numbers of a run, and their table for the terminal.
+
+Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come from
+the journal, times and memory from the metrics; what a run has not measured is ``None`` and shows as a dash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from rollover.report import measures
+from rollover.report.measures import Lag, Lengths
+from rollover.report.metrics import MetricRow, series
+from rollover.report.record import RunRecord
+from rollover.report.timeline import Timeline
+from rollover.rollout.events import WasteCause
+
+PHASES = ("rollout", "reward", "train", "publish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Held-out accuracy at one evaluation."""
+
+    step: int
+    value: float
+    se: float | None
+    """Standard error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One run in numbers."""
+
+    num_steps: int
+    loop_s: float | None
+    """Wall time of all training steps: rollout, reward, training, publishing, idling. No warm-up, no evaluation."""
+    accuracy_before: Accuracy | None
+    accuracy_after: Accuracy | None
+    """The last evaluation; ``None`` while there has been only one."""
+    accuracy_by_dataset: Mapping[str, tuple[Accuracy, Accuracy | None]]
+    reward_first: float | None
+    reward_last: float | None
+    """Mean reward of the first and of the last tenth of the steps."""
+    decoded_tokens: int
+    trained_tokens: int
+    live_tokens: int
+    """Decoded, neither trained nor wasted: parked or ready."""
+    wasted_tokens: Mapping[str, int]
+    """By cause."""
+    reprefilled_tokens: int
+    rollout_tokens_per_s: float | None
+    """Decoded tokens per second of rollout time."""
+    trained_tokens_per_s: float | None
+    """Trained tokens per second of the whole loop."""
+    lag: Lag | None
+    resumes_per_sample: float | None
+    """Over trained samples."""
+    generated: Lengths | None
+    trained: Lengths | None
+    length_drift: float | None
+    """Mean length trained over mean length generated; 1 is no drift."""
+    phase_s: Mapping[str, float]
+    """Seconds by phase, and ``other`` for the rest of the steps' time."""
+    peak_memory_bytes: int | None
+
+    @property
+    def wasted_fraction(self) -> float:
+        return sum(self.wasted_tokens.values()) / self.decoded_tokens if self.decoded_tokens else 0.0
+
+
+def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
+    loop = _values(rows, "time/step_s")
+    rollout_s = sum(_values(rows, "time/rollout_s"))
+    loop_s = sum(loop)
+    # The journal of a running run is ahead of its metrics: count tokens only as far as time was counted.
+    counted = {r.step for r in rows if r.kind == "step" and "time/step_s" in r.values}
+    trained = sum(s.num_tokens for s in timeline.steps if s.step in counted)
+    last_s = max((s.consumed_s for s in timeline.steps if s.step in counted), default=0.0)
+    before, after = _first_and_last(rows, "accuracy", "accuracy_se")
+    rewards = _values(rows, "reward/mean")
+    tenth = max(1, len(rewards) // 10)
+    samples = sum(s.num_samples for s in timeline.steps)
+    generated = measures.lengths(measures.generated_lengths(timeline.samples))
+    trained_lengths = measures.lengths(measures.trained_lengths(timeline.samples))
+    memory = _values(rows, "memory/peak_bytes")
+    return RunSummary(
+        num_steps=len(loop) or len(timeline.steps),
+        loop_s=loop_s or None,
+        accuracy_before=before,
+        accuracy_after=after,
+        accuracy_by_dataset=_by_dataset(rows),
+        reward_first=_mean(rewards[:tenth]),
+        reward_last=_mean(rewards[-tenth:]),
+        decoded_tokens=timeline.decoded_tokens,
+        trained_tokens=timeline.trained_tokens,
+        live_tokens=timeline.live_tokens,
+        wasted_tokens=_wasted(rows, timeline),
+        reprefilled_tokens=timeline.num_reprefilled_tokens,
+        rollout_tokens_per_s=timeline.decoded_until(last_s) / rollout_s if rollout_s else None,
+        trained_tokens_per_s=trained / loop_s if loop_s else None,
+        lag=measures.lag(timeline.steps),
+        resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
+        generated=generated,
+        trained=trained_lengths,
+        length_drift=trained_lengths.mean / generated.mean if generated and trained_lengths else None,
+        phase_s=_phases(rows, loop_s),
+        peak_memory_bytes=int(max(memory)) if memory else None,
+    )
+
+
+def _values(rows: Sequence[MetricRow], name: str) -> list[float]:
+    return [v for _, _, v in series(rows, "step", name)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _first_and_last(rows: Sequence[MetricRow], name: str, se: str) -> tuple[Accuracy | None, Accuracy | None]:
+    found = [
+        Accuracy(step=r.step, value=r.values[name], se=r.values.get(se))
+        for r in rows
+        if r.kind == "eval" and name in r.values
+    ]
+    return (found[0] if found else None, found[-1] if len(found) > 1 else None)
+
+
+def _by_dataset(rows: Sequence[MetricRow]) -> dict[str, tuple[Accuracy, Accuracy | None]]:
+    names = dict.fromkeys(n for r in rows if r.kind == "eval" for n in r.values if n.startswith("accuracy/"))
+    found = {}
+    for name in names:
+        dataset = name.removeprefix("accuracy/")
+        first, last = _first_and_last(rows, name, f"accuracy_se/{dataset}")
+        if first is not None:
+            found[dataset] = (first, last)
+    return found
+
+
+def _wasted(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, int]:
+    """From the journal, and the masked tokens from the metrics: masking happens in the trainer."""
+    wasted = {str(cause): n for cause, n in timeline.wasted_tokens.items()}
+    masked = _values(rows, f"rollout/wasted_tokens/{WasteCause.MASKED_STALE}")
+    if masked and masked[-1]:
+        wasted[str(WasteCause.MASKED_STALE)] = int(masked[-1])
+    return dict(sorted(wasted.items()))
+
+
+def _phases(rows: Sequence[MetricRow], loop_s: float) -> dict[str, float]:
+    spent = {phase: sum(_values(rows, f"time/{phase}_s")) for phase in PHASES}
+    other = loop_s - sum(spent.values())
+    return {**spent, "other": max(0.0, other)} if loop_s else {}
+
+
+# -- for the terminal -----------------------------------------------------------------------------------------
+
+
+def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
+    """(what, value) as text, in reading order."""
+    rows = [
+        ("accuracy before", _accuracy(s.accuracy_before)),
+        ("accuracy after", _accuracy(s.accuracy_after)),
+    ]
+    if len(s.accuracy_by_dataset) > 1:
+        for name, (first, last) in s.accuracy_by_dataset.items():
+            rows.append((f"  {name}", f"{_accuracy(first)} → {_accuracy(last)}"))
+    rows += [
+        ("reward, first → last tenth", f"{number(s.reward_first, '.3f')} → {number(s.reward_last, '.3f')}"),
+        ("rollout throughput", number(s.rollout_tokens_per_s, ",.0f", " decoded tokens/s")),
+        ("training throughput", number(s.trained_tokens_per_s, ",.0f", " trained tokens/s of the whole loop")),
+        ("lag", lag_text(s.lag)),
+        ("off-policy tokens", number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
+        ("wasted tokens", waste_text(s)),
+        ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
+        ("resumes per sample", number(s.resumes_per_sample, ".2f")),
+        ("length, trained / generated", number(s.length_drift, ".2f")),
+        ("time", phases_text(s)),
+        ("peak memory", bytes_text(s.peak_memory_bytes)),
+    ]
+    return tuple(rows)
+
+
+def summary_table(record: RunRecord, summary: RunSummary) -> Table:
+    table = Table(
+        title=f"{record.name}: {summary.num_steps} steps in {duration_text(summary.loop_s)}",
+        show_header=False,
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column(style="dim")
+    table.add_column()
+    for row in summary_rows(summary):
+        table.add_row(*row)
+    return table
+
+
+def number(value: float | None, spec: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{spec}}{unit}"
+
+
+def _accuracy(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return "–"
+    se = "" if accuracy.se is None else f" ± {accuracy.se:.3f}"
+    return f"{accuracy.value:.3f}{se} (step {accuracy.step})"
+
+
+def lag_text(lag: Lag | None) -> str:
+    if lag is None:
+        return "–"
+    return f"mean {lag.mean:.2f}, p95 {lag.p95}, max {lag.max} versions; head {lag.head_mean:.2f}"
+
+
+def waste_text(s: RunSummary) -> str:
+    total = sum(s.wasted_tokens.values())
+    causes = ", ".join(f"{cause} {n:,}" for cause, n in s.wasted_tokens.items())
+    return f"{total:,} of {s.decoded_tokens:,} ({s.wasted_fraction:.1%})" + (f": {causes}" if causes else "")
+
+
+def phases_text(s: RunSummary) -> str:
+    if not s.phase_s or not s.loop_s:
+        return "–"
+    return ", ".join(f"{phase} {seconds / s.loop_s:.0%}" for phase, seconds in s.phase_s.items())
+
+
+def bytes_text(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+
+
+def duration_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

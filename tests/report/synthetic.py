@@ -1,0 +1,191 @@
+"""A made-up run: a small rollout simulation that emits the same events and metrics as a real one."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollover.report.metrics import MetricsWriter
+from rollover.rollout.events import (
+    BatchConsumed,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.journal import Journal
+from rollover.types import FinishReason, Prompt, SampleId, Segment
+
+GROUP_SIZE = 4
+TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012
+MAX_TOKENS = 400
+
+
+def length_of(rng: random.Random) -> int:
+    """Long-tailed: median about 30, cut at ``MAX_TOKENS``."""
+    return max(3, min(MAX_TOKENS, int(rng.lognormvariate(3.4, 1.1))))
+
+
+class Simulation:
+    """``april`` when ``over_sampling > 1``: launch more groups than a step needs and park the unfinished."""
+
+    def __init__(
+        self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0
+    ) -> None:
+        self.num_steps, self.needed = num_steps, groups_per_step
+        self.launched = round(groups_per_step * over_sampling)
+        self.rng = random.Random(seed)
+        self.now_s = 2.0
+        self.events: list[Event] = []
+        self.rows: list[tuple[str, int, float, dict[str, float]]] = []
+        self.lengths: dict[SampleId, int] = {}
+        self.done: dict[SampleId, int] = {}
+        self.versions: dict[SampleId, list[tuple[int, int]]] = {}
+        self.open: dict[int, set[SampleId]] = {}
+        self.ready: deque[int] = deque()
+        self.num_groups = 0
+
+    def run(self) -> None:
+        self._eval(0)
+        for step in range(self.num_steps):
+            self._step(step)
+        self._eval(self.num_steps)
+        for group in [*self.open, *self.ready]:
+            self.events.append(
+                GroupDropped(time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False)
+            )
+
+    def _eval(self, step: int) -> None:
+        accuracy = 0.22 + 0.55 * step / (step + 6)
+        self.now_s += 1.0
+        values = {"accuracy/sums": accuracy, "accuracy_se/sums": 0.02, "accuracy": accuracy, "accuracy_se": 0.02}
+        self.rows.append(("eval", step, self.now_s, values))
+
+    def _step(self, step: int) -> None:
+        began_s = self.now_s
+        decoded = self._rollout(step)
+        rollout_s = self.now_s - began_s
+        batch = tuple(self.ready.popleft() for _ in range(self.needed))
+        self.events.append(BatchConsumed(time_s=self.now_s, step=step, group_ids=batch))
+        ids = [SampleId(g, i) for g in batch for i in range(GROUP_SIZE)]
+        trained = sum(self.lengths[i] for i in ids)
+        self.now_s += TRAIN_S + PUBLISH_S
+        self.events.append(VersionPublished(time_s=self.now_s, policy_version=step + 1, pause_s=PUBLISH_S))
+        step_s = self.now_s - began_s
+        ages = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
+        reward = 0.25 + 0.5 * step / (step + 6) + self.rng.gauss(0, 0.03)
+        self.rows.append(
+            (
+                "step",
+                step,
+                self.now_s,
+                {
+                    "reward/mean": reward,
+                    "reward/std": 0.4,
+                    "loss": 0.05 - 0.002 * step + self.rng.gauss(0, 0.004),
+                    "grad_norm": 0.8 + self.rng.gauss(0, 0.1),
+                    "lr": 1e-4,
+                    "staleness/mean": sum(ages) / len(ages),
+                    "rollout/decoded_tokens": float(decoded),
+                    "rollout/trained_tokens": float(trained),
+                    "rollout/tokens_per_s": decoded / rollout_s,
+                    "perf/trained_tokens_per_s": trained / step_s,
+                    "time/rollout_s": rollout_s,
+                    "time/train_s": TRAIN_S,
+                    "time/publish_s": PUBLISH_S,
+                    "time/reward_s": 0.02,
+                    "time/step_s": step_s,
+                    "memory/peak_bytes": 9e8 + 1e6 * step,
+                    "response/mean_tokens": trained / len(ids),
+                    "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),
+                },
+            )
+        )
+        if (step + 1) % 5 == 0 and step + 1 < self.num_steps:
+            self._eval(step + 1)
+
+    def _rollout(self, step: int) -> int:
+        while len(self.open) + len(self.ready) < self.launched:
+            self._open()
+        began_s, decoded = self.now_s, 0
+        queue = []
+        for sample_id in sorted(s for samples in self.open.values() for s in samples):
+            self.events.append(SampleStarted(time_s=began_s, sample_id=sample_id, policy_version=step))
+            left = self.lengths[sample_id] - self.done[sample_id]
+            heapq.heappush(queue, (began_s + left * TOKEN_S, sample_id))
+        while queue and len(self.ready) < self.needed:
+            self.now_s, sample_id = heapq.heappop(queue)
+            decoded += self._end(sample_id, step, began_s, FinishReason.STOP)
+            self.events.append(
+                SampleScored(time_s=self.now_s, sample_id=sample_id, reward=float(self.rng.random() < 0.5))
+            )
+            self.open[sample_id.group].discard(sample_id)
+            if not self.open[sample_id.group]:
+                del self.open[sample_id.group]
+                self.ready.append(sample_id.group)
+        for _, sample_id in sorted(queue, key=lambda entry: entry[1]):
+            decoded += self._end(sample_id, step, began_s, FinishReason.ABORT)
+        return decoded
+
+    def _open(self) -> None:
+        group, self.num_groups = self.num_groups, self.num_groups + 1
+        prompt = Prompt(
+            prompt_id=f"sums/{group}@0", token_ids=(1, 2), text=f"What is {group} + {group * 7 % 10}?", source="sums"
+        )
+        self.events.append(
+            GroupOpened(time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1)
+        )
+        self.open[group] = {SampleId(group, i) for i in range(GROUP_SIZE)}
+        for sample_id in sorted(self.open[group]):
+            self.lengths[sample_id], self.done[sample_id] = length_of(self.rng), 0
+            self.versions[sample_id] = []
+
+    def _end(self, sample_id: SampleId, version: int, began_s: float, reason: FinishReason) -> int:
+        left = self.lengths[sample_id] - self.done[sample_id]
+        n = left if reason is FinishReason.STOP else min(left - 1, int((self.now_s - began_s) / TOKEN_S))
+        segment = Segment(
+            policy_version=version,
+            token_ids=(5,) * n,
+            rollout_logprobs=(-0.5,) * n,
+            finish_reason=reason,
+            kv_version=version,
+            start_s=began_s,
+            end_s=self.now_s,
+            num_prefilled_tokens=self.done[sample_id],
+        )
+        self.done[sample_id] += n
+        self.versions[sample_id].append((version, n))
+        self.events.append(SegmentEnded(time_s=self.now_s, sample_id=sample_id, segment=segment))
+        return n
+
+
+def write_run(run_dir: Path, simulation: Simulation, *, strategy: str = "april") -> Path:
+    """Simulate and store a run directory."""
+    simulation.run()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = {
+        "rollout": {"strategy": strategy, "group_size": GROUP_SIZE, "groups_per_step": simulation.needed},
+        "trainer": {"algorithm": "grpo", "lr": 1e-4},
+        "meta": {"version": "0.1.0", "git_commit": "abc1234", "seed": 0, "machine": "2 cores"},
+    }
+    (run_dir / "config.json").write_text(json.dumps(config))
+    with MetricsWriter(run_dir) as writer:
+        for kind, step, time_s, values in simulation.rows:
+            assert kind in ("step", "eval")
+            writer.write("eval" if kind == "eval" else "step", step, time_s, values)
+    journal = Journal(run_dir / "journal.sqlite")
+    journal.append(simulation.events)
+    journal.close()
+    return run_dir
+
+
+def batches(events: list[Event]) -> Iterator[BatchConsumed]:
+    return (e for e in events if isinstance(e, BatchConsumed))

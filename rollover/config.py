@@ -1,0 +1,164 @@
+"""One file, one run: ``RunConfig`` composes the configs of the components and adds nothing of theirs.
+
+What is loaded here is complete and valid: every key is known, typed and in range, and no two sections
+contradict each other. It is never changed afterwards. Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rollover import toml
+from rollover.algorithms.config import AlgorithmConfig
+from rollover.errors import ConfigError, nearest
+from rollover.report.config import LoggingConfig
+from rollover.rollout.config import RolloutConfig
+from rollover.schema import build, parse_overrides
+from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
+
+EXPERIMENTS = Path(__file__).parent / "experiments"
+"""The packaged experiments, each ``NAME.toml``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy: a model that exists, or one built from nothing. Give exactly one of the two."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    path: str | None = None
+    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model."""
+    scratch: ScratchConfig | None = None
+    """A small decoder with random weights, and a tokenizer made for the tasks."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off, since it is somebody else's program on your machine."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.scratch is None):
+            seen = "neither" if self.path is None else "both"
+            raise ValueError(f"give either model.path or a table model.scratch, got {seen}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Accuracy on held-out prompts, before the first step, during training and after the last."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    every_steps: int = 0
+    """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
+    num_prompts: int = 200
+    """Prompts of each evaluation source. At 200, an accuracy of one half has a standard error of 3.5 points."""
+    samples_per_prompt: int = 1
+    """Responses to each prompt; at least the largest of ``k``."""
+    k: tuple[int, ...] = (1,)
+    """Which pass@k to report: the chance that one of k responses is right."""
+    temperature: float = 1.0
+    """1 measures the policy that is trained; 0 is greedy, with one sample per prompt."""
+    max_new_tokens: int | None = None
+    """Budget of a response, in tokens; the rollout's when left out."""
+
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("every_steps", 0),
+            ("num_prompts", 1),
+            ("samples_per_prompt", 1),
+            ("temperature", 0),
+        ):
+            if getattr(self, key) < least:
+                raise ValueError(f"eval.{key} must be at least {least}, got {getattr(self, key)}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"eval.max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.k or min(self.k) < 1 or max(self.k) > self.samples_per_prompt:
+            raise ValueError(
+                f"eval.k must list numbers from 1 to eval.samples_per_prompt ({self.samples_per_prompt}), "
+                f"got {list(self.k)}"
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"eval.samples_per_prompt is {self.samples_per_prompt}, but at eval.temperature 0 all samples of "
+                "a prompt are the same: raise the temperature or take one sample"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    model: ModelConfig
+    seed: int = 0
+    """Of everything random: prompts, sampling noise, weights from scratch."""
+    steps: int = 100
+    """Training steps; each trains one batch and makes one policy version."""
+    deterministic: bool = False
+    """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sft: SFTConfig | None = None
+    """Supervised warm-up before the first step; none when left out."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+
+def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a TOML file or of a packaged experiment, with ``--section.key value`` laid over it.
+
+    Raises ``ConfigError`` listing every mistake with its line.
+    """
+    file = find(config)
+    name = file.name if file.parent == EXPERIMENTS else str(config)
+    return build(RunConfig, toml.read(file, name), parse_overrides(overrides))
+
+
+def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The inverse of ``resolved``, with overrides laid over it; ``source`` names it in messages."""
+    return build(RunConfig, toml.Document(name=source, data=dict(data)), parse_overrides(overrides))
+
+
+def find(config: str | Path) -> Path:
+    """The file that ``config`` names: a path, or a packaged experiment without ``.toml``."""
+    path = Path(config)
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
+    if str(config) not in packaged:
+        hint = nearest(str(config), packaged)
+        raise ConfigError(f"{config}: neither a .toml file nor a packaged experiment{hint}")
+    return packaged[str(config)]
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """A config with all its defaults as plain dicts, lists and scalars; unset keys are ``None``."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_toml(config: RunConfig) -> str:
+    """A file that loads as ``config``."""
+    return toml.dumps(resolved(config))

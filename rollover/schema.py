@@ -1,0 +1,287 @@
+"""A schema is a tree of frozen dataclasses; building one from TOML and command-line overrides.
+
+Types are strict: nothing is converted but an integer to a float where one is expected. Every mistake, be it
+of the file, of an override or of a dataclass's own ``__post_init__``, becomes one line that names its place,
+and all are reported together.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rollover.errors import ConfigError, nearest
+from rollover.toml import Document, KeyPath
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One ``--section.key value`` of the command line."""
+
+    path: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return "--" + ".".join(self.path)
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """``["--a.b", "1", "--c=2"]`` as overrides. Dashes within a key mean underscores."""
+    overrides = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(f"command line: unexpected {argument!r}; overrides are --section.key value")
+        name, has_value, text = argument[2:].partition("=")
+        if not has_value:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                raise ConfigError(f"command line: --{name} needs a value: --{name} VALUE")
+        path = tuple(name.replace("-", "_").split("."))
+        if not all(path):
+            raise ConfigError(f"command line: {argument!r} is no key; overrides are --section.key value")
+        overrides.append(Override(path=path, text=text))
+    return overrides
+
+
+def build(schema: type[T], document: Document, overrides: Sequence[Override] = ()) -> T:
+    """An instance of ``schema`` from a document, with overrides laid over it.
+
+    Raises ``ConfigError`` with one line for each mistake.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    data = copy.deepcopy(document.data)
+    overridden = {_lay(data, schema, override) for override in overrides}
+    try:
+        # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
+        return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        report = _Report(schema, document, data, overridden)
+        raise ConfigError(report.render(error.errors(include_url=False))) from None
+
+
+def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
+    """Put an override's value in its place; tables on the way are made, arrays are indexed."""
+    here: Any = data
+    path: KeyPath = ()
+    for depth, part in enumerate(override.path):
+        key: str | int = part
+        if isinstance(here, list):
+            key = _index(override, part, len(here), ".".join(map(str, path)))
+            here.extend([{}] * (key == len(here)))
+        elif not isinstance(here, dict):
+            raise ConfigError(f"command line: {override}: {'.'.join(map(str, path))} has no keys of its own")
+        path += (key,)
+        if depth == len(override.path) - 1:
+            here[key] = _value(override.text, types_at(schema, path))
+        elif isinstance(here, list):
+            here = here[int(key)]
+        else:
+            here = here.setdefault(part, [] if override.path[depth + 1].isdigit() else {})
+    return path
+
+
+def _index(override: Override, part: str, length: int, array: str) -> int:
+    if not part.isdigit() or int(part) > length:
+        raise ConfigError(
+            f"command line: {override}: {array} is a list of {length}; "
+            f"write an index from 0 to {length} ({length} appends) in place of {part!r}"
+        )
+    return int(part)
+
+
+def _value(text: str, expected: Sequence[Any]) -> object:
+    """The text as a TOML literal, or as it stands where it is none or where only a string will do."""
+    if text == "none" and types.NoneType in expected:
+        return None
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if table.keys() != {"value"} or (
+        not isinstance(table["value"], str) and expected and all(map(_is_text, expected))
+    ):
+        return text
+    return table["value"]
+
+
+def _is_text(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return all(isinstance(value, str) for value in get_args(annotation))
+    return annotation is types.NoneType or (isinstance(annotation, type) and issubclass(annotation, str))
+
+
+def types_at(schema: Any, path: Sequence[str | int]) -> list[Any]:
+    """The types that a value at ``path`` may have, unions taken apart; none when there is no such key."""
+    here = _members(schema)
+    for key in path:
+        here = [member for annotation in here for member in _inner(annotation, key)]
+    return here
+
+
+def _members(annotation: Any) -> list[Any]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for option in get_args(annotation) for member in _members(option)]
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        return _members(annotation.__origin__)
+    return [annotation]
+
+
+def _inner(annotation: Any, key: str | int) -> list[Any]:
+    if is_dataclass(annotation):
+        hints = get_type_hints(annotation)
+        return _members(hints[key]) if key in hints else []
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple and isinstance(key, int):
+        if arguments[-1] is Ellipsis:
+            return _members(arguments[0])
+        return _members(arguments[key]) if key < len(arguments) else []
+    if get_origin(annotation) in (dict, Mapping) and isinstance(key, str):
+        return _members(arguments[1])
+    return []
+
+
+def field_names(annotations: Iterable[Any]) -> list[str]:
+    """Keys of the tables that these types describe."""
+    return [f.name for annotation in annotations if is_dataclass(annotation) for f in fields(annotation)]
+
+
+def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the schema's tables, tables themselves included; not those inside arrays."""
+    for name in field_names(types_at(schema, prefix)):
+        yield (*prefix, name)
+        yield from keys(schema, (*prefix, name))
+
+
+class _Report:
+    """Turns what pydantic found into lines a user can act on."""
+
+    def __init__(
+        self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]
+    ) -> None:
+        self.schema = schema
+        self.document = document
+        self.data = data
+        self.overridden = overridden
+
+    def render(self, found: Iterable[Mapping[str, Any]]) -> str:
+        lines: dict[str, int] = {}
+        for error in found:
+            line, text = self._describe(error)
+            lines.setdefault(text, line)
+        return "\n".join(sorted(lines, key=lambda text: lines[text]))
+
+    def _describe(self, error: Mapping[str, Any]) -> tuple[int, str]:
+        path = self._path(error["loc"])
+        seen, context = error["input"], error.get("ctx", {})
+        match error["type"]:
+            case "value_error":
+                return self._place_of_message(path, str(context["error"]))
+            case "missing":
+                message = "this key is required"
+            case "unexpected_keyword_argument" | "extra_forbidden":
+                message = f"unknown key{self._suggestion(path)}"
+            case "literal_error" | "enum":
+                message = f"{seen!r} is not allowed{nearest(str(seen), _quoted(context['expected']))}"
+            case "union_tag_invalid":
+                path += (context["discriminator"].strip("'"),)
+                tag, tags = context["tag"], _quoted(context["expected_tags"])
+                message = f"{tag!r} is not allowed{nearest(tag, tags)}"
+            case kind if kind.endswith("_type") or kind == "int_from_float":
+                expected = dict.fromkeys(_name(annotation) for annotation in types_at(self.schema, path))
+                message = f"expected {' or '.join(expected)}, got {_show(seen)}"
+            case _:
+                message = f"{error['msg']}, got {_show(seen)}"
+        return self._at(path, f"{_dotted(path)}: {message}")
+
+    def _path(self, loc: Sequence[str | int]) -> KeyPath:
+        """pydantic's place without the names of union members that it inserts."""
+        path: KeyPath = ()
+        here: Any = self.data
+        for key in loc:
+            if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
+                path, here = (*path, key), here[key]  # type: ignore[index]
+            elif isinstance(here, dict) and key in field_names(types_at(self.schema, path)):
+                return (*path, key)
+        return path
+
+    def _suggestion(self, path: KeyPath) -> str:
+        known = field_names(types_at(self.schema, path[:-1]))
+        text = nearest(str(path[-1]), known)
+        elsewhere = [".".join(p) for p in keys(self.schema) if p[-1] == path[-1]]
+        return f"; did you mean {elsewhere[0]!r}?" if elsewhere and "did you mean" not in text else text
+
+    def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
+        """A dataclass complained: point at the first key it mentions, an overridden one before all others."""
+        words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
+        mentioned = [path for word in words if (path := self._mention(section, word))]
+        text = f"{_dotted(section)}: {message}" if section else message
+        if (
+            mentioned
+            and words
+            and words[0] == mentioned[0][-len(words[0]) :]
+            and message.startswith(words[0][0])
+        ):
+            text = _dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
+        written = [path for path in mentioned if path in self.overridden or path in self.document.lines]
+        written.sort(key=lambda path: path not in self.overridden)
+        return self._at(written[0] if written else section, text)
+
+    def _mention(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
+        """The key that a word of a message names, from its own section or, dotted, from the top."""
+        candidates: list[KeyPath] = [(*section, *word), *([word] if len(word) > 1 else [])]
+        return next((path for path in candidates if types_at(self.schema, path)), None)
+
+    def _at(self, path: KeyPath, text: str) -> tuple[int, str]:
+        """The line to sort by, and the text headed by the place where the key or its table was written."""
+        enclosing = (path[:end] for end in range(len(path), 0, -1))
+        written = next((p for p in enclosing if p in self.overridden or p in self.document.lines), None)
+        inside = written is None and path and any(p[: len(path)] == path for p in self.overridden)
+        if written in self.overridden or inside:
+            return 1 << 30, f"command line: --{text}"
+        line = self.document.lines[written] if written else 0
+        return line, f"{self.document.name}{f':{line}' if line else ''}: {text}"
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r"'([^']*)'", text)
+
+
+def _name(annotation: Any) -> str:
+    """A type as a user of TOML knows it."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "nothing"}
+    if annotation in names:
+        return names[annotation]
+    if is_dataclass(annotation) or get_origin(annotation) in (dict, Mapping):
+        return "a table"
+    if get_origin(annotation) is tuple:
+        return "a list"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(annotation)))
+    return "a string"
+
+
+def _show(value: object) -> str:
+    kinds = {
+        bool: "",
+        int: "the whole number ",
+        float: "the number ",
+        str: "the string ",
+        list: "the list ",
+        dict: "the table ",
+    }
+    text = json.dumps(value, ensure_ascii=False)
+    return kinds.get(type(value), "") + (text if len(text) <= 60 else text[:57] + "...")

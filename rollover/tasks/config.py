@@ -1,0 +1,204 @@
+"""What the user says about tasks: where prompts come from, how they are written out, how answers are scored.
+
+Every combination that could not have an effect is refused here, before a dataset is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """How one source's responses become numbers."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["verifier", "exact", "math_verify", "function"] = "verifier"
+    """``verifier``: reasoning-gym's own scoring of its task. ``exact``: equal up to white space.
+    ``math_verify``: equal as mathematics (1/2 = 0.5 = \\frac{1}{2}). ``function``: the user's own."""
+    function: str | None = None
+    """``"module:function"``, called as ``f(prompts, completions, completion_ids=..., **columns)`` with lists
+    of one element each; returns a list of one number. May be ``async``. Only for ``kind = "function"``."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for ``function``."""
+    extract: Extraction | None = None
+    """Where in the response the answer stands. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
+    the line after the last ``####``. ``last_line``: the last line that is not empty. ``whole``: everything.
+    ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one.
+    Unset means ``tag`` for ``verifier`` and ``exact``; the other kinds find the answer themselves."""
+    answer_pattern: str | None = None
+    """Regular expression; its first group (or the whole match) is the answer. Only for ``pattern``."""
+    reference_extract: Literal["whole", "hashes", "last_line"] = "whole"
+    """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
+    ``#### 72``. For ``exact`` and ``math_verify``."""
+    timeout_s: float = 10.0
+    """Seconds one scoring may take; then its process is killed."""
+    workers: int = 2
+    """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
+    the event loop: right for verifiers of a few microseconds, which then must not hang."""
+    retries: int = 1
+    """How often a scoring that raised or timed out is tried again before its sample counts as failed."""
+    pass_score: float = 1.0
+    """A response with at least this reward counts as solved in pass@k."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "function") != (self.function is not None):
+            raise ValueError(
+                f"reward.function goes with kind = 'function': got {self.function!r}, {self.kind!r}"
+            )
+        if self.function is not None and not re.fullmatch(r"[\w.]+:\w+", self.function):
+            raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
+        if self.params and self.kind != "function":
+            raise ValueError(f"reward.params are for kind = 'function' only, got kind {self.kind!r}")
+        if self.extract is not None and self.kind not in ("verifier", "exact"):
+            raise ValueError(f"reward.extract has no effect with kind {self.kind!r}: leave it out")
+        if self.reference_extract != "whole" and self.kind not in ("exact", "math_verify"):
+            raise ValueError(f"reward.reference_extract has no effect with kind {self.kind!r}: leave it out")
+        if (self.extract == "pattern") != (self.answer_pattern is not None):
+            raise ValueError(
+                "reward.answer_pattern and reward.extract = 'pattern' go together: set both or none"
+            )
+        if self.answer_pattern is not None:
+            try:
+                re.compile(self.answer_pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"reward.answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
+                ) from None
+        if not self.timeout_s > 0:
+            raise ValueError(f"reward.timeout_s must be above 0, got {self.timeout_s}")
+        if self.workers < 0:
+            raise ValueError(f"reward.workers must be at least 0 (0: on the event loop), got {self.workers}")
+        if self.workers == 0 and self.kind == "math_verify":
+            raise ValueError(
+                "reward.workers must be at least 1 for 'math_verify': only a process can be stopped"
+            )
+        if self.retries < 0:
+            raise ValueError(f"reward.retries must be at least 0, got {self.retries}")
+
+    @property
+    def extraction(self) -> Extraction:
+        """``extract`` with its default filled in."""
+        return self.extract or "tag"
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether each row must hold a reference answer."""
+        return self.kind in ("exact", "math_verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """One place prompts come from."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "hf"]
+    """``reasoning_gym``: generated without end. ``jsonl``, ``parquet``: a file. ``hf``: a dataset of the hub,
+    or a folder written by ``save_to_disk``."""
+    name: str
+    """Names the source in prompt ids and metrics."""
+    dataset: str | None = None
+    """Name of the reasoning-gym dataset. Unset: ``name``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the reasoning-gym dataset, by the library's names."""
+    path: str | None = None
+    """File (jsonl, parquet); hub id or folder (hf)."""
+    split: str | None = None
+    """Split of a ``hf`` dataset. Unset: ``train``."""
+    subset: str | None = None
+    """Configuration name of a ``hf`` dataset."""
+    prompt_column: str | None = None
+    """Column of the prompt, text or messages; dots go into structures. Unset: the one column among ``prompt,
+    question, input, messages``."""
+    answer_column: str | None = None
+    """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,
+    reward_model.ground_truth, reward_spec.ground_truth``."""
+    keep_columns: tuple[str, ...] | None = None
+    """Columns that travel with the prompt (to the reward function and into the journal). Unset: all."""
+    limit: int | None = None
+    """Use the first so many rows only. Unset: all; a reasoning-gym source then never repeats an item."""
+    weight: float = 1.0
+    """Share in the training mixture, relative to the other sources; without meaning in evaluation."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"source name must be letters, digits, '_', '-' and '.', got {self.name!r}")
+        gym = self.kind == "reasoning_gym"
+        idle = ("path", "split", "subset", "prompt_column", "answer_column", "keep_columns")
+        idle = idle if gym else ("dataset", "config", *(() if self.kind == "hf" else ("split", "subset")))
+        for key in idle:
+            if getattr(self, key):
+                raise ValueError(
+                    f"source {self.name!r}: {key} has no effect with kind {self.kind!r}: leave it out"
+                )
+        if not gym and not self.path:
+            raise ValueError(f"source {self.name!r}: kind {self.kind!r} needs a path")
+        if not gym and self.reward.kind == "verifier":
+            raise ValueError(
+                f"source {self.name!r}: reward kind 'verifier' belongs to reasoning_gym; "
+                "set reward.kind to 'exact', 'math_verify' or 'function'"
+            )
+        for key in {"seed", "size"} & self.config.keys():
+            mend = "use seed and tasks.eval_seed" if key == "seed" else "use limit"
+            raise ValueError(f"source {self.name!r}: config.{key} is set by the run; {mend}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"source {self.name!r}: limit must be at least 1, got {self.limit}")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"source {self.name!r}: weight must be above 0 and finite, got {self.weight}")
+
+    @property
+    def gym_dataset(self) -> str:
+        return self.dataset or self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksConfig:
+    """The prompts of a run."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    train: tuple[SourceConfig, ...] = ()
+    """Sources of the training mixture."""
+    eval: tuple[SourceConfig, ...] = ()
+    """Sources that measure; their prompts are named ``eval/<name>``."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text as it stands.
+    ``auto``: the template when the tokenizer has one."""
+    system_prompt: str | None = None
+    """Put before the messages that do not bring a system message; needs a chat template."""
+    prompt_suffix: str = ""
+    """Appended to the question (or to the last user message), inside the template."""
+    max_prompt_tokens: int = 1024
+    """Longest admissible prompt, in tokens."""
+    long_prompts: Literal["skip", "error"] = "skip"
+    """Longer prompts are left out and counted, or stop the run at once."""
+    eval_seed: int = 0
+    """Draws the generated evaluation items; not the run's seed, so that runs of several seeds are measured
+    on the same ones."""
+    shuffle: bool = True
+    """New order of the rows in every epoch; otherwise file order."""
+
+    def __post_init__(self) -> None:
+        for role, sources in (("train", self.train), ("eval", self.eval)):
+            names = [source.name for source in sources]
+            if double := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(
+                    f"tasks.{role}: two sources are called {double[0]!r}; give each its own name"
+                )
+        if self.chat_template == "off" and self.system_prompt is not None:
+            raise ValueError(
+                "tasks.system_prompt has no effect with chat_template = 'off': leave one of them out"
+            )
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if self.eval_seed < 0:
+            raise ValueError(f"tasks.eval_seed must be at least 0, got {self.eval_seed}")

@@ -1,0 +1,87 @@
+"""Several prompt sources as one, in exact proportion to their weights; a pure function of the index still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import reduce
+from math import gcd, lcm
+from typing import Protocol
+
+from rollover.tasks.rewards import RewardSpec
+from rollover.types import Prompt
+
+_MAX_CYCLE = 10_000
+
+
+class PromptSource(Protocol):
+    """Prompts by number."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """Admissible rows of one epoch; ``None``: without end."""
+        ...
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows left out so far because their prompt is longer than ``max_prompt_tokens``."""
+        ...
+
+    @property
+    def reward_specs(self) -> tuple[RewardSpec, ...]:
+        """How the prompts of this source are scored: what ``Scorer`` is built from."""
+        ...
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+class MixtureSource:
+    """Several sources interleaved: over every ``cycle`` draws each source has exactly its share.
+
+    With shares p_k = n_k / L in lowest terms the cycle has L draws. Draws are spread evenly (the j-th of
+    source k stands at (j + 1/2) / n_k), so that every batch has the mixture too. Shares that would need a
+    cycle above 10,000 are rounded to that, each source keeping at least one draw.
+    """
+
+    def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]) -> None:
+        self._sources = tuple(sources)
+        self._counts = _shares(weights)
+        places = [
+            (Fraction(2 * j + 1, 2 * count), k, j)
+            for k, count in enumerate(self._counts)
+            for j in range(count)
+        ]
+        self._cycle = tuple((k, j) for _, k, j in sorted(places))
+
+    @property
+    def cycle(self) -> int:
+        return len(self._cycle)
+
+    @property
+    def num_rows(self) -> None:
+        return None
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(source.num_skipped for source in self._sources)
+
+    @property
+    def reward_specs(self) -> tuple[RewardSpec, ...]:
+        return tuple(spec for source in self._sources for spec in source.reward_specs)
+
+    def prompt(self, index: int) -> Prompt:
+        cycle, place = divmod(index, len(self._cycle))
+        source, nth = self._cycle[place]
+        return self._sources[source].prompt(cycle * self._counts[source] + nth)
+
+
+def _shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Draws of each source in one cycle."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    counts = [int(weight * scale) for weight in exact]
+    divisor = reduce(gcd, counts)
+    if sum(counts) // divisor <= _MAX_CYCLE:
+        return tuple(count // divisor for count in counts)
+    total = sum(exact)
+    return tuple(max(1, round(weight / total * _MAX_CYCLE)) for weight in exact)

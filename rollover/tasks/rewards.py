@@ -1,0 +1,312 @@
+"""From a response to a number, behind one interface: ``Reward.score(sample)``.
+
+A reward is rebuilt from its ``RewardSpec`` (plain JSON) wherever it runs: on the event loop or in a process
+of its own. What it returns is a finite number; anything else is a ``RewardError`` that names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from rollover.errors import DataError, nearest
+from rollover.tasks.config import Extraction, RewardConfig
+from rollover.tasks.gym import GymDataset, thaw
+
+
+class RewardError(DataError):
+    """A response that could not be scored; the message is the reason its sample failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """All that is needed to score the samples of one source."""
+
+    source: str
+    config: RewardConfig
+    gym_dataset: str | None = None
+    gym_config: Mapping[str, Any] = field(default_factory=dict)
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    columns: tuple[str, ...] = ()
+    """Columns of the source's first row, for the check of a function's signature."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RewardSpec:
+        config = RewardConfig(**value["config"])
+        return cls(**{**value, "config": config, "columns": tuple(value["columns"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSample:
+    """One finished response, as rewards see it."""
+
+    prompt: str
+    """As the model saw it."""
+    columns: Mapping[str, Any]
+    completion: str
+    """Decoded, without special tokens."""
+    completion_ids: tuple[int, ...]
+
+
+class Reward(Protocol):
+    async def score(self, sample: RewardSample) -> float: ...
+
+
+def build_reward(spec: RewardSpec) -> Reward:
+    """Raises ``DataError`` when the reward cannot be used: missing library, function or wrong signature."""
+    match spec.config.kind:
+        case "verifier":
+            return VerifierReward(spec)
+        case "exact":
+            return ExactReward(spec)
+        case "math_verify":
+            return MathReward(spec)
+        case "function":
+            return FunctionReward(spec)
+
+
+def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> str | None:
+    """The answer within a response, stripped; ``None`` when there is none. The last occurrence counts."""
+    match how:
+        case "whole":
+            return text.strip()
+        case "hashes":
+            _, mark, rest = text.rpartition("####")
+            return rest.strip().partition("\n")[0].strip() if mark else None
+        case "last_line":
+            lines = text.strip().splitlines()
+            return lines[-1].strip() if lines else None
+        case "tag":
+            found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+            return found[-1].strip() if found else None
+        case "pattern":
+            assert pattern is not None
+            matches = list(re.finditer(pattern, text))
+            if not matches:
+                return None
+            last = matches[-1]
+            return ((last.group(1) if last.re.groups else last.group(0)) or "").strip()
+
+
+class VerifierReward:
+    """reasoning-gym's ``score_answer`` on the entry that travelled with the prompt."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        assert spec.gym_dataset is not None
+        self._dataset = GymDataset(spec.gym_dataset, spec.gym_config)
+        self._config = spec.config
+
+    async def score(self, sample: RewardSample) -> float:
+        answer = extract_answer(sample.completion, self._config.extraction, self._config.answer_pattern)
+        return _finite(
+            self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}"
+        )
+
+
+class ExactReward:
+    """1 when the answer equals the reference, or one of a list of references, up to white space; else 0."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self._spec = spec
+
+    async def score(self, sample: RewardSample) -> float:
+        config = self._spec.config
+        answer = extract_answer(sample.completion, config.extraction, config.answer_pattern)
+        if answer is None:
+            return 0.0
+        return float(any(_squeezed(answer) == _squeezed(text) for text in _references(self._spec, sample)))
+
+
+class MathReward:
+    """1 when math-verify finds the response's final expression equal to the reference; else 0.
+
+    math-verify's own time limits use signals and are switched off: the process has a deadline.
+    """
+
+    def __init__(self, spec: RewardSpec) -> None:
+        try:
+            import math_verify
+        except ImportError:
+            raise DataError("reward kind 'math_verify' needs the package: pip install math-verify") from None
+        import logging
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+        self._library = math_verify
+        self._spec = spec
+
+    async def score(self, sample: RewardSample) -> float:
+        answer = self._parse(sample.completion)
+        for text in _references(self._spec, sample):
+            reference = self._parse(_as_latex(text))
+            if not reference:
+                raise RewardError(
+                    f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'"
+                )
+            if self._library.verify(reference, answer, timeout_seconds=None):
+                return 1.0
+        return 0.0
+
+    def _parse(self, text: str) -> list[Any]:
+        parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
+        return parsed
+
+
+class FunctionReward:
+    """The user's function in TRL's form: ``f(prompts, completions, completion_ids=..., **columns)``.
+
+    It is called once per response, with lists of one element, because a response is scored when it is
+    finished and not when its siblings are. Prompts given as messages arrive as messages, with the completion
+    as ``[{"role": "assistant", "content": ...}]``. ``None`` ("does not apply") is an error here: the function
+    is the only reward of its source.
+    """
+
+    def __init__(self, spec: RewardSpec) -> None:
+        assert spec.config.function is not None
+        self._spec = spec
+        self._name = spec.config.function
+        self._function = load_function(self._name)
+        self._wanted = self._check_signature()
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function)
+
+    async def score(self, sample: RewardSample) -> float:
+        prompt, completion = self._texts(sample)
+        arguments: dict[str, Any] = {
+            "prompts": [prompt],
+            "completions": [completion],
+            "completion_ids": [list(sample.completion_ids)],
+        }
+        arguments |= {k: [v] for k, v in sample.columns.items() if k != self._spec.prompt_column}
+        arguments |= self._spec.config.params
+        if self._wanted is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self._wanted}
+        result = self._function(**arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
+            raise RewardError(f"reward function {self._name} must return a list of 1 number, got {result!r}")
+        if result[0] is None:
+            raise RewardError(
+                f"reward function {self._name} returned None (does not apply); return a number always"
+            )
+        return _finite(result[0], f"reward function {self._name}")
+
+    def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
+        column = self._spec.prompt_column
+        messages = sample.columns.get(column) if column is not None else None
+        if isinstance(messages, list):
+            return messages, [{"role": "assistant", "content": sample.completion}]
+        return sample.prompt, sample.completion
+
+    def _check_signature(self) -> set[str] | None:
+        """Names the function takes by keyword; ``None``: any."""
+        offered = {"prompts", "completions", "completion_ids", *self._spec.columns, *self._spec.config.params}
+        parameters = inspect.signature(self._function).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise DataError(
+                    f"reward function {self._name} takes {parameter.name!r} by position only; "
+                    "write it as f(prompts, completions, **columns)"
+                )
+            optional = parameter.default is not parameter.empty or parameter.kind in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if not optional and parameter.name not in offered:
+                hint = nearest(parameter.name, offered)
+                raise DataError(
+                    f"reward function {self._name} asks for {parameter.name!r}, which is neither prompts, "
+                    f"completions, completion_ids, a column nor in reward.params{hint}"
+                )
+        names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        for name in self._spec.config.params:
+            if name not in names:
+                raise DataError(
+                    f"reward function {self._name} takes no {name!r} (reward.params){nearest(name, names)}"
+                )
+        return names
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import ``"module:function"``; modules in the working directory are found too."""
+    module_name, _, function_name = path.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code may raise anything on import
+        raise DataError(
+            f"reward function {path}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
+            f"it must be installed or lie in {os.getcwd()}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        hint = nearest(function_name, names)
+        raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
+    return function  # type: ignore[no-any-return]
+
+
+def read_column(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path. Raises ``KeyError`` when a part is missing."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(path)
+        value = value[part]
+    return value
+
+
+def _finite(value: Any, whose: str) -> float:
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"{whose} returned {value!r}, which is no number") from None
+    if not math.isfinite(reward):
+        raise RewardError(f"{whose} returned {reward}, which is not finite")
+    return reward
+
+
+def _references(spec: RewardSpec, sample: RewardSample) -> list[str]:
+    assert spec.answer_column is not None
+    value = read_column(sample.columns, spec.answer_column)
+    texts: list[str] = []
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, (str, int, float)):
+            raise RewardError(
+                f"the reference answer in {spec.answer_column!r} is a {type(one).__name__}, not text"
+            )
+        text = extract_answer(str(one), spec.config.reference_extract)
+        if text is None:
+            raise RewardError(
+                f"the reference answer {str(one)[-60:]!r} has no '####' (reward.reference_extract)"
+            )
+        texts.append(text)
+    return texts
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _as_latex(text: str) -> str:
+    """math-verify reads LaTeX between its delimiters only; a bare reference gets them."""
+    delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
+    return text if delimited else f"${text}$"

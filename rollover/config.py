@@ -15,10 +15,12 @@ from typing import Any
 
 from rollover import toml
 from rollover.algorithms.config import AlgorithmConfig
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.schema import build, parse_overrides
+from rollover.tasks.config import TasksConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
@@ -53,7 +55,7 @@ class EvalConfig:
     every_steps: int = 0
     """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
     num_prompts: int = 200
-    """Prompts of each evaluation source. At 200, an accuracy of one half has a standard error of 3.5 points."""
+    """Prompts of each evaluation source. At 200, an accuracy of 50 % has a standard error of 3.5 points."""
     samples_per_prompt: int = 1
     """Responses to each prompt; at least the largest of ``k``."""
     k: tuple[int, ...] = (1,)
@@ -81,8 +83,8 @@ class EvalConfig:
             )
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
-                f"eval.samples_per_prompt is {self.samples_per_prompt}, but at eval.temperature 0 all samples of "
-                "a prompt are the same: raise the temperature or take one sample"
+                f"eval.samples_per_prompt is {self.samples_per_prompt}, but at eval.temperature 0 "
+                "all samples of a prompt are the same: raise the temperature or take one sample"
             )
 
 
@@ -99,6 +101,8 @@ class RunConfig:
     """Training steps; each trains one batch and makes one policy version."""
     deterministic: bool = False
     """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    engine: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -133,6 +137,8 @@ def find(config: str | Path) -> Path:
     path = Path(config)
     if path.suffix == ".toml" or path.is_file():
         return path
+    if path.is_dir():
+        raise ConfigError(f"{config} is a directory; to go on with a run: rollover train --resume {config}")
     packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
     if str(config) not in packaged:
         hint = nearest(str(config), packaged)

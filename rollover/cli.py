@@ -1,0 +1,305 @@
+"""The command line: reads what the user wants, calls the function that does it, and reports failures.
+
+Every failure the user can mend ends here as one message and exit code 2; a traceback means a bug. What needs
+torch is imported inside the command that runs it, so ``--help`` and a refused config answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import rollover
+from rollover.errors import RolloverError, nearest
+
+if TYPE_CHECKING:
+    from rollover.config import RunConfig
+    from rollover.rundir import RunDir
+
+DEFAULT_EXPERIMENT = "quickstart"
+_OVERRIDES = "rollover.overrides"
+
+
+class _Formatter(click.HelpFormatter):
+    """Help with headings that stand out on a terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
+class _Commands(click.Group):
+    """Commands; a misspelt one gets a suggestion."""
+
+    context_class = _Context
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            raise click.UsageError(f"no command {args[0]!r}{nearest(args[0], self.commands)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class _ConfiguredCommand(click.Command):
+    """A command that takes ``--section.key value`` beside its own options, in any order."""
+
+    context_class = _Context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, ctx.meta[_OVERRIDES] = self._split(ctx, args)
+        return super().parse_args(ctx, own)
+
+    def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Arguments of the command itself, and overrides of the config."""
+        options = {
+            name: isinstance(param, click.Option) and not param.is_flag
+            for param in self.get_params(ctx)
+            for name in param.opts
+        }
+        own: list[str] = []
+        overrides: list[str] = []
+        rest = list(args)
+        while rest:
+            argument = rest.pop(0)
+            if argument == "--":
+                own += [argument, *rest]
+                break
+            name, equals, value = argument.partition("=")
+            if name.replace("_", "-") in options:
+                name = name.replace("_", "-")
+            is_override = name.startswith("--") and name not in options
+            if is_override:
+                self._check_key(ctx, name, options)
+            target = overrides if is_override else own
+            target.append(name + equals + value)
+            if (is_override or options.get(name)) and not equals and rest and not rest[0].startswith("--"):
+                target.append(rest.pop(0))
+        return own, overrides
+
+    def _check_key(self, ctx: click.Context, name: str, options: Iterable[str]) -> None:
+        """Refuse what is neither ``--section.key`` nor a key outside all sections."""
+        from rollover.config import RunConfig
+
+        known = [f"--{f.name}" for f in fields(RunConfig)]
+        if "." not in name and name.replace("-", "_") not in [key.replace("-", "_") for key in known]:
+            long = [option for option in options if option.startswith("--")]
+            raise click.UsageError(f"no option {name!r}{nearest(name, [*long, *known])}", ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Configuration"):
+            formatter.write_dl(
+                [
+                    ("--KEY VALUE", "Set a key outside all sections, as in --steps 20."),
+                    (
+                        "--SECTION.KEY VALUE",
+                        "Set any key, as in --rollout.group_size 16 or --tasks.train.0.weight 2.",
+                    ),
+                ]
+            )
+
+
+def _run_dir(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--run-dir",
+        "--output-dir",
+        "run_dir",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Write to DIR instead of runs/CONFIG-DATE-TIME.",
+    )(command)
+
+
+def _dry_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--dry-run", is_flag=True, help="Check everything, print the plan and the complete config, and stop."
+    )(command)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Run 'rollover COMMAND --help' for the options of a command.",
+)
+@click.version_option(rollover.__version__, prog_name="rollover", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train language models with reinforcement learning and waste no rollout."""
+
+
+@cli.command(cls=_ConfiguredCommand)
+@click.argument("config", required=False)
+@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
+@_run_dir
+@_dry_run
+@click.pass_context
+def train(
+    ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool
+) -> None:
+    """Train a model, or go on with a run.
+
+    CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
+
+    \b
+    rollover train                                    the quickstart, minutes on a laptop
+    rollover train run.toml --trainer.learning_rate 2e-6
+    rollover train --resume runs/quickstart-20260101-120000
+    """
+    from rollover import rundir
+
+    overrides = ctx.meta[_OVERRIDES]
+    if resume is None:
+        _start(ctx, config or DEFAULT_EXPERIMENT, run_dir, dry_run, "train")
+        return
+    if config is not None or run_dir is not None:
+        other = "--run-dir" if config is None else "CONFIG"
+        raise click.UsageError(
+            f"--resume reads the config of its run and writes there; leave {other} out", ctx
+        )
+    if dry_run:
+        _show_plan(rundir.saved_config(resume, overrides))
+        return
+    _work("train", *rundir.open_for_resume(resume, overrides, sys.argv))
+
+
+@cli.command(cls=_ConfiguredCommand)
+@click.argument("config")
+@_run_dir
+@_dry_run
+@click.pass_context
+def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
+    """Fine-tune on worked solutions, without reinforcement learning.
+
+    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies.
+
+    \b
+    rollover sft quickstart --sft.num_steps 500
+    """
+    _start(ctx, config, run_dir, dry_run, "sft")
+
+
+@cli.command(name="eval", cls=_ConfiguredCommand)
+@click.argument("config", metavar="CONFIG|RUN")
+@_run_dir
+@_dry_run
+@click.pass_context
+def evaluate(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
+    """Measure a model: pass@k on every evaluation source.
+
+    Give a config, or a run directory to measure its newest checkpoint.
+
+    \b
+    rollover eval runs/quickstart-20260101-120000
+    rollover eval run.toml --model.path ./my-model --eval.samples_per_prompt 16 --eval.k '[1, 16]'
+    """
+    _start(ctx, config, run_dir, dry_run, "evaluate")
+
+
+@cli.command(context_settings={"max_content_width": 100})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+def report(run: Path, open_browser: bool) -> None:
+    """Write RUN/report.html, also while RUN is at work."""
+    from rollover.report.html import write_report
+
+    path = write_report(run)
+    click.echo(f"report: {path}")
+    if open_browser:
+        click.launch(str(path))
+
+
+def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
+    """Begin a new run of ``job``, a function of ``rollover.loop``."""
+    from rollover import rundir
+    from rollover.config import load
+
+    overrides = ctx.meta[_OVERRIDES]
+    of_run = job == "evaluate" and rundir.is_run(Path(name))
+    config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
+    if dry_run:
+        _show_plan(config)
+        return
+    experiment = Path(name).resolve().name if of_run else Path(name).stem
+    path = run_dir or rundir.default_path(
+        experiment if job == "train" else f"{experiment}-{ctx.command.name}"
+    )
+    _work(job, config, rundir.create(config, path, sys.argv))
+
+
+def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's config with its newest checkpoint as the model."""
+    from rollover import rundir
+    from rollover.errors import RunError
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(run / "checkpoints")
+    if checkpoint is None:
+        raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
+    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
+    return rundir.derived_config(run, [*model, *overrides])
+
+
+def _work(job: str, config: RunConfig, run: RunDir) -> None:
+    """Do ``job`` in its directory, and say where the outcome is."""
+    from rollover import loop
+
+    jobs = {"train": loop.train, "sft": loop.sft, "evaluate": loop.evaluate}
+    with run:
+        try:
+            jobs[job](config, run)
+        except KeyboardInterrupt:
+            if job == "train":
+                click.echo(f"interrupted; go on with: rollover train --resume {run.path}", err=True)
+            raise
+        if run.report.is_file():
+            click.echo(f"report: {run.report}")
+
+
+def _show_plan(config: RunConfig) -> None:
+    """The plan as comments over the config: what is printed is itself a config file."""
+    from rollover import loop
+    from rollover.config import to_toml
+
+    for line in loop.plan(config):
+        click.echo(f"# {line}")
+    click.echo(f"\n{to_toml(config)}", nl=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False)
+    except click.UsageError as error:
+        hint = f"\nsee: {error.ctx.command_path} --help" if error.ctx else ""
+        return _fail(error.format_message() + hint)
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except RolloverError as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _fail(
+            f"no space left on the disk ({error.filename or 'unknown file'}): make room and --resume"
+        )
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    first, *more = message.splitlines() or [""]
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
+    for line in more:
+        click.echo(f"       {line}", err=True)
+    return 2

@@ -1,0 +1,294 @@
+"""The run directory: everything one run leaves behind, owned by one process at a time.
+
+::
+
+    RUN/config.json       the resolved config, and under "meta" what ran it and where
+        journal.sqlite    every rollout event
+        metrics.jsonl     one line per step
+        tensorboard/
+        checkpoints/      what --resume goes on from
+        report.html
+        lock              held while a process works here
+
+A directory belongs to one config for good: only the keys in ``CHANGEABLE`` may differ when a run is resumed.
+The lock is the kernel's (flock), so a process that dies, however it dies, leaves none behind.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import rollover
+from rollover.config import RunConfig, resolved, restore
+from rollover.errors import ResourceError, RunError
+from rollover.report.redact import redacted
+
+CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
+"""Keys and sections that may differ when a run is resumed: what was learned would have been the same."""
+
+MIN_FREE_BYTES = 256 * 2**20
+"""Free disk below which no run is started: room for the journal and reports of a small one."""
+
+
+class RunDir:
+    """A run directory, locked by this process until ``close``. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
+        self.path = path
+        self._lock: int | None = _locked(path / "lock")
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def require_free(self, num_bytes: int, purpose: str) -> None:
+        """Raise ``ResourceError`` unless the disk has room for ``num_bytes`` more."""
+        free_bytes = shutil.disk_usage(self.path).free
+        if free_bytes < num_bytes:
+            raise ResourceError(
+                f"{self.path}: {purpose} needs {num_bytes / 1e9:.1f} GB of disk, but "
+                f"{free_bytes / 1e9:.1f} GB are free; make room or choose another place with --run-dir"
+            )
+
+    def note(self, **facts: Any) -> None:
+        """Add to "meta" in ``config.json`` what is known only once the run is up (its device, say)."""
+        config, meta = _read(self.path)
+        _write(self, config, {**meta, **facts})
+
+    def close(self) -> None:
+        """Release the lock. Does nothing the second time."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
+    """Make and lock a new run directory and write ``config.json``.
+
+    Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be made into a run directory: {error.strerror}") from None
+    run = RunDir(path)
+    try:
+        if run.config_file.is_file():
+            changed = differences(_read(path)[0], resolved(config))
+            raise RunError(
+                f"{path} holds a run of "
+                + (f"another config ({', '.join(changed[:3])} differ): " if changed else "this config: ")
+                + ("" if changed else f"continue it with --resume {path}, or ")
+                + "choose another directory with --run-dir"
+            )
+        if any(entry.name != "lock" for entry in path.iterdir()):
+            raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
+        run.require_free(MIN_FREE_BYTES, "a new run")
+        _write(
+            run, resolved(config), {**_environment(), "seed": config.seed, "argv": _safe(argv), "resumes": []}
+        )
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def open_for_resume(
+    path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()
+) -> tuple[RunConfig, RunDir]:
+    """Lock an existing run directory, and record there the config that ``saved_config`` gives.
+
+    Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
+    """
+    config = saved_config(path, overrides)
+    run = RunDir(path)
+    try:
+        run.require_free(MIN_FREE_BYTES, "a resumed run")
+        meta = _read(path)[1]
+        resumes = [*meta["resumes"], {**_environment(), "argv": _safe(argv)}]
+        _write(run, resolved(config), {**meta, "resumes": resumes})
+    except BaseException:
+        run.close()
+        raise
+    return config, run
+
+
+def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of the run in ``path``, with ``overrides`` laid over it.
+
+    Raises ``RunError`` when there is no run, or when an override changes what may not change.
+    """
+    before = _read(path)[0]
+    config = restore(before, str(path / "config.json"), overrides)
+    for key in differences(before, resolved(config)):
+        if key.split(".")[0] not in CHANGEABLE:
+            raise RunError(
+                f"{path}: {key} cannot change when a run is resumed (only {', '.join(CHANGEABLE)}): "
+                "leave the override out, or start a new run"
+            )
+    return config
+
+
+def derived_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config of the run in ``path`` as the start of another run: anything may be overridden."""
+    return restore(_read(path)[0], str(path / "config.json"), overrides)
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run directory."""
+    return (path / "config.json").is_file()
+
+
+def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
+    """``runs/<experiment>-<date-time>``, numbered when several start within a second."""
+    stem = f"{experiment}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
+    names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, sys.maxsize))
+    return next(path for name in names if not (path := Path("runs") / name).exists())
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ between two resolved configs."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    inner = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    )
+    items = list(inner)
+    for key, child in items:
+        yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    if not items:
+        yield prefix, value
+
+
+def _locked(file: Path) -> int:
+    """Descriptor of ``file``, locked; children do not inherit it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise RunError(
+            f"{file.parent} is in use by {holder}: wait for it, or choose another directory"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode())
+    return descriptor
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and meta of a run directory."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        return config, config.pop("meta")
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{path} is not a run directory: it has no config.json") from None
+    except (ValueError, KeyError, AttributeError):
+        raise RunError(f"{file} is damaged: it is not what a run writes there") from None
+
+
+def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Replace ``config.json`` in one step: readers and crashes see the old or the new one."""
+    partial = run.config_file.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump({**config, "meta": meta}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(run.config_file)
+
+
+def _environment() -> dict[str, Any]:
+    """What a run depends on besides its config."""
+    return {
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "rollover": rollover.__version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
+        "git_commit": _git_commit(),
+        "machine": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpu": _cpu_model(),
+            "num_cpus": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit checked out where the run was started, with ``+changes`` when files differ from it."""
+    try:
+        commit, status = (
+            subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+changes" if status.strip() else "")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _safe(argv: Sequence[str]) -> list[str]:
+    """The command line with the values of secret keys blanked."""
+    safe: list[str] = []
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if equals and key.startswith("--"):
+            safe.append(f"{key}={_blanked(key, value)}")
+        else:
+            safe.append(_blanked(safe[-1] if safe else "", argument))
+    return safe
+
+
+def _blanked(option: str, value: str) -> str:
+    key = option.removeprefix("--").split(".")[-1] if option.startswith("--") else ""
+    return str(redacted({key: value})[key])

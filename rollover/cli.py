@@ -179,10 +179,10 @@ def train(
 def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Fine-tune on worked solutions, without reinforcement learning.
 
-    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies.
+    CONFIG is a TOML file or the name of a packaged experiment; its [warmup] section applies.
 
     \b
-    rollover sft quickstart --sft.num_steps 500
+    rollover sft quickstart --warmup.num_steps 500
     """
     _start(ctx, config, run_dir, dry_run, "sft")
 
@@ -244,24 +244,39 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     checkpoint = latest_checkpoint(run / "checkpoints")
     if checkpoint is None:
         raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
-    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
+    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--warmup", "none"]
     return rundir.derived_config(run, [*model, *overrides])
 
 
 def _work(job: str, config: RunConfig, run: RunDir) -> None:
-    """Do ``job`` in its directory, and say where the outcome is."""
+    """Do ``job`` in its directory."""
     from rollover import loop
 
-    jobs = {"train": loop.train, "sft": loop.sft, "evaluate": loop.evaluate}
     with run:
+        if job != "train":
+            {"sft": loop.sft, "evaluate": loop.evaluate}[job](config, run)
+            return
         try:
-            jobs[job](config, run)
+            completed = loop.train(config, run)
         except KeyboardInterrupt:
-            if job == "train":
-                click.echo(f"interrupted; go on with: rollover train --resume {run.path}", err=True)
-            raise
-        if run.report.is_file():
-            click.echo(f"report: {run.report}")
+            completed = False
+        if not completed:
+            click.echo(f"stopped; go on with: rollover train --resume {run.path}", err=True)
+            raise click.Abort
+        _close(run)
+
+
+def _close(run: RunDir) -> None:
+    """Say what came out of a training run."""
+    from rich.console import Console
+
+    from rollover.report.html import write_report
+    from rollover.report.record import read_run
+    from rollover.report.summary import summarize, summary_table
+
+    record = read_run(run.path)
+    Console().print(summary_table(record, summarize(record.metrics, record.timeline)))
+    click.echo(f"report: {write_report(run.path)}")
 
 
 def _show_plan(config: RunConfig) -> None:

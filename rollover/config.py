@@ -20,7 +20,7 @@ from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.schema import build, parse_overrides
-from rollover.tasks.config import TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
@@ -44,6 +44,16 @@ class ModelConfig:
         if (self.path is None) == (self.scratch is None):
             seen = "neither" if self.path is None else "both"
             raise ValueError(f"give either model.path or a table model.scratch, got {seen}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig(SFTConfig):
+    """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Whose solutions; those of ``tasks.train`` when left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +116,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    sft: SFTConfig | None = None
+    warmup: WarmupConfig | None = None
     """Supervised warm-up before the first step; none when left out."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

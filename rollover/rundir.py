@@ -6,6 +6,7 @@
         journal.sqlite    every rollout event
         metrics.jsonl     one line per step
         tensorboard/
+        model/            the policy that training starts from, where the run makes it
         checkpoints/      what --resume goes on from
         report.html
         lock              held while a process works here
@@ -22,6 +23,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -65,6 +67,10 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     @property
     def checkpoints(self) -> Path:
@@ -144,8 +150,8 @@ def open_for_resume(
     try:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
         meta = _read(path)[1]
-        resumes = [*meta["resumes"], {**_environment(), "argv": _safe(argv)}]
-        _write(run, resolved(config), {**meta, "resumes": resumes})
+        resumed = {"at": _now(), "command": _safe(argv), **_environment()}
+        _write(run, resolved(config), {**meta, "resumed": [*meta.get("resumed", []), resumed]})
     except BaseException:
         run.close()
         raise
@@ -240,22 +246,21 @@ def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> N
     partial.replace(run.config_file)
 
 
-def _environment() -> dict[str, Any]:
+def _now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _environment() -> dict[str, str]:
     """What a run depends on besides its config."""
-    return {
-        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    environment = {
         "rollover": rollover.__version__,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
-        "git_commit": _git_commit(),
-        "machine": {
-            "host": socket.gethostname(),
-            "platform": platform.platform(),
-            "cpu": _cpu_model(),
-            "num_cpus": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        },
+        "machine": f"{os.cpu_count()} x {_cpu_model()}, {memory_bytes / 2**30:.0f} GiB, {platform.platform()}",
     }
+    commit = _git_commit()
+    return environment if commit is None else {**environment, "git_commit": commit}
 
 
 def _git_commit() -> str | None:
@@ -277,8 +282,8 @@ def _cpu_model() -> str:
     return models[0] if models else platform.machine()
 
 
-def _safe(argv: Sequence[str]) -> list[str]:
-    """The command line with the values of secret keys blanked."""
+def _safe(argv: Sequence[str]) -> str:
+    """The command line as a shell takes it, with the values of secret keys blanked."""
     safe: list[str] = []
     for argument in argv:
         key, equals, value = argument.partition("=")
@@ -286,7 +291,7 @@ def _safe(argv: Sequence[str]) -> list[str]:
             safe.append(f"{key}={_blanked(key, value)}")
         else:
             safe.append(_blanked(safe[-1] if safe else "", argument))
-    return safe
+    return shlex.join(safe)
 
 
 def _blanked(option: str, value: str) -> str:

@@ -237,8 +237,9 @@ class _Report:
         return self._at(written[0] if written else section, text)
 
     def _mention(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
-        """The key that a word of a message names, from its own section or, dotted, from the top."""
-        candidates: list[KeyPath] = [(*section, *word), *([word] if len(word) > 1 else [])]
+        """The key that a word of a message names: one of its own section or, dotted, of one around it."""
+        candidates = [(*section[:depth], *word) for depth in range(len(section), -1, -1)]
+        candidates = candidates if len(word) > 1 else candidates[:1]
         return next((path for path in candidates if types_at(self.schema, path)), None)
 
     def _at(self, path: KeyPath, text: str) -> tuple[int, str]:

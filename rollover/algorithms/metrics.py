@@ -22,6 +22,8 @@ from rollover.algorithms.registry import Algorithm
 if TYPE_CHECKING:
     from rollover.algorithms.losses import TokenLosses
 
+_TINY = 1e-300
+
 LAGS = ("0", "1", "2", "3plus")
 """Bins of staleness, in policy versions."""
 
@@ -147,7 +149,7 @@ class LossMetrics:
             "is_weight/rejected": _share(total, "rejected"),
             "is_weight/rejected_samples": samples_rejected / max(samples, 1),
             "ess/token": _ess(total),
-            "ess/sample": math.exp(2 * log_w - log_w2) / samples if samples else 1.0,
+            "ess/sample": math.exp(2 * log_w - log_w2) / samples if samples else 0.0,
             "kl/rollout_proximal_k1": _share(total, "rollout_proximal_k1"),
             "kl/rollout_proximal_k3": _share(total, "rollout_proximal_k3"),
             "kl/ref": _share(total, "ref_k3"),
@@ -156,8 +158,10 @@ class LossMetrics:
             "staleness/max": maxima[2],
         }
         for lag, sums in zip(LAGS, bins, strict=True):
+            out[f"lag_{lag}/tokens"] = sums["tokens"]
+            if not sums["tokens"]:
+                continue
             out |= {
-                f"lag_{lag}/tokens": sums["tokens"],
                 f"lag_{lag}/is_weight": _share(sums, "is_weight"),
                 f"lag_{lag}/truncated": _share(sums, "truncated"),
                 f"lag_{lag}/rejected": _share(sums, "rejected"),
@@ -179,6 +183,4 @@ def _share(sums: dict[str, float], name: str) -> float:
 
 
 def _ess(sums: dict[str, float]) -> float:
-    if not sums["tokens"]:
-        return 1.0
-    return sums["is_weight"] ** 2 / (sums["tokens"] * sums["is_weight_squared"])
+    return sums["is_weight"] ** 2 / max(sums["tokens"] * sums["is_weight_squared"], _TINY)

@@ -73,8 +73,8 @@ class Algorithm:
         _check_ranges(self)
         if self.old == "rollout" and self.correction in ("tis", "mis"):
             raise ValueError(
-                f"algorithm.correction {self.correction!r} with algorithm.old 'rollout' would count the distance "
-                "to the sampling policy twice: set correction to 'none' or 'mask_stale', or old to 'proximal'"
+                f"algorithm.correction {self.correction!r} with algorithm.old 'rollout' would count the "
+                "distance to the sampling policy twice: set correction to 'none' or 'mask_stale', or old to 'proximal'"
             )
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(

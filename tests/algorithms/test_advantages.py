@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollover.algorithms import Algorithm
+from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.errors import DataError
+from tests.algorithms.batches import f64, row
+
+GROUP_B = torch.tensor([0, 0, 0, 1, 1])
+REWARDS_B = f64(1, 0, 0, 3, 1)
+"""Group 0: mean 1/3, squared deviations 4/9 + 1/9 + 1/9 = 2/3. Group 1: mean 2, squared deviations 1 + 1."""
+
+
+def per_sample(algorithm: Algorithm, rewards_B: Tensor = REWARDS_B, group_B: Tensor = GROUP_B) -> Tensor:
+    """With one token a sample, token advantages are sample advantages."""
+    return compute_advantages(
+        algorithm,
+        rewards_B=rewards_B,
+        group_B=group_B,
+        sample_T=torch.arange(len(rewards_B)),
+        loss_mask_T=torch.ones_like(rewards_B),
+    )
+
+
+def test_grpo_divides_by_the_groups_own_deviation() -> None:
+    # s_0 = sqrt((2/3) / 2) = 0.577350, s_1 = sqrt(2 / 1) = 1.414214
+    expected = f64(2 / 3, -1 / 3, -1 / 3, 1, -1) / f64(0.57735027, 0.57735027, 0.57735027, 2**0.5, 2**0.5)
+    torch.testing.assert_close(per_sample(row("grpo")), expected, rtol=0, atol=3e-6)
+
+
+def test_grpo_with_ddof_0_and_eps_follows_the_printed_formula() -> None:
+    # s_0 = sqrt((2/3) / 3) = 0.471405, s_1 = sqrt(2 / 2) = 1; eps 0.5 in the divisor
+    expected = f64(2 / 3 / 0.9714045208, -1 / 3 / 0.9714045208, -1 / 3 / 0.9714045208, 1 / 1.5, -1 / 1.5)
+    actual = per_sample(row("grpo", advantage_ddof=0, advantage_eps=0.5))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_dr_grpo_subtracts_the_mean_and_divides_by_nothing() -> None:
+    torch.testing.assert_close(per_sample(row("dr-grpo")), f64(2 / 3, -1 / 3, -1 / 3, 1, -1))
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    # sample 0: 1 - (0 + 0)/2; sample 1: 0 - (1 + 0)/2; sample 3: 3 - 1; sample 4: 1 - 3
+    torch.testing.assert_close(per_sample(row("rloo")), f64(1, -0.5, -0.5, 2, -2))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
+def test_equal_rewards_and_lone_samples_give_no_signal(name: str) -> None:
+    actual = per_sample(row(name), rewards_B=f64(0.1, 0.1, 0.1, 7), group_B=torch.tensor([0, 0, 0, 1]))
+    torch.testing.assert_close(actual, f64(0, 0, 0, 0), rtol=0, atol=1e-9)
+
+
+def test_reinforce_plus_plus_takes_the_kl_of_this_and_later_tokens_from_the_reward() -> None:
+    # rewards to go with beta 0.1 and KL (0.2, 0.4 | -0.5): 1 - 0.06 = 0.94, 1 - 0.04 = 0.96, 0 + 0.05 = 0.05
+    # mean 0.65; deviations 0.29, 0.31, -0.6; variance (0.0841 + 0.0961 + 0.36) / 3 = 0.18006667
+    ref_T = f64(-1, -2, -3)
+    actual = compute_advantages(
+        row("reinforce++", kl_coef=0.1),
+        rewards_B=f64(1, 0),
+        group_B=torch.tensor([0, 1]),
+        sample_T=torch.tensor([0, 0, 1]),
+        loss_mask_T=f64(1, 1, 1),
+        proximal_logprobs_T=ref_T + f64(0.2, 0.4, -0.5),
+        ref_logprobs_T=ref_T,
+    )
+    torch.testing.assert_close(actual, f64(0.29, 0.31, -0.6) / math.sqrt(0.5402 / 3), rtol=0, atol=1e-5)
+
+
+def test_reinforce_plus_plus_whitens_over_trained_tokens_only() -> None:
+    # trained: rewards 1, 1 (sample 0) and 0 (sample 2): mean 2/3, variance (1/9 + 1/9 + 4/9) / 3 = 2/9;
+    # the masked sample's KL of 5 counts nowhere and its own value is (9 - 2/3) / sqrt(2/9)
+    actual = compute_advantages(
+        row("reinforce++", kl_coef=1.0),
+        rewards_B=f64(1, 9, 0),
+        group_B=torch.tensor([0, 0, 0]),
+        sample_T=torch.tensor([0, 0, 1, 2]),
+        loss_mask_T=f64(1, 1, 0, 1),
+        proximal_logprobs_T=f64(0, 0, 5, 0),
+        ref_logprobs_T=f64(0, 0, 0, 0),
+    )
+    expected = f64(1 / 3, 1 / 3, 25 / 3, -2 / 3) / math.sqrt(2 / 9)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_reinforce_plus_plus_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
+    # centred rewards 0.5, -0.5 | 2, -2 on 1, 1, 1, 3 tokens: mean -4/6 = -2/3,
+    # squares 0.25 + 0.25 + 4 + 12 = 16.5, variance 16.5/6 - 4/9 = 2.305556
+    actual = compute_advantages(
+        row("reinforce++-baseline"),
+        rewards_B=f64(1, 0, 5, 1),
+        group_B=torch.tensor([0, 0, 1, 1]),
+        sample_T=torch.tensor([0, 1, 2, 3, 3, 3]),
+        loss_mask_T=torch.ones(6, dtype=torch.float64),
+    )
+    expected = (f64(0.5, -0.5, 2, -2, -2, -2) + 2 / 3) / math.sqrt(16.5 / 6 - 4 / 9)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_masked_samples_stay_in_the_baseline_and_tokens_share_their_samples_advantage() -> None:
+    actual = compute_advantages(
+        row("dr-grpo"),
+        rewards_B=torch.tensor([1.0, 0.0]),
+        group_B=torch.tensor([0, 0]),
+        sample_T=torch.tensor([0, 0, 1]),
+        loss_mask_T=torch.tensor([1.0, 1.0, 0.0]),
+    )
+    assert actual.dtype == torch.float32
+    assert actual.tolist() == [0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"), [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (95, -0.75), (100, -1.0)]
+)
+def test_soft_overlong_punishment_falls_to_minus_1_over_the_buffer(length: int, punishment: float) -> None:
+    # budget 100, buffer 0.2 * 100 = 20 tokens: 0 up to 80, -1/2 at 90, -1 at 100
+    actual = shaped_rewards(
+        row("dapo"), rewards_B=f64(1), lengths_B=torch.tensor([length]), max_response_tokens=100
+    )
+    assert actual.item() == pytest.approx(1 + punishment, abs=1e-12)
+
+
+def test_rows_without_an_overlong_buffer_leave_rewards_alone() -> None:
+    actual = shaped_rewards(
+        row("grpo"), rewards_B=f64(1), lengths_B=torch.tensor([100]), max_response_tokens=100
+    )
+    assert actual.item() == 1
+
+
+def test_a_reward_that_is_not_finite_is_refused_with_its_sample() -> None:
+    with pytest.raises(DataError, match="sample 1 of the batch has reward nan"):
+        per_sample(row("grpo"), rewards_B=f64(1, math.nan), group_B=torch.tensor([0, 0]))
+
+
+def test_lengths_that_disagree_are_refused() -> None:
+    with pytest.raises(DataError, match="5 rewards for 4 samples"):
+        per_sample(row("grpo"), group_B=GROUP_B[:4])
+
+
+def test_a_batch_in_which_every_token_is_masked_is_refused() -> None:
+    with pytest.raises(DataError, match="no token of the batch trains"):
+        compute_advantages(
+            row("grpo"),
+            rewards_B=f64(1, 0),
+            group_B=torch.tensor([0, 0]),
+            sample_T=torch.tensor([0, 1]),
+            loss_mask_T=f64(0, 0),
+        )

@@ -1,0 +1,82 @@
+"""The estimators at one state with five tokens: values and gradients in expectation, by enumeration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollover.algorithms.kl import kl_estimate
+
+GENERATOR = torch.Generator().manual_seed(0)
+LOGITS, REF_LOGITS, ROLLOUT_LOGITS = torch.randn(3, 5, generator=GENERATOR, dtype=torch.float64)
+REF = REF_LOGITS.log_softmax(0)
+
+
+def expectation(estimator: str, *, drawn_from: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and gradient with respect to the policy's logits, tokens drawn from ``drawn_from``."""
+    logits = LOGITS.clone().requires_grad_()
+    values = kl_estimate(estimator, trainer_T=logits.log_softmax(0), ref_T=REF, rollout_T=drawn_from)
+    value = (drawn_from.exp() * values).sum()
+    return value.detach(), torch.autograd.grad(value, logits)[0]
+
+
+def kl_and_gradient(*, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """KL(pi || ref) and its gradient; ``reverse``: KL(ref || pi)."""
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    kl = (REF.exp() * (REF - policy)).sum() if reverse else (policy.exp() * (policy - REF)).sum()
+    return kl.detach(), torch.autograd.grad(kl, logits)[0]
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+POLICY = LOGITS.log_softmax(0)
+ROLLOUT = ROLLOUT_LOGITS.log_softmax(0)
+
+
+def test_the_policies_differ_enough_for_wrong_directions_to_show() -> None:
+    assert not same(kl_and_gradient()[1], kl_and_gradient(reverse=True)[1])
+    assert not same(expectation("k2", drawn_from=ROLLOUT)[1], kl_and_gradient()[1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_k2grad"])
+def test_value_is_unbiased_on_policy(estimator: str) -> None:
+    assert same(expectation(estimator, drawn_from=POLICY)[0], kl_and_gradient()[0])
+
+
+def test_k2_value_is_biased() -> None:
+    assert not same(expectation("k2", drawn_from=POLICY)[0], kl_and_gradient()[0])
+
+
+def test_k1_in_the_loss_regularises_nothing() -> None:
+    assert same(expectation("k1", drawn_from=POLICY)[1], torch.zeros(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3_k2grad"])
+def test_k2_gradient_is_that_of_kl_from_policy_to_reference(estimator: str) -> None:
+    assert same(expectation(estimator, drawn_from=POLICY)[1], kl_and_gradient()[1])
+
+
+def test_k3_gradient_is_that_of_the_other_direction() -> None:
+    assert same(expectation("k3", drawn_from=POLICY)[1], kl_and_gradient(reverse=True)[1])
+
+
+@pytest.mark.parametrize("estimator", ["k1_unbiased", "k2_unbiased", "k3_unbiased"])
+def test_weighted_estimators_have_the_right_gradient_under_any_behaviour_policy(estimator: str) -> None:
+    assert same(expectation(estimator, drawn_from=ROLLOUT)[1], kl_and_gradient()[1])
+
+
+def test_a_weight_with_gradient_would_spoil_k2() -> None:
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    value = (ROLLOUT.exp() * (policy - ROLLOUT).exp() * (policy - REF) ** 2 / 2).sum()
+    assert not same(torch.autograd.grad(value, logits)[0], kl_and_gradient()[1])
+
+
+def test_an_absurd_log_ratio_stays_finite() -> None:
+    far = torch.tensor([-300.0], dtype=torch.float64)
+    for estimator in ("k3", "k1_unbiased", "k3_unbiased"):
+        assert torch.isfinite(kl_estimate(estimator, trainer_T=far, ref_T=-far * 0, rollout_T=far * 2)).all()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, keep_group, resolve, trains_sample
+from rollover.types import FinishReason
+from tests.algorithms.batches import row
+
+
+def test_rows_are_those_of_the_papers() -> None:
+    columns = {
+        a.name: (a.advantage, a.objective, a.ratio_level, a.clip_low, a.clip_high, a.aggregation)
+        for a in ALGORITHMS.values()
+    }
+    assert columns == {
+        "grpo": ("group_std", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-mean"),
+        "dapo": ("group_std", "ppo_clip", "token", 0.2, 0.28, "token-mean"),
+        "gspo": ("group_std", "ppo_clip", "sequence", 3e-4, 4e-4, "seq-mean-token-mean"),
+        "gspo-token": ("group_std", "ppo_clip", "sequence_token", 3e-4, 4e-4, "seq-mean-token-mean"),
+        "dr-grpo": ("group_mean", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-sum-norm"),
+        "rloo": ("leave_one_out", "reinforce", "token", 0.2, 0.2, "seq-mean-token-sum"),
+        "reinforce++": ("whitened", "ppo_clip", "token", 0.2, 0.2, "token-mean"),
+        "reinforce++-baseline": ("group_mean_whitened", "ppo_clip", "token", 0.2, 0.2, "token-mean"),
+        "cispo": ("group_std", "cispo", "token", 1.0, 4.0, "token-mean"),
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_corrects_stale_tokens_unless_told_otherwise(name: str) -> None:
+    a = row(name)
+    assert (a.old, a.correction, a.correction_bounds) == ("proximal", "tis", (0.0, 2.0))
+    assert not a.ignores_staleness
+    assert row(name, correction="none").ignores_staleness
+
+
+def test_a_column_given_replaces_the_rows_value_and_no_other() -> None:
+    changed = row("dapo", clip_high=0.5)
+    assert changed.clip_high == 0.5
+    assert (changed.clip_low, changed.aggregation, changed.group_filter) == (0.2, "token-mean", "zero_signal")
+
+
+def test_a_correction_given_alone_brings_its_own_bounds() -> None:
+    assert row("grpo", correction="mis").correction_bounds == (0.5, 5.0)
+    assert row("grpo", correction="mis", correction_bounds=(0.9, 1.1)).correction_bounds == (0.9, 1.1)
+
+
+def test_reference_and_proximal_log_probs_are_asked_for_only_when_used() -> None:
+    assert not row("grpo").needs_ref
+    assert row("grpo", kl_coef=0.1).needs_ref
+    assert row("reinforce++").needs_ref
+    assert row("grpo").needs_proximal
+    assert not row("grpo", old="rollout", correction="none").needs_proximal
+    assert row("grpo", old="rollout", correction="none", guard=(0.5, 2.0)).needs_proximal
+    assert row("rloo").needs_proximal
+    assert not row("rloo", correction="none").needs_proximal
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"name": "grop"}, "algorithm.name has no value 'grop'; did you mean 'grpo'?"),
+        ({"correction": "miss"}, "algorithm.correction has no value 'miss'; did you mean 'mis'?"),
+        ({"clip_low": 1.5}, "algorithm.clip_low must lie in [0, 1], got 1.5"),
+        ({"dual_clip": 0.5}, "algorithm.dual_clip must be above 1, or 0 for off, got 0.5"),
+        ({"correction_bounds": (1.5, 2.0)}, "must hold low <= 1 <= high, got (1.5, 2.0)"),
+        ({"old": "rollout"}, "set correction to 'none' or 'mask_stale', or old to 'proximal'"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "expected gradient 0"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "needs advantage 'whitened' and kl_estimator 'k1'"),
+        ({"kl_estimator": "k2"}, "algorithm.kl_estimator has no effect while kl_coef is 0: remove it"),
+        ({"name": "rloo", "clip_high": 0.3}, "clip_high has no effect while objective is 'reinforce'"),
+        ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip has no effect while objective is 'cispo'"),
+        (
+            {"correction": "none", "correction_bounds": (0.0, 2.0)},
+            "algorithm.correction_bounds has no effect while correction is 'none'",
+        ),
+        ({"name": "rloo", "advantage_eps": 1e-4}, "no effect while advantage is 'leave_one_out'"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_by_name(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        AlgorithmConfig(**columns)
+    assert message in str(error.value)
+
+
+def test_config_file_keys_are_closed_and_typed() -> None:
+    schema = TypeAdapter(AlgorithmConfig)
+    config = schema.validate_python({"name": "gspo", "clip_high": 5e-4, "guard": [0.5, 2.0]})
+    assert resolve(config).guard == (0.5, 2.0)
+    for wrong in ({"clip": 0.2}, {"clip_high": "wide"}, {"name": "gspp"}):
+        with pytest.raises(ValidationError):
+            schema.validate_python(wrong)
+
+
+def test_rows_can_be_read_without_torch() -> None:
+    code = "import sys, rollover.algorithms; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_dynamic_sampling_keeps_exactly_the_groups_whose_rewards_differ() -> None:
+    dapo = row("dapo")
+    assert keep_group(dapo, (0.0, 1.0, 1.0))
+    assert not keep_group(dapo, (1.0, 1.0, 1.0))
+    assert not keep_group(dapo, (0.0, 0.0))
+    assert not keep_group(dapo, (0.5,))
+    assert keep_group(row("grpo"), (1.0, 1.0, 1.0))
+
+
+def test_only_truncated_samples_are_masked_and_only_on_request() -> None:
+    masking: Algorithm = row("dapo", mask_truncated=True)
+    assert not trains_sample(masking, FinishReason.LENGTH)
+    assert trains_sample(masking, FinishReason.STOP)
+    assert trains_sample(row("dapo"), FinishReason.LENGTH)

@@ -1,0 +1,65 @@
+"""Causal attention over packed rows, as an attention implementation of transformers.
+
+Everything else in a decoder works token by token and takes a packed row as it is. Attention must not look
+across samples: a dense block-diagonal mask would cost the square of the row's length, so samples of similar
+length are gathered into blocks ``[S, L]``, attended causally without any mask, and scattered back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+PACKED_ATTENTION = "rollover_packed"
+"""Value of ``attn_implementation`` for models that run packed rows, and only those."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Device copy of ``PackedRow.buckets`` (each ``[S, L]``) and ``PackedRow.unpad_N``."""
+
+    buckets: tuple[Tensor, ...]
+    unpad_N: Tensor
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packed_layout: PackedLayout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend within samples. ``query [1, H, N, D]``, ``key`` and ``value [1, K, N, D]``; returns ``[1, N, H,
+    D]``."""
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for positions_SL in packed_layout.buckets:
+        q, k, v = (x.index_select(0, positions_SL.view(-1)).unflatten(0, positions_SL.shape) for x in rows)
+        block_SHLD = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        outputs.append(block_SHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packed_layout.unpad_N)[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The layout says who may look where."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -1,0 +1,206 @@
+"""Checkpoints on disk: a folder is whole or it is not there.
+
+Layout of ``step_<version>/``: an ordinary Hugging Face model folder (trainable and servable as it is), plus
+``optimizer.safetensors`` (Adam's moments by parameter name, generator states) and ``trainer.json``. Nothing
+is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from rollover.errors import ModelError, ResourceError
+
+FORMAT_VERSION = 1
+MANIFEST = "trainer.json"
+OPTIMIZER = "optimizer.safetensors"
+
+_NAME = re.compile(r"step_(\d+)")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """``trainer.json``."""
+
+    version: int
+    """Batches trained: the ``policy_version`` of the weights."""
+    identity: Mapping[str, Any]
+    """Settings under which training goes on, by their keys."""
+    num_threads: int
+    """CPU threads of the process that wrote it; the bits of a sum depend on them."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The caller's own JSON, such as a journal position."""
+    format_version: int = FORMAT_VERSION
+
+
+def checkpoint_path(root: Path, version: int) -> Path:
+    return root / f"step_{version}"
+
+
+def list_checkpoints(root: Path) -> tuple[Path, ...]:
+    """The finished checkpoints under ``root``, oldest first."""
+    if not root.is_dir():
+        return ()
+    found = [
+        (int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()
+    ]
+    return tuple(path for _, path in sorted(found))
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    return next(reversed(list_checkpoints(root)), None)
+
+
+def prune_checkpoints(root: Path, keep_last: int) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints, and what a killed process left half written."""
+    for path in (*list_checkpoints(root)[:-keep_last], *root.glob(".partial-*")):
+        shutil.rmtree(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ``ModelError`` when the folder is no checkpoint of this format."""
+    path = folder / MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values["format_version"]
+        if found != FORMAT_VERSION:
+            raise ModelError(
+                f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}"
+            )
+        return Manifest(**values)
+    except FileNotFoundError as error:
+        raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} is damaged ({error}); resume from another checkpoint") from error
+
+
+def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    """Raises ``ModelError`` naming the first setting that differs from the checkpoint's."""
+    wanted = json.loads(json.dumps(dict(identity)))
+    for key in sorted(wanted.keys() | manifest.identity.keys()):
+        if (old := manifest.identity.get(key)) != (new := wanted.get(key)):
+            raise ModelError(
+                f"checkpoint {str(folder)!r} was written with {key} = {old!r}, now it is {new!r}: "
+                "restore the setting, or start a new run with the checkpoint as its model folder"
+            )
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Create ``folder`` with what ``write`` puts into the path it is given, or leave everything as it was.
+
+    An existing folder is replaced. Raises ``ResourceError`` when the disk is full.
+    """
+    partial: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
+        partial.chmod(0o755)
+        write(partial)
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
+            os.rename(folder, replaced / folder.name)
+            os.rename(partial, folder)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(partial, folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        if not _disk_full(error):
+            raise
+        raise ResourceError(
+            f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
+            "earlier ones are intact; free some space or lower checkpoint.keep_last"
+        ) from error
+    finally:
+        if partial is not None and partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: Manifest) -> None:
+    """Optimizer, generators and manifest beside the model's own files."""
+    tensors = {f"cpu_generator/{i}": s for i, s in enumerate([torch.get_rng_state()])}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda_generator/{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    for name, parameter in model.named_parameters():
+        for moment, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{moment}/{name}"] = value.contiguous()
+    save_file(tensors, folder / OPTIMIZER)
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
+    """Put the stored moments into ``optimizer`` and set PyTorch's generators.
+
+    Raises ``ModelError`` naming the first tensor that does not fit the model.
+    """
+    path = folder / OPTIMIZER
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    generators = {n: tensors.pop(n) for n in list(tensors) if n.split("/")[0].endswith("_generator")}
+    parameters = dict(model.named_parameters())
+    if tensors:
+        _check_moments(path, tensors, parameters)
+        for name, parameter in parameters.items():
+            optimizer.state[parameter] = {m: _place(m, tensors[f"{m}/{name}"], parameter) for m in _MOMENTS}
+    for name, state in generators.items():
+        device, index = name.split("_generator/")
+        if device == "cpu":
+            torch.set_rng_state(state)
+        elif int(index) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, int(index))
+
+
+def _check_moments(path: Path, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    expected = {
+        f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in _MOMENTS
+    }
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors:
+            raise ModelError(f"{path} does not match the model: it lacks {name}")
+        if name not in expected:
+            raise ModelError(f"{path} does not match the model: it has {name}, which the model has not")
+        if (shape := tuple(tensors[name].shape)) != expected[name]:
+            raise ModelError(
+                f"{path} does not match the model: {name} is {shape}, the model wants {expected[name]}"
+            )
+
+
+def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:
+    return value.to(parameter.device) if moment == "step" else value.to(parameter)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _disk_full(error: Exception) -> bool:
+    # safetensors wraps the system's error and keeps its text alone
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in full or any(f"os error {code}" in str(error) for code in full)

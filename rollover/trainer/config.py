@@ -1,0 +1,176 @@
+"""What a user sets about training. Plain frozen records: importing this module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from rollover.errors import nearest
+
+DType = Literal["float32", "bfloat16"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def _require(ok: bool, key: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{key} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """How one optimizer step is made: AdamW, its schedule and clip, and how the passes run."""
+
+    section: ClassVar[str] = "trainer"
+    """Where messages send the user."""
+    learning_rate: float = 1e-6
+    """Peak learning rate. The default suits full fine-tuning of a pretrained model of a billion parameters or
+    more; small models want 1e-4 to 1e-3."""
+    schedule: Schedule = "constant"
+    """Shape after the warm-up: flat, or falling to ``final_lr_ratio`` at the last step of the run."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from ``learning_rate / warmup_steps``."""
+    final_lr_ratio: float = 0.0
+    """Where ``linear`` and ``cosine`` end, as a share of ``learning_rate``."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; norms and biases are never decayed. Off, since policy updates are small
+    and decay would pull a pretrained model away for a reason other than reward."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this; 0 switches clipping off."""
+    micro_batch_tokens: int = 8192
+    """Token budget of one forward and backward pass (prompts included). Memory grows with it, the gradient
+    does not depend on it. A sequence longer than the budget gets a pass of its own."""
+    dtype: DType = "float32"
+    """``bfloat16`` runs the matrix products under autocast; master weights, gradients, optimizer state and
+    the log-softmax stay float32, so small updates are not rounded away (16 bytes per parameter)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory for about a third more time."""
+    device: str = "auto"
+    """``auto`` takes the first GPU where there is one, else the CPU; or any PyTorch device such as
+    ``cuda:1``."""
+    deterministic: bool = False
+    """Refuse kernels whose result varies between runs: on one machine with one thread count a step is then a
+    function of (state, batch), bit for bit."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        known = ("constant", "linear", "cosine")
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
+        if self.schedule not in known:
+            raise ValueError(f"schedule {self.schedule!r} is unknown{nearest(self.schedule, known)}")
+        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "at least 0")
+        _require(0 <= self.final_lr_ratio <= 1, "final_lr_ratio", self.final_lr_ratio, "in [0, 1]")
+        _require(0 <= self.adam_beta1 < 1, "adam_beta1", self.adam_beta1, "in [0, 1)")
+        _require(0 <= self.adam_beta2 < 1, "adam_beta2", self.adam_beta2, "in [0, 1)")
+        _require(self.adam_epsilon > 0, "adam_epsilon", self.adam_epsilon, "above 0")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "at least 0 (0 is off)")
+        _require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
+        dtypes = ("float32", "bfloat16")
+        if self.dtype not in dtypes:
+            raise ValueError(f"dtype {self.dtype!r} is unknown{nearest(self.dtype, dtypes)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig(StepConfig):
+    """The policy-gradient trainer."""
+
+    mini_batches: int = 1
+    """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the
+    start of the batch, so the clip bounds the movement of the whole step."""
+    seed: int = 0
+    """Deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)"""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        StepConfig.__post_init__(self)
+        _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
+        passes = ("micro_batch_tokens", "gradient_checkpointing", "device", "deterministic")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in passes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTConfig(StepConfig):
+    """Supervised warm-up: maximum likelihood of the response tokens."""
+
+    section: ClassVar[str] = "sft"
+    learning_rate: float = 1e-5
+    """Peak learning rate; for pretrained models."""
+    num_steps: int = 200
+    """Optimizer steps. A count and not a time, so that a run can be repeated."""
+    batch_size: int = 64
+    """Examples per optimizer step."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        StepConfig.__post_init__(self)
+        _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
+        _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the trainer's state goes to disk."""
+
+    every_steps: int = 20
+    """Batches between checkpoints; after a crash at most this many training steps are repeated (no rollout
+    is). 0 saves at the end of the run only."""
+    keep_last: int = 2
+    """Older checkpoints are deleted. Two, so that one is whole whatever happens to the disk."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, "every_steps", self.every_steps, "at least 0 (0 is only at the end)")
+        _require(self.keep_last >= 1, "keep_last", self.keep_last, "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchConfig:
+    """A small Qwen3 decoder built from nothing. The defaults make about 0.5 M parameters."""
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    """Divides ``num_heads``."""
+    intermediate_size: int = 384
+    """Width of the gated MLP."""
+    max_position: int = 512
+    """Prompt plus response, in tokens."""
+    tie_embeddings: bool = True
+    """One matrix for input and output: at this size the embedding is a large share of the parameters."""
+    vocab_size: int = 320
+    """Most entries the tokenizer may have: 256 bytes, the special tokens, and merges for the rest."""
+    seed: int = 0
+    """Seed of the initial weights."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
+            _require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        even_head = self.hidden_size % (2 * self.num_heads) == 0
+        _require(
+            even_head, "hidden_size", self.hidden_size, f"a multiple of 2 x num_heads ({self.num_heads})"
+        )
+        divides = self.num_heads % self.num_kv_heads == 0
+        _require(divides, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads ({self.num_heads})")
+        _require(self.max_position >= 2, "max_position", self.max_position, "at least 2")
+        _require(
+            self.vocab_size >= 258,
+            "vocab_size",
+            self.vocab_size,
+            "at least 258 (256 bytes, 2 special tokens)",
+        )

@@ -1,0 +1,108 @@
+"""Log-probabilities of response tokens: the one function behind proximal, reference and trainer log-probs.
+
+Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollover.trainer.attention import PackedLayout
+from rollover.trainer.packing import PackedRow
+
+LOGITS_PER_CHUNK = 1 << 26
+"""Logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """A ``PackedRow`` as tensors on the model's device."""
+
+    samples_B: tuple[int, ...]
+    input_ids_N: Tensor
+    position_ids_N: Tensor
+    predict_T: Tensor
+    target_T: Tensor
+    token_T: Tensor
+    sample_T: Tensor
+    layout: PackedLayout
+
+    @classmethod
+    def of(cls, row: PackedRow, device: torch.device) -> DeviceRow:
+        def put(array: Any) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        return cls(
+            samples_B=row.samples_B,
+            input_ids_N=put(row.input_ids_N),
+            position_ids_N=put(row.position_ids_N),
+            predict_T=put(row.predict_T),
+            target_T=put(row.target_T),
+            token_T=put(row.token_T),
+            sample_T=put(row.sample_T),
+            layout=PackedLayout(tuple(put(b) for b in row.buckets), put(row.unpad_N)),
+        )
+
+
+def response_logprobs(model: Any, row: DeviceRow, temperature: float, *, autocast: bool = False) -> Tensor:
+    """Log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
+    unless it is switched off. The head runs on the ``T`` predicting positions alone, in bounded memory.
+    ``autocast`` runs matrix products in bfloat16."""
+    with _autocast(row.input_ids_N.device, autocast):
+        hidden_ND = model.model(
+            input_ids=row.input_ids_N[None],
+            position_ids=row.position_ids_N[None],
+            use_cache=False,
+            packed_layout=row.layout,
+        ).last_hidden_state[0]
+        hidden_TD = hidden_ND.index_select(0, row.predict_T)
+        chunk = max(1, LOGITS_PER_CHUNK // model.lm_head.out_features)
+        if len(hidden_TD) <= chunk:
+            return _token_logprobs(model.lm_head, hidden_TD, row.target_T, temperature)
+        parts = [
+            checkpoint(
+                _token_logprobs,
+                model.lm_head,
+                h,
+                t,
+                temperature,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for h, t in zip(hidden_TD.split(chunk), row.target_T.split(chunk), strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def all_logprobs(
+    model: Any, rows: Sequence[DeviceRow], temperature: float, *, num_tokens: int, autocast: bool = False
+) -> Tensor:
+    """Log-probs ``[num_tokens]`` of all response tokens of a batch, in the batch's own order, without
+    gradient; 0 for tokens that are in none of the rows."""
+    out_T = torch.zeros(num_tokens, device=model.device)
+    with torch.no_grad():
+        for row in rows:
+            logprobs = response_logprobs(model, row, temperature, autocast=autocast)
+            out_T = out_T.to(logprobs.dtype).index_copy_(0, row.token_T, logprobs)
+    return out_T
+
+
+def _token_logprobs(head: nn.Module, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+    logits_TV = head(hidden_TD)
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if temperature != 1.0:
+        logits_TV = logits_TV / temperature
+    return -F.cross_entropy(logits_TV, target_T, reduction="none")
+
+
+def _autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if enabled else nullcontext()

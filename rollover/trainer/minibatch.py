@@ -1,0 +1,153 @@
+"""A batch of trajectories as tensors, dealt into the mini-batches of its optimizer steps.
+
+Kept true: samples and tokens have one order (that of the dealt groups) in every tensor of a batch, rows refer
+to it by number, and denominators count the whole mini-batch whatever its split into rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollover.algorithms.batch import Denominators, TokenBatch
+from rollover.algorithms.filters import trains_sample
+from rollover.algorithms.registry import Algorithm
+from rollover.errors import ConfigError
+from rollover.trainer.logprobs import DeviceRow
+from rollover.trainer.packing import TrainingSample, pack
+from rollover.types import Group, SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTensors:
+    """``B`` samples with ``T`` response tokens in all."""
+
+    samples: tuple[TrainingSample, ...]
+    sample_ids: tuple[SampleId, ...]
+    samples_per_group: tuple[int, ...]
+    rewards_B: Tensor
+    """As scored, float32."""
+    lengths_B: Tensor
+    """Response tokens."""
+    group_B: Tensor
+    sample_T: Tensor
+    rollout_logprobs_T: Tensor
+    staleness_T: Tensor
+    loss_mask_T: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sample_T)
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], algorithm: Algorithm, *, step: int, device: torch.device
+    ) -> BatchTensors:
+        """``step`` is the batch's: tokens sampled by version ``step`` have staleness 0."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        lengths = np.array([t.num_tokens for t in trajectories])
+        masks, rewards = [], []
+        for t in trajectories:
+            assert t.reward is not None and t.finish_reason is not None, f"sample {t.sample_id} is not scored"
+            rewards.append(t.reward)
+            masks.append(float(trains_sample(algorithm, t.finish_reason)))
+        versions_T = np.array([v for t in trajectories for v in t.policy_versions], dtype=np.int64)
+        assert (versions_T <= step).all(), f"the batch of step {step} has tokens of a later version"
+        sizes = [len(g.trajectories) for g in groups]
+
+        def put(values: object, dtype: torch.dtype) -> Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(device)
+
+        return cls(
+            samples=tuple(
+                TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories
+            ),
+            sample_ids=tuple(t.sample_id for t in trajectories),
+            samples_per_group=tuple(sizes),
+            rewards_B=put(rewards, torch.float32),
+            lengths_B=put(lengths, torch.int64),
+            group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
+            sample_T=put(np.repeat(np.arange(len(trajectories)), lengths), torch.int64),
+            rollout_logprobs_T=put([p for t in trajectories for p in t.rollout_logprobs], torch.float32),
+            staleness_T=put(step - versions_T, torch.int64),
+            loss_mask_T=put(np.repeat(masks, lengths), torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer step trains: some of the batch's groups, packed."""
+
+    rows: tuple[DeviceRow, ...]
+    denominators: Denominators
+    first_group: int
+
+    def token_batch(
+        self,
+        data: BatchTensors,
+        row: DeviceRow,
+        *,
+        trainer_logprobs_T: Tensor,
+        proximal_logprobs_T: Tensor,
+        ref_logprobs_T: Tensor | None,
+        advantages_T: Tensor,
+    ) -> TokenBatch:
+        """The tokens of one row. Log-probs under the trainer and the proximal policy are the row's, reference
+        log-probs and advantages those of the whole batch."""
+        members = torch.tensor(row.samples_B, device=data.group_B.device)
+        return TokenBatch(
+            trainer_logprobs_T=trainer_logprobs_T,
+            proximal_logprobs_T=proximal_logprobs_T,
+            rollout_logprobs_T=data.rollout_logprobs_T[row.token_T],
+            ref_logprobs_T=None if ref_logprobs_T is None else ref_logprobs_T[row.token_T],
+            advantages_T=advantages_T[row.token_T],
+            loss_mask_T=data.loss_mask_T[row.token_T],
+            staleness_T=data.staleness_T[row.token_T],
+            sample_T=row.sample_T,
+            group_B=data.group_B[members] - self.first_group,
+        )
+
+
+def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Group, ...]:
+    """The order in which groups go to ``num`` mini-batches: a permutation fixed by (seed, step), since the
+    order of a batch follows completion and would put short responses into the first mini-batch."""
+    if num > len(groups):
+        raise ConfigError(
+            f"trainer.mini_batches is {num} but the batch has only {len(groups)} groups: "
+            "lower it or train more groups"
+        )
+    if num == 1:
+        return tuple(groups)
+    return tuple(groups[i] for i in np.random.default_rng((seed, step)).permutation(len(groups)))
+
+
+def split(
+    data: BatchTensors, num: int, *, budget: int, max_response_tokens: int, device: torch.device
+) -> tuple[MiniBatch, ...]:
+    """``num`` mini-batches of whole groups, as equal in groups as can be, packed into rows of ``budget``
+    tokens."""
+    sizes = np.array(data.samples_per_group)
+    ends = np.cumsum(sizes)
+    lengths_B = np.array([len(s.response_ids) for s in data.samples])
+    minis = []
+    for groups in np.array_split(np.arange(len(sizes)), num):
+        members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))
+        per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
+        minis.append(
+            MiniBatch(
+                rows=tuple(DeviceRow.of(r, device) for r in pack(data.samples, budget, members=members)),
+                denominators=Denominators(
+                    num_tokens=sum(per_group),
+                    num_samples=len(members),
+                    num_groups=len(groups),
+                    tokens_per_group=per_group,
+                    max_response_tokens=max_response_tokens,
+                ),
+                first_group=int(groups[0]),
+            )
+        )
+    return tuple(minis)

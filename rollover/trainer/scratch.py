@@ -1,0 +1,75 @@
+"""A tokenizer and a small decoder from nothing, saved as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rollover.trainer.checkpoint import write_folder
+from rollover.trainer.config import ScratchConfig
+from rollover.trainer.models import save_model
+
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+
+
+def build_tokenizer(
+    texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries.
+
+    Any text survives encoding and decoding: all 256 bytes are entries. Each digit is a token of its own, so
+    that numbers look alike wherever they stand. ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1.
+    """
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD_TOKEN, END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=PAD_TOKEN, eos_token=END_TOKEN, clean_up_tokenization_spaces=False
+    )
+
+
+def build_scratch_model(folder: Path, tokenizer: PreTrainedTokenizerFast, config: ScratchConfig) -> None:
+    """Write a randomly initialised Qwen3 model with the tokenizer's vocabulary to ``folder`` (float32).
+
+    The same config and vocabulary size give the same weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(tokenizer),
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.hidden_size // config.num_heads,
+                max_position_embeddings=config.max_position,
+                tie_word_embeddings=config.tie_embeddings,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
+                dtype=torch.float32,
+            )
+        )
+
+    def write(partial: Path) -> None:
+        tokenizer.save_pretrained(partial)
+        save_model(model, partial, files_from=None)
+
+    write_folder(folder, write)

@@ -1,0 +1,272 @@
+"""The trainer: weights of version ``v`` and a batch become weights of version ``v + 1``.
+
+Kept true: advantages are computed once over the global batch; every denominator is global, so the gradient
+does not depend on the split into rows; all log-probs come from one function; ``version`` counts the batches
+trained. The trainer knows neither engines nor rollouts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.losses import LossError, policy_loss
+from rollover.algorithms.metrics import LossMetrics
+from rollover.algorithms.registry import Algorithm
+from rollover.errors import ModelError, RolloverError
+from rollover.trainer.checkpoint import (
+    Manifest,
+    check_identity,
+    read_manifest,
+    read_state,
+    write_folder,
+    write_state,
+)
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
+from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.minibatch import BatchTensors, MiniBatch, deal, split
+from rollover.trainer.models import (
+    check_same_architecture,
+    load_policy,
+    named_weights,
+    pick_device,
+    resolve_model,
+    save_model,
+)
+from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
+from rollover.types import Batch
+
+
+class Trainer:
+    """Policy-gradient training of one model on one device.
+
+    Args:
+        model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs
+        one.
+        temperature: of the sampling; log-probs are taken at it.
+        max_response_tokens: the response budget (overlong punishment, Dr.GRPO's divisor).
+        num_steps: batches in the run, where the ``linear`` and ``cosine`` schedules end.
+        resume_from: a checkpoint to go on from, exactly where ``save`` left off.
+
+    Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
+    optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        model: str | Path,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        num_steps: int,
+        resume_from: Path | None = None,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(
+                f"temperature must be above 0 for training, got {temperature}: greedy has no density"
+            )
+        self._config = config
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
+        self._num_steps = num_steps
+        self._device = pick_device(config.device)
+        self._autocast = config.dtype == "bfloat16"
+        self._version = 0
+        initial = resolve_model(model)
+        self._folder = resume_from or initial
+        if resume_from is not None:
+            self._version = self._check_resumable(resume_from, initial)
+        with reporting_out_of_memory(config):
+            self._model = load_policy(
+                self._folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
+            )
+            self._optimizer = build_optimizer(self._model, config)
+            self._ref_model = None
+            if algorithm.needs_ref:
+                self._ref_model = load_policy(initial, device=self._device).requires_grad_(False)
+            if resume_from is not None:
+                read_state(resume_from, self._model, self._optimizer)
+
+    @property
+    def version(self) -> int:
+        """Batches trained so far: the ``policy_version`` of ``weights()``."""
+        return self._version
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
+        return named_weights(self._model)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Train one batch and count it. Returns the step's metrics.
+
+        Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob or the gradient is
+        not finite; then go on from the last checkpoint.
+        """
+        assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
+        started_s = time.perf_counter()
+        config = self._config
+        with reporting_out_of_memory(config), deterministic_kernels(config.deterministic):
+            groups = deal(batch.groups, config.mini_batches, seed=config.seed, step=batch.step)
+            data = BatchTensors.of(groups, self._algorithm, step=batch.step, device=self._device)
+            minis = split(
+                data,
+                config.mini_batches,
+                budget=config.micro_batch_tokens,
+                max_response_tokens=self._max_response_tokens,
+                device=self._device,
+            )
+            proximal_T, ref_T = self._constant_logprobs(data, minis)
+            advantages_T = self._advantages(data, proximal_T, ref_T)
+            rate = learning_rate(config, batch.step, self._num_steps)
+            losses, norms, metrics = [], [], None
+            for mini in minis:
+                loss, mini_metrics = self._accumulate(data, mini, proximal_T, ref_T, advantages_T)
+                norms.append(apply_gradients(self._optimizer, config, rate))
+                losses.append(loss)
+                metrics = mini_metrics if metrics is None else metrics.merge(mini_metrics)
+        assert metrics is not None
+        self._version += 1
+        elapsed_s = time.perf_counter() - started_s
+        return {
+            "loss": sum(losses) / len(losses),
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": rate,
+            "time/step_s": elapsed_s,
+            "tokens/per_s": data.num_tokens / elapsed_s,
+            **_batch_metrics(data),
+            **metrics.finalize(),
+        }
+
+    def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint that ``load`` continues bit for bit; ``extra`` is JSON kept in its manifest.
+
+        Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
+        """
+        manifest = Manifest(
+            version=self._version,
+            identity=self._identity(),
+            num_threads=torch.get_num_threads(),
+            extra=dict(extra or {}),
+        )
+
+        def write(partial: Path) -> None:
+            save_model(self._model, partial, files_from=self._folder)
+            write_state(partial, self._model, self._optimizer, manifest)
+
+        write_folder(folder, write)
+
+    def _check_resumable(self, checkpoint: Path, initial: Path) -> int:
+        """The checkpoint's version."""
+        manifest = read_manifest(checkpoint)
+        check_identity(checkpoint, manifest, self._identity())
+        if self._config.deterministic and manifest.num_threads != torch.get_num_threads():
+            raise ModelError(
+                f"checkpoint {str(checkpoint)!r} was written with {manifest.num_threads} threads, "
+                f"now there are {torch.get_num_threads()}: set OMP_NUM_THREADS={manifest.num_threads}, "
+                "or trainer.deterministic = false"
+            )
+        check_same_architecture(checkpoint, initial)
+        return manifest.version
+
+    def _identity(self) -> dict[str, Any]:
+        settings = {f"trainer.{k}": v for k, v in self._config.identity().items()}
+        settings |= {f"algorithm.{k}": v for k, v in asdict(self._algorithm).items()}
+        settings |= {"temperature": self._temperature, "max_response_tokens": self._max_response_tokens}
+        if self._config.schedule != "constant":
+            settings["num_steps"] = self._num_steps
+        return settings
+
+    def _constant_logprobs(
+        self, data: BatchTensors, minis: tuple[MiniBatch, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Proximal and reference log-probs ``[T]`` of the batch.
+
+        While the weights are still those of the step's start, the training forward yields the proximal
+        log-probs
+        itself: the first mini-batch needs no forward of its own (its entries here stay 0 and are not read),
+        unless the advantages do.
+        """
+        in_reward = self._algorithm.needs_ref and self._algorithm.kl_in == "reward"
+        late = minis if in_reward else minis[1:] if self._algorithm.needs_proximal else ()
+
+        def forward(model: Any, chosen: tuple[MiniBatch, ...]) -> Tensor:
+            rows = [row for mini in chosen for row in mini.rows]
+            return all_logprobs(
+                model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast
+            )
+
+        return forward(self._model, late), None if self._ref_model is None else forward(
+            self._ref_model, minis
+        )
+
+    def _advantages(self, data: BatchTensors, proximal_T: Tensor, ref_T: Tensor | None) -> Tensor:
+        return compute_advantages(
+            self._algorithm,
+            rewards_B=shaped_rewards(
+                self._algorithm,
+                rewards_B=data.rewards_B,
+                lengths_B=data.lengths_B,
+                max_response_tokens=self._max_response_tokens,
+            ),
+            group_B=data.group_B,
+            sample_T=data.sample_T,
+            loss_mask_T=data.loss_mask_T,
+            proximal_logprobs_T=proximal_T,
+            ref_logprobs_T=ref_T,
+        )
+
+    def _accumulate(
+        self,
+        data: BatchTensors,
+        mini: MiniBatch,
+        proximal_T: Tensor,
+        ref_T: Tensor | None,
+        advantages_T: Tensor,
+    ) -> tuple[float, LossMetrics]:
+        """Fill the gradients of one mini-batch, row by row."""
+        self._optimizer.zero_grad(set_to_none=True)
+        at_start = mini.first_group == 0 or not self._algorithm.needs_proximal
+        total: Tensor | None = None
+        metrics: LossMetrics | None = None
+        for row in mini.rows:
+            logprobs_T = response_logprobs(self._model, row, self._temperature, autocast=self._autocast)
+            tokens = mini.token_batch(
+                data,
+                row,
+                trainer_logprobs_T=logprobs_T,
+                proximal_logprobs_T=logprobs_T.detach() if at_start else proximal_T[row.token_T],
+                ref_logprobs_T=ref_T,
+                advantages_T=advantages_T,
+            )
+            try:
+                loss, row_metrics = policy_loss(self._algorithm, tokens, mini.denominators)
+            except LossError as error:
+                if error.sample_index is None:
+                    raise
+                sample_id = data.sample_ids[row.samples_B[error.sample_index]]
+                raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+            metrics = row_metrics if metrics is None else metrics.merge(row_metrics)
+        assert total is not None and metrics is not None
+        return float(total), metrics
+
+
+def _batch_metrics(data: BatchTensors) -> dict[str, float]:
+    return {
+        "reward/mean": float(data.rewards_B.mean()),
+        "reward/std": float(data.rewards_B.std(correction=0)),
+        "tokens/response": float(data.num_tokens),
+        "tokens/forward": float(sum(s.num_inputs for s in data.samples)),
+    }

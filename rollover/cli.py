@@ -179,10 +179,10 @@ def train(
 def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Fine-tune on worked solutions, without reinforcement learning.
 
-    CONFIG is a TOML file or the name of a packaged experiment; its [warmup] section applies.
+    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies.
 
     \b
-    rollover sft quickstart --warmup.num_steps 500
+    rollover sft quickstart --sft.num_steps 500
     """
     _start(ctx, config, run_dir, dry_run, "sft")
 
@@ -218,7 +218,7 @@ def report(run: Path, open_browser: bool) -> None:
 
 
 def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
-    """Begin a new run of ``job``, a function of ``rollover.loop``."""
+    """Begin a new run of ``job``, a function of ``rollover.jobs``."""
     from rollover import rundir
     from rollover.config import load
 
@@ -244,47 +244,32 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     checkpoint = latest_checkpoint(run / "checkpoints")
     if checkpoint is None:
         raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
-    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--warmup", "none"]
+    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
     return rundir.derived_config(run, [*model, *overrides])
 
 
 def _work(job: str, config: RunConfig, run: RunDir) -> None:
-    """Do ``job`` in its directory."""
-    from rollover import loop
+    """Do ``job`` in its directory, and say where its report is."""
+    from rollover import jobs
 
     with run:
-        if job != "train":
-            {"sft": loop.sft, "evaluate": loop.evaluate}[job](config, run)
-            return
         try:
-            completed = loop.train(config, run)
+            {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)
         except KeyboardInterrupt:
-            completed = False
-        if not completed:
-            click.echo(f"stopped; go on with: rollover train --resume {run.path}", err=True)
-            raise click.Abort
-        _close(run)
-
-
-def _close(run: RunDir) -> None:
-    """Say what came out of a training run."""
-    from rich.console import Console
-
-    from rollover.report.html import write_report
-    from rollover.report.record import read_run
-    from rollover.report.summary import summarize, summary_table
-
-    record = read_run(run.path)
-    Console().print(summary_table(record, summarize(record.metrics, record.timeline)))
-    click.echo(f"report: {write_report(run.path)}")
+            if job == "train":
+                click.echo(f"stopped; go on with: rollover train --resume {run.path}", err=True)
+            raise
+        finally:
+            if run.report.is_file():
+                click.echo(f"report: {run.report}")
 
 
 def _show_plan(config: RunConfig) -> None:
     """The plan as comments over the config: what is printed is itself a config file."""
-    from rollover import loop
     from rollover.config import to_toml
+    from rollover.jobs import plan
 
-    for line in loop.plan(config):
+    for line in plan(config):
         click.echo(f"# {line}")
     click.echo(f"\n{to_toml(config)}", nl=False)
 

@@ -116,11 +116,14 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    warmup: WarmupConfig | None = None
+    sft: WarmupConfig | None = None
     """Supervised warm-up before the first step; none when left out."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Runs to compare, by name: what each changes of this config. All start from the same initial policy. As in
+    ``[variants.april.rollout]`` followed by ``strategy = "april"``."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -133,8 +136,35 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ``ConfigError`` listing every mistake with its line.
     """
     file = find(config)
-    name = file.name if file.parent == EXPERIMENTS else str(config)
-    return build(RunConfig, toml.read(file, name), parse_overrides(overrides))
+    document = toml.read(file, file.name if file.parent == EXPERIMENTS else str(config))
+    loaded = build(RunConfig, document, parse_overrides(overrides))
+    for name in loaded.variants:
+        _build_variant(loaded, name, document)
+    return loaded
+
+
+def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:
+    """The run that ``[variants.<name>]`` of ``config`` stands for, starting from the policy in ``model``."""
+    made = _build_variant(config, name, toml.Document(name=f"variants.{name}", data={}))
+    initial = ModelConfig(path=str(model), trust_remote_code=config.model.trust_remote_code)
+    return dataclasses.replace(made, model=initial, sft=None)
+
+
+def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunConfig:
+    """``written`` is what messages refer to."""
+    data = _merged({**resolved(config), "variants": {}}, config.variants[name])
+    head = ("variants", name)
+    lines = {path[2:]: line for path, line in written.lines.items() if path[:2] == head and path != head}
+    return build(RunConfig, toml.Document(name=written.name, data=data, lines=lines))
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, change in changes.items():
+        old = merged.get(key)
+        tables = isinstance(old, Mapping) and isinstance(change, Mapping)
+        merged[key] = _merged(old, change) if tables else change
+    return merged
 
 
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:

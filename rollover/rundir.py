@@ -257,7 +257,7 @@ def _environment() -> dict[str, str]:
         "rollover": rollover.__version__,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
-        "machine": f"{os.cpu_count()} x {_cpu_model()}, {memory_bytes / 2**30:.0f} GiB, {platform.platform()}",
+        "machine": f"{os.cpu_count()} x {_cpu_model()}, {memory_bytes >> 30} GiB, {platform.platform()}",
     }
     commit = _git_commit()
     return environment if commit is None else {**environment, "git_commit": commit}

@@ -122,8 +122,8 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Runs to compare, by name: what each changes of this config. All start from the same initial policy. As in
-    ``[variants.april.rollout]`` followed by ``strategy = "april"``."""
+    """Runs to compare, by name: what each changes of this config, as in ``[variants.april.rollout]`` followed
+    by ``strategy = "april"``. All start from the same initial policy."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -162,8 +162,10 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
-        tables = isinstance(old, Mapping) and isinstance(change, Mapping)
-        merged[key] = _merged(old, change) if tables else change
+        if isinstance(old, Mapping) and isinstance(change, Mapping):
+            merged[key] = _merged(old, change)
+        else:
+            merged[key] = change
     return merged
 
 

@@ -1,0 +1,142 @@
+"""Writes ``configuration.md`` from the config dataclasses: their fields, defaults and the docstrings beneath.
+
+``python docs/generate_configuration.py`` after any change to a config; a test fails while the page is stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rollover import toml
+from rollover.config import RunConfig, resolved
+from rollover.rundir import CHANGEABLE
+
+PAGE = Path(__file__).with_name("configuration.md")
+
+INTRODUCTION = f"""\
+# Configuration
+
+<!-- Written by docs/generate_configuration.py from the source: edit the docstrings there. -->
+
+One TOML file describes one run. Keys that are not listed here are refused, as are values of another type;
+every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file with
+all defaults filled in, and that output is itself a config.
+
+Any key can be set on the command line, after the command and in any order:
+
+```
+rollover train run.toml --steps 200 --rollout.group_size 16 --tasks.train.0.weight=2
+```
+
+Values are written as in TOML; quotes around strings may be left out, and `none` unsets a key that can be unset.
+Elements of lists of tables are counted from 0. Paths are relative to the directory where the command is run.
+
+When a run is resumed, only {", ".join(f"`{key}`" for key in CHANGEABLE)} may be changed.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    pages = "\n".join(line for section in _sections(RunConfig, "", {}) for line in section)
+    return f"{INTRODUCTION}\n{pages.strip()}\n"
+
+
+def _sections(cls: type, path: str, described: dict[type, str]) -> Iterator[list[str]]:
+    """The section of ``cls``, then those of the tables within it; a class is described once."""
+    described[cls] = path
+    hints, documents = get_type_hints(cls), _field_docstrings(cls)
+    tables: list[tuple[str, type, bool]] = []
+    lines = [f"## `{path}`" if path else "## Outside all sections", "", _prose(inspect.getdoc(cls) or ""), ""]
+    for field in dataclasses.fields(cls):
+        table, is_list = _table(hints[field.name])
+        if table is None:
+            about = f"{_type(hints[field.name])}; {_default(field)}"
+            lines.append(f"- **`{field.name}`** ({about}). {_prose(documents.get(field.name, ''))}".rstrip())
+            continue
+        name = f"{path.strip('[]')}.{field.name}".strip(".")
+        name = f"[[{name}]]" if is_list else f"[{name}]"
+        note = _prose(documents.get(field.name, ""))
+        as_before = f" Keys as in `{described[table]}`." if table in described else ""
+        if path or note or as_before:
+            lines.append(f"- **`{name}`** ({'tables' if is_list else 'table'}). {note}{as_before}".rstrip())
+        if table not in described:
+            described[table] = name
+            tables.append((name, table, is_list))
+    yield [*lines, ""]
+    for name, table, _ in tables:
+        yield from _sections(table, name, described)
+
+
+def _table(annotation: Any) -> tuple[type | None, bool]:
+    """The dataclass behind a key, if it is a table, and whether the key holds a list of them."""
+    for option in _options(annotation):
+        is_list = get_origin(option) is tuple
+        inner = get_args(option)[0] if is_list else option
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            return inner, is_list
+    return None, False
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _type(annotation: Any) -> str:
+    names = {int: "whole number", float: "number", bool: "true or false", str: "string"}
+    options = [o for o in _options(annotation) if o is not types.NoneType]
+    described = []
+    for option in options:
+        arguments = get_args(option)
+        if get_origin(option) is Literal:
+            described.append(", ".join(f"`{toml.literal(a)}`" for a in arguments))
+        elif get_origin(option) is tuple:
+            length = "" if arguments[-1] is ... else f"{len(arguments)} "
+            described.append(f"list of {length}{_type(arguments[0])}s")
+        else:
+            described.append(names.get(option, "table"))
+    return " or ".join(described)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default_factory is not MISSING:
+        value = field.default_factory()
+    elif field.default is MISSING:
+        return "required"
+    else:
+        value = field.default
+    plain = resolved({"value": value})["value"]
+    return "default unset" if plain is None else f"default `{toml.literal(plain)}`"
+
+
+def _field_docstrings(cls: type) -> dict[str, str]:
+    """The string literal beneath each field, those of base classes first."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(docstring))),
+                ):
+                    found[name] = docstring
+    return found
+
+
+def _prose(docstring: str) -> str:
+    """A docstring as one Markdown paragraph."""
+    return re.sub(r"\s+", " ", docstring.replace("``", "`")).strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

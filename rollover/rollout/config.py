@@ -46,7 +46,8 @@ class RolloutConfig:
     stall_timeout_s: float = 600.0
     """With nothing decoded or scored for this long, the run stops and names the samples it waits for."""
     max_retries: int = 3
-    """Engine failures one sample survives; each time it goes on from its last streamed token."""
+    """Engine failures in a row, without a token in between, that one sample survives; each time it goes on from its last
+    streamed token."""
 
     def __post_init__(self) -> None:
         for key in ("rollout_batch_size", "group_size", "save_every_tokens", "num_running"):

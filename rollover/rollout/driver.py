@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -37,6 +39,7 @@ from typing import Protocol
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import DataError, EngineError, EngineTimeout, RolloverError, RunError
+from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -75,7 +78,16 @@ class Limits:
     stall_timeout_s: float = 600.0
     abort_timeout_s: float = 60.0
     max_retries: int = 3
+    max_failed_batches: int = 2
     max_filtered_batches: int = 32
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Limits:
+        return cls(
+            save_every_tokens=config.save_every_tokens,
+            stall_timeout_s=config.stall_timeout_s,
+            max_retries=config.max_retries,
+        )
 
 
 @dataclass(slots=True)
@@ -159,6 +171,8 @@ class RolloutDriver:
         self._turn = asyncio.Lock() if lockstep else None
         self._collecting = False
         """Whether samples may be started."""
+        self._name = secrets.token_hex(4)
+        """Keeps request ids apart from those that another driver, or this run before a crash, sent to the same engine."""
         self._hops: dict[SampleId, asyncio.Task[None]] = {}
         self._request_ids: dict[SampleId, str] = {}
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
@@ -168,9 +182,9 @@ class RolloutDriver:
         self._last_progress_s = clock.now_s()
         self._num_hops = 0
         self._retries: dict[SampleId, int] = {}
-        self._errors_in_a_row = 0
+        self._num_failed_in_a_row = 0
         self._num_filtered_in_a_row = 0
-        self._broken: BaseException | None = None
+        self._broken: Exception | None = None
         self._unwritten: list[Event] = []
 
     # -- what the loop calls ---------------------------------------------------------------------------------
@@ -180,10 +194,12 @@ class RolloutDriver:
 
         Raises:
             EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
-            EngineError: the engine failed more often than ``max_retries`` on one sample's account.
-            DataError: every sample fails its reward.
+            EngineError: the engine answers nobody: every running sample failed, one of them ``max_retries`` times.
+            DataError: every sample fails.
             RunError: the group filter rejects everything.
         """
+        if self._broken is not None:
+            raise self._broken
         if self.ledger.replay:
             step = self.ledger.replay[0]
             return self._consume(step, self.ledger.batches[step])
@@ -192,7 +208,7 @@ class RolloutDriver:
             self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
-        await self._until_full()
+        await self._until(lambda: self._strategy.select_batch(self.ledger) is not None)
         await self._stop_running()
         chosen = self._strategy.select_batch(self.ledger)
         assert chosen is not None, "a full batch stays full"
@@ -202,33 +218,37 @@ class RolloutDriver:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
         load where the engine can, else parked before and resumed after it."""
         collecting = self._collecting
-        if self._hops and not self._engine.capabilities.in_flight_update:
-            self._collecting = False
-            await self._abort_running()
-        start_s = self._clock.now_s()
-        await load()
-        now_s = self._clock.now_s()
-        self._record(VersionPublished(time_s=now_s, policy_version=version, pause_s=now_s - start_s))
-        self._collecting = collecting
+        try:
+            if self._hops and not self._engine.capabilities.in_flight_update:
+                self._collecting = False
+                await self._abort_running()
+            start_s = self._clock.now_s()
+            await load()
+            now_s = self._clock.now_s()
+            self._record(VersionPublished(time_s=now_s, policy_version=version, pause_s=now_s - start_s))
+        finally:
+            self._collecting = collecting
         self._act()
 
     async def stop(self) -> None:
         """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
         self._collecting = False
         try:
-            await self._abort_running()
+            with suppress(EngineError):  # an engine that is gone has nothing to hand over
+                await self._abort_running()
         finally:
             pending = [*self._hops.values(), *self._scoring.values()]
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            if pending:
+                for task in pending:
+                    task.cancel()
+                await asyncio.wait(pending, timeout=self._limits.abort_timeout_s)
             self.flush()
 
     def flush(self) -> None:
         """Make every event so far durable."""
         if self._unwritten and self._journal is not None:
-            events, self._unwritten = self._unwritten, []
-            self._journal.append(events)
+            self._journal.append(self._unwritten)  # a failure keeps them: the journal has no holes
+            self._unwritten = []
 
     def record(self, event: Event) -> None:
         """Enter an event of the loop (a saved checkpoint) and make it durable."""
@@ -239,18 +259,19 @@ class RolloutDriver:
 
     def _act(self) -> None:
         """Ask the strategy what to open and start; begin to stop once the batch is full."""
-        if not self._collecting or self.ledger.replay:
+        if not self._collecting or self.ledger.replay or self._broken is not None:
             return
         if self._strategy.on_full is not OnFull.KEEP and self._strategy.select_batch(self.ledger) is not None:
             self._collecting = False
             if self._strategy.on_full is not OnFull.WAIT:
-                self._abort = asyncio.create_task(self._abort_running())
+                self._abort = asyncio.create_task(self._abort_early())
             return
         for _ in range(self._strategy.groups_to_open(self.ledger)):
             self._open_group()
         room = self._engine.capabilities.max_running - len(self.ledger.running)
-        for sample_id in list(islice(self._strategy.samples_to_start(self.ledger), max(0, room))):
-            self._start(sample_id)
+        if room > 0:
+            for sample_id in list(islice(self._strategy.samples_to_start(self.ledger), room)):
+                self._start(sample_id)
 
     def _open_group(self) -> None:
         ledger = self.ledger
@@ -275,11 +296,11 @@ class RolloutDriver:
             )
         )
         self._num_hops += 1
-        self._request_ids[sample_id] = f"{sample_id}#{self._num_hops}."
+        self._request_ids[sample_id] = f"{self._name}.{sample_id}#{self._num_hops}."
         self._hops[sample_id] = asyncio.create_task(self._hop(sample_id))
 
-    async def _until_full(self) -> None:
-        while self._strategy.select_batch(self.ledger) is None:
+    async def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
             if self._broken is not None:
                 raise self._broken
             self._changed.clear()
@@ -309,12 +330,13 @@ class RolloutDriver:
             case OnFull.KEEP:
                 return
             case OnFull.WAIT:
-                while self._hops or self._scoring:
-                    await asyncio.wait([*self._hops.values(), *self._scoring.values()])
+                await self._until(lambda: not (self._hops or self._scoring))
             case OnFull.PARK | OnFull.DISCARD:
                 self._collecting = False
                 await (self._abort or self._abort_running())
                 self._abort = None
+                if self._broken is not None:
+                    raise self._broken
                 if self._turn is not None and self._scoring:
                     await asyncio.wait(list(self._scoring.values()))
         if self._strategy.on_full is OnFull.DISCARD:
@@ -327,8 +349,17 @@ class RolloutDriver:
             if any(s.state in unfinished for s in group.samples):
                 self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, prompt_returned=True)
 
+    async def _abort_early(self) -> None:
+        """Stop before ``next_batch`` has noticed that the batch is full."""
+        try:
+            await self._abort_running()
+        except Exception as e:
+            self._break(e)
+
     async def _abort_running(self) -> None:
         """Stop every open call; return when each has handed over what it decoded."""
+        # Calls started in this turn reach the engine first: it cannot stop what it does not know.
+        await asyncio.sleep(0)
         hops = dict(self._hops)
         if not hops:
             return
@@ -337,56 +368,70 @@ class RolloutDriver:
                 await self._engine.abort([self._request_ids[i] for i in hops])
                 await asyncio.wait(list(hops.values()))
         except TimeoutError:
-            late = ", ".join(str(i) for i, task in hops.items() if not task.done())
-            raise EngineTimeout(
-                f"the engine did not acknowledge the abort of {late or 'any call'} within"
-                f" {self._limits.abort_timeout_s:.0f} s"
-            ) from None
+            if late := ", ".join(str(i) for i in hops if i in self.ledger.running):
+                raise EngineTimeout(
+                    f"the engine did not acknowledge the abort of {late} within"
+                    f" {self._limits.abort_timeout_s:.0f} s"
+                ) from None
+            await self._until(lambda: not self._hops)  # in lockstep they are with the scorer
 
     def _consume(self, step: int, group_ids: tuple[int, ...]) -> Batch:
         if self._broken is not None:
             raise self._broken
-        self._record(BatchConsumed(time_s=self._clock.now_s(), step=step, group_ids=group_ids))
-        self.flush()
-        self.ledger.check()
-        batch = self.ledger.batch(step)
-        oldest = min(g.oldest_version for g in batch.groups)
+        oldest = min(self.ledger.groups[i].group().oldest_version for i in group_ids)
         assert step - oldest <= self._strategy.max_staleness, (
             f"batch {step} holds a token of version {oldest}"
         )
-        return batch
+        self._record(BatchConsumed(time_s=self._clock.now_s(), step=step, group_ids=group_ids))
+        self.flush()
+        self.ledger.check()
+        return self.ledger.batch(step)
 
     # -- one sample ------------------------------------------------------------------------------------------
 
     async def _hop(self, sample_id: SampleId) -> None:
-        """One engine call, from the request to its last chunk."""
+        """One engine call, from the request to its last chunk, and what follows from its end."""
         segment = _OpenSegment(self._clock.now_s())
-        acted = False
         try:
-            async for chunk in self._engine.generate(self._request(sample_id)):
-                self._last_progress_s = self._clock.now_s()
-                self._errors_in_a_row = 0
-                self._take(sample_id, segment, chunk)
-                if chunk.finish_reason is not None and self._turn is not None:
-                    # The engine stands still until this returns.
-                    async with self._turn:
-                        await self._after_hop(sample_id)
-                        acted = True
-                        # Let the calls and the abort decided upon reach the engine before it goes on.
-                        await asyncio.sleep(0)
-            if self.ledger.sample(sample_id).state is SampleState.RUNNING:
-                raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
-            self._retries.pop(sample_id, None)
-        except EngineError as e:
-            self._engine_failed(sample_id, segment, e)
-        except Exception as e:  # a bug, or a full disk: next_batch raises it
-            self._broken = e
-        finally:
-            self._hops.pop(sample_id, None)
-            self._request_ids.pop(sample_id, None)
-            self._changed.set()
-        if self._broken is None and not acted:
-            await self._after_hop(sample_id)
+            try:
+                acted = await self._decode(sample_id, segment)
+            except EngineError as e:
+                acted = False
+                self._engine_failed(sample_id, segment, e)
+            finally:
+                if sample_id in self.ledger.running:  # cancelled
+                    self._end_segment(sample_id, segment, FinishReason.ABORT)
+                if self._hops.get(sample_id) is asyncio.current_task():  # else it is already running again
+                    del self._hops[sample_id], self._request_ids[sample_id]
+                self._changed.set()
+            if not acted:
+                await self._after_hop(sample_id)
+        except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
+            self._break(e)
+
+    async def _decode(self, sample_id: SampleId, segment: _OpenSegment) -> bool:
+        """Take the chunks of one call. True in lockstep: what follows from its end is done."""
+        if (reason := self._reached_end(sample_id)) is not None:
+            self._end_segment(sample_id, segment, reason)
+            return False
+        acted = False
+        async for chunk in self._engine.generate(self._request(sample_id)):
+            self._last_progress_s = self._clock.now_s()
+            self._take(sample_id, segment, chunk)
+            if chunk.finish_reason is not None and self._turn is not None:
+                await self._after_hop(sample_id)  # the engine stands still until this returns
+                acted = True
+        if not acted and sample_id in self.ledger.running:
+            raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
+        return acted
+
+    def _reached_end(self, sample_id: SampleId) -> FinishReason | None:
+        """Why a sample has nothing left to decode: the engine or the process died between its last token and the news
+        that it was the last."""
+        token_ids = self.ledger.sample(sample_id).trajectory.token_ids
+        if token_ids and token_ids[-1] in self._sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self._sampling.max_new_tokens else None
 
     def _request(self, sample_id: SampleId) -> GenerateRequest:
         trajectory = self.ledger.sample(sample_id).trajectory
@@ -401,6 +446,24 @@ class RolloutDriver:
         )
 
     def _take(self, sample_id: SampleId, segment: _OpenSegment, chunk: Chunk) -> None:
+        """
+        Raises:
+            EngineError: the chunk cannot be true; nothing of it was taken.
+        """
+        num_tokens = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids) + len(chunk.token_ids)
+        if num_tokens > self._sampling.max_new_tokens:
+            raise EngineError(
+                f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most"
+                f" {self._sampling.max_new_tokens}"
+            )
+        start_version = self.ledger.groups[sample_id.group].start_version
+        if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
+            raise EngineError(
+                f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
+                f" {start_version} was published before they were asked for"
+            )
+        if chunk.token_ids:
+            self._retries.pop(sample_id, None)
         if not segment.belongs(chunk):
             self._end_segment(sample_id, segment, None)
         segment.add(chunk)
@@ -414,28 +477,34 @@ class RolloutDriver:
         self._record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment.closed(reason, now_s)))
 
     def _engine_failed(self, sample_id: SampleId, segment: _OpenSegment, error: EngineError) -> None:
-        """Park the sample with every token that reached us; give it up after too many failures of its own, and the run
-        when the engine answers nobody any more."""
-        if self.ledger.sample(sample_id).state is SampleState.RUNNING:
-            self._end_segment(sample_id, segment, FinishReason.ABORT)
+        """Park the sample with every token that reached us. After too many failures without a token in between, give it
+        up, or the run when all others that are running fail too."""
+        if sample_id not in self.ledger.running:  # it had finished before
+            return
+        self._end_segment(sample_id, segment, FinishReason.ABORT)
         self._retries[sample_id] = self._retries.get(sample_id, 0) + 1
-        self._errors_in_a_row += 1
-        if self._errors_in_a_row > self._limits.max_retries * max(1, len(self._hops)):
-            self._broken = error
-        elif self._retries[sample_id] > self._limits.max_retries:
-            self._fail(sample_id, str(error))
+        if self._retries[sample_id] <= self._limits.max_retries:
+            return
+        others = self._hops.keys() - {sample_id}
+        if others and others <= self._retries.keys():
+            raise error
+        self._fail(sample_id, str(error))
 
     async def _after_hop(self, sample_id: SampleId) -> None:
         """Have a finished sample scored; use the place that became free."""
-        if sample_id in self.ledger.unscored:
-            if self._turn is not None:
-                await self._score(sample_id)
-            else:
+        if self._turn is None:
+            if sample_id in self.ledger.unscored:
                 self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
-        self._act()
+            self._act()
+            return
+        async with self._turn:
+            if sample_id in self.ledger.unscored:
+                await self._score(sample_id)
+            self._act()
+            await asyncio.sleep(0)  # the calls and the abort decided upon reach the engine before it goes on
 
     async def _score(self, sample_id: SampleId) -> None:
-        reward, failure = 0.0, ""
+        reward, failure = 0.0, None
         try:
             reward = await self._scorer.score(self.ledger.sample(sample_id).trajectory)
         except RolloverError as e:
@@ -446,28 +515,30 @@ class RolloutDriver:
             self._scoring.pop(sample_id, None)
         self._last_progress_s = self._clock.now_s()
         try:
-            if failure:
+            if failure is not None:
                 self._fail(sample_id, failure)
             else:
+                self._num_failed_in_a_row = 0
                 self._record(SampleScored(time_s=self._clock.now_s(), sample_id=sample_id, reward=reward))
                 self._settle(sample_id)
             self._act()
         except Exception as e:
-            self._broken = e
+            self._break(e)
         self._changed.set()
 
     def _fail(self, sample_id: SampleId, reason: str) -> None:
         self._record(SampleFailed(time_s=self._clock.now_s(), sample_id=sample_id, reason=reason))
-        all_samples = self._strategy.batch_size * self._strategy.group_size
-        if self.ledger.num_failed >= all_samples and not self.ledger.num_scored:
+        self._num_failed_in_a_row += 1
+        per_batch = self._strategy.batch_size * self._strategy.group_size
+        if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
             raise DataError(
-                f"the first {self.ledger.num_failed} samples all failed, the last one with: {reason}"
+                f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}"
             )
         self._settle(sample_id)
 
     def _settle(self, sample_id: SampleId) -> None:
         """Once all siblings are scored or failed: is the group worth training?"""
-        ledger, group = self.ledger, self.ledger.groups[sample_id.group]
+        group = self.ledger.groups[sample_id.group]
         if group.state is not GroupState.READY:
             return
         if group.num_scored < min(2, self._strategy.group_size):
@@ -507,9 +578,13 @@ class RolloutDriver:
     def _flush_later(self) -> None:
         try:
             self.flush()
-        except RolloverError as e:
-            self._broken = e
-            self._changed.set()
+        except Exception as e:
+            self._break(e)
+
+    def _break(self, error: Exception) -> None:
+        """The run cannot go on: ``next_batch`` raises ``error``, the first of its kind."""
+        self._broken = self._broken or error
+        self._changed.set()
 
 
 def sample_seed(seed: int, sample_id: SampleId) -> int:

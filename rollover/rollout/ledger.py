@@ -44,6 +44,9 @@ class SampleState(StrEnum):
     FAILED = "failed"
 
 
+_SETTLED = (SampleState.SCORED, SampleState.FAILED)
+
+
 class GroupState(StrEnum):
     OPEN = "open"
     READY = "ready"
@@ -182,6 +185,7 @@ class Ledger:
                 self._settle(sample_id, SampleState.SCORED)
             case SampleFailed(sample_id=sample_id, reason=reason):
                 sample = self._leave(sample_id, self.sample(sample_id).state)
+                assert sample.state not in _SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
@@ -191,6 +195,7 @@ class Ledger:
             case BatchConsumed(step=step, group_ids=group_ids):
                 self._consume(step, group_ids)
             case VersionPublished(policy_version=version):
+                assert version >= self.policy_version, f"version {version} after {self.policy_version}"
                 self.policy_version = version
             case CheckpointSaved(step=step):
                 for done in [s for s in self.batches if s < step]:
@@ -340,7 +345,7 @@ class Ledger:
             for sample in group.samples:
                 counts[sample.state] += 1
                 assert sample.num_tokens == sample.trajectory.num_tokens
-                unsettled += sample.state not in (SampleState.SCORED, SampleState.FAILED)
+                unsettled += sample.state not in _SETTLED
                 for state, place in places.items():
                     sample_id = sample.trajectory.sample_id
                     assert (sample_id in place) == (sample.state is state), (

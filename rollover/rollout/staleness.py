@@ -68,6 +68,7 @@ def choose_batch(
                 num_chosen_due += 1
         if num_chosen_due < demanded:
             return None
+    assert len(chosen) <= batch_size, "a deadline was missed: groups were started beyond the headroom"
     for group in preferred:
         if len(chosen) == batch_size:
             break

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
 
 from rollover.rollout import staleness
 from rollover.rollout.config import RolloutConfig
@@ -66,8 +65,8 @@ class Strategy:
 
     def samples_to_start(self, ledger: Ledger) -> Iterable[SampleId]:
         """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
-        What has been started goes first, oldest group first."""
-        return chain(sorted(ledger.parked), ledger.waiting)
+        Oldest group first, and so what was started before what is fresh: no group waits behind a newer one."""
+        return sorted([*ledger.parked, *ledger.waiting])
 
     def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
         """Ids of the groups of the next batch, or ``None`` while it is not full."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from rollover.errors import DataError
 from rollover.tasks.config import SourceConfig
-from rollover.tasks.rewards import RewardSpec, read_column
 
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages")
 ANSWER_COLUMNS = (
@@ -26,27 +25,23 @@ ANSWER_COLUMNS = (
 
 
 class ColumnMap:
-    """The columns of one source. Raises ``DataError`` when its first row leaves a choice or lacks a column."""
+    """The columns of one source.
+
+    Raises ``DataError`` when the first row leaves a choice or lacks a column.
+    """
 
     def __init__(self, config: SourceConfig, first: Mapping[str, Any], where: str) -> None:
         self._config = config
         self._is_gym = config.kind == "reasoning_gym"
         self._prompt_key = f"prompt_column of source {config.name!r}"
         self._answer_key = f"answer_column of source {config.name!r}"
-        prompt, answer = (
-            ("question", "answer") if self._is_gym else (config.prompt_column, config.answer_column)
-        )
+        prompt, answer = ("question", None) if self._is_gym else (config.prompt_column, config.answer_column)
         self._prompt = prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
-        self._answer: str | None = None
-        if config.reward.needs_answer:
-            self._answer = answer or _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
-        elif config.answer_column is not None:
-            raise DataError(
-                f"{self._answer_key} has no effect with reward kind {config.reward.kind!r}: leave it out"
-            )
-        self._first_columns = tuple(first)
+        self._answer = answer
+        if answer is None and config.reward.needs_answer:
+            self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
         self.content(first, where)
-        self.kept(first, where)
+        self._travelling = tuple(self.kept(first, where))
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
         """The prompt of a row: text or messages. ``DataError`` when its prompt or its answer is missing."""
@@ -71,31 +66,56 @@ class ColumnMap:
             names.add(_top(row, self._prompt))
         return {name: _as_json(row[name], name, where) for name in row if name in names}
 
-    def reward_spec(self, source: str) -> RewardSpec:
-        return RewardSpec(
-            source=source,
-            config=self._config.reward,
-            gym_dataset=self._config.gym_dataset if self._is_gym else None,
-            gym_config=self._config.config,
-            prompt_column=self._prompt,
-            answer_column=self._answer,
-            columns=self._config.keep_columns or self._first_columns,
-        )
+    @property
+    def prompt(self) -> str:
+        """Path of the prompt."""
+        return self._prompt
+
+    @property
+    def answer(self) -> str | None:
+        """Path of the reference answer; ``None`` when neither the reward nor the user asks for one."""
+        return self._answer
+
+    @property
+    def travelling(self) -> tuple[str, ...]:
+        """Columns of the first row that travel with its prompt."""
+        return self._travelling
 
 
-def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:
+def read_column(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path. Raises ``KeyError`` when a part is missing."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(path)
+        value = value[part]
+    return value
+
+
+def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str | None:
+    """The only candidate that ``row`` holds; ``None`` when it holds none.
+
+    Raises ``DataError`` when it holds several; ``key`` names the setting that chooses among them.
+    """
     present = [name for name in candidates if _has(row, name)]
     if len(present) > 1:
         raise DataError(
             f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; "
             f"set {key} to one of them"
         )
-    if not present:
+    return present[0] if present else None
+
+
+def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:
+    found = find_column(row, candidates, key=key, where=where)
+    if found is None:
         raise DataError(
             f"{where}: none of the columns {', '.join(candidates)} is there; "
             f"the columns are {', '.join(row) or 'none'}; set {key}"
         )
-    return present[0]
+    return found
 
 
 def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:

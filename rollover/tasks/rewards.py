@@ -12,11 +12,13 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from rollover.errors import DataError, nearest
+from rollover.tasks.columns import read_column
 from rollover.tasks.config import Extraction, RewardConfig
 from rollover.tasks.gym import GymDataset, thaw
 
@@ -36,7 +38,7 @@ class RewardSpec:
     prompt_column: str | None = None
     answer_column: str | None = None
     columns: tuple[str, ...] = ()
-    """Columns of the source's first row, for the check of a function's signature."""
+    """Columns that travel with the prompts, for the check of a function's signature."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -242,6 +244,15 @@ class FunctionReward:
         return names
 
 
+def reason(error: Exception) -> str:
+    """Why a scoring failed, in one line: our own errors speak for themselves, others with type and place."""
+    if isinstance(error, DataError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """Import ``"module:function"``; modules in the working directory are found too."""
     module_name, _, function_name = path.partition(":")
@@ -260,18 +271,6 @@ def load_function(path: str) -> Callable[..., Any]:
         hint = nearest(function_name, names)
         raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
     return function  # type: ignore[no-any-return]
-
-
-def read_column(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path. Raises ``KeyError`` when a part is missing."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping):
-            raise KeyError(path)
-        value = value[part]
-    return value
 
 
 def _finite(value: Any, whose: str) -> float:

@@ -15,8 +15,15 @@ from dataclasses import asdict, dataclass
 from rollover.errors import DataError
 from rollover.tasks.pool import WorkerPool
 from rollover.tasks.prompts import Tokenizer
-from rollover.tasks.rewards import FunctionReward, Reward, RewardError, RewardSample, RewardSpec, build_reward
-from rollover.tasks.worker import reason
+from rollover.tasks.rewards import (
+    FunctionReward,
+    Reward,
+    RewardError,
+    RewardSample,
+    RewardSpec,
+    build_reward,
+    reason,
+)
 from rollover.types import Trajectory
 
 
@@ -59,6 +66,11 @@ class Scorer:
     @property
     def stats(self) -> ScorerStats:
         return self._stats
+
+    @property
+    def num_processes(self) -> int:
+        """Reward processes alive now."""
+        return self._pool.num_processes if self._pool is not None else 0
 
     def pass_score(self, source: str) -> float:
         """The reward from which a response of this source counts as solved."""

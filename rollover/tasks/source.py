@@ -26,6 +26,8 @@ from rollover.tasks.rewards import RewardSpec
 from rollover.tasks.rows import Rows, open_rows
 from rollover.types import Prompt
 
+__all__ = ["GymSource", "PromptSource", "RowSource", "eval_sources", "train_source"]
+
 _SCAN_ROWS = 1000
 """Rows tokenised in one call while the admissible ones are counted."""
 _LANE_ROWS = 2**26
@@ -58,7 +60,7 @@ class RowSource:
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
-        return (self._columns.reward_spec(self._name),)
+        return (_reward_spec(self._config, self._columns, self._name),)
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, self.num_rows)
@@ -118,7 +120,7 @@ class GymSource:
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
-        return (self._columns.reward_spec(self._name),)
+        return (_reward_spec(self._config, self._columns, self._name),)
 
     def prompt(self, index: int) -> Prompt:
         assert 0 <= index < _LANE_ROWS
@@ -231,6 +233,19 @@ class _GymRows:
 
     def where(self, row: int) -> str:
         return f"reasoning-gym dataset {self._dataset.name!r}, item {row}"
+
+
+def _reward_spec(config: SourceConfig, columns: ColumnMap, name: str) -> RewardSpec:
+    is_gym = config.kind == "reasoning_gym"
+    return RewardSpec(
+        source=name,
+        config=config.reward,
+        gym_dataset=config.gym_dataset if is_gym else None,
+        gym_config=config.config,
+        prompt_column=columns.prompt,
+        answer_column=columns.answer,
+        columns=columns.travelling,
+    )
 
 
 def _fits(encoded: Encoded, encoder: PromptEncoder, skip_long: bool, where: str) -> bool:

@@ -14,11 +14,10 @@ import os
 import queue
 import sys
 import threading
-import traceback
 from typing import Any, TextIO
 
 from rollover.errors import DataError
-from rollover.tasks.rewards import Reward, RewardSample, RewardSpec, build_reward
+from rollover.tasks.rewards import Reward, RewardSample, RewardSpec, build_reward, reason
 
 
 def main() -> None:
@@ -55,15 +54,6 @@ async def _score(rewards: dict[str, Reward], request: dict[str, Any]) -> dict[st
         return {"reward": await rewards[request["source"]].score(sample)}
     except Exception as error:
         return {"error": reason(error)}
-
-
-def reason(error: Exception) -> str:
-    """One line: a ``DataError`` speaks for itself, anything else with its type and place."""
-    if isinstance(error, DataError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _reply(replies: TextIO, value: dict[str, Any]) -> None:

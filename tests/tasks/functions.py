@@ -1,0 +1,76 @@
+"""Reward functions as a user might write them, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+
+def length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def narrow(completions: list[str], label: list[str], bonus: float = 0.0) -> list[float]:
+    return [bonus + (label[0] in completions[0])]
+
+
+async def awaited(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.25]
+
+
+async def awaited_forever(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def conversation(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[float]:
+    assert prompts == [[{"role": "user", "content": "hi"}]] and "messages" not in columns
+    assert completions == [[{"role": "assistant", "content": "yo"}]]
+    return [float(sum(completion_ids[0]))]
+
+
+def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    while completions[0] == "hang":
+        pass
+    print("a reward function may print")
+    return [1.0]
+
+
+def dies(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    os._exit(7)
+
+
+def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("nothing here")
+
+
+def once_bad(prompts: list[str], completions: list[str], path: list[str], **columns: Any) -> list[float]:
+    """Fails on its first call, told by a file."""
+    if not os.path.exists(path[0]):
+        open(path[0], "w").close()
+        raise RuntimeError("first time")
+    return [1.0]
+
+
+def undecided(prompts: list[str], completions: list[str], **columns: Any) -> list[None]:
+    return [None]
+
+
+def infinite(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float("inf")]
+
+
+def bare(prompts: list[str], completions: list[str], **columns: Any) -> float:
+    return 1.0
+
+
+def wants_more(prompts: list[str], completions: list[str], rubric: list[str]) -> list[float]:
+    return [0.0]
+
+
+def by_position(prompts: list[str], completions: list[str], /) -> list[float]:
+    return [0.0]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.tasks.mixture import MixtureSource
+from rollover.types import Prompt
+
+
+class Numbers:
+    """Prompt i of source s is called ``s/i``."""
+
+    num_rows = None
+    reward_specs = ()
+
+    def __init__(self, name: str, num_skipped: int = 0) -> None:
+        self.name = name
+        self.num_skipped = num_skipped
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(prompt_id=f"{self.name}/{index}", token_ids=(1,), text="", source=self.name)
+
+
+def drawn(weights: list[float], num: int) -> list[str]:
+    mixture = MixtureSource([Numbers(str(k)) for k in range(len(weights))], weights)
+    return [mixture.prompt(i).prompt_id for i in range(num)]
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 40))
+def test_every_source_is_drawn_in_order_without_gap_or_repeat(weights: list[int], num: int) -> None:
+    seen: Counter[str] = Counter()
+    for prompt_id in drawn([float(w) for w in weights], num):
+        source, number = prompt_id.split("/")
+        assert int(number) == seen[source]
+        seen[source] += 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4))
+def test_each_cycle_holds_exactly_the_shares_and_any_stretch_nearly(weights: list[int]) -> None:
+    total = sum(weights)
+    sources = [int(p.split("/")[0]) for p in drawn([float(w) for w in weights], 3 * total)]
+    for start in range(0, 3 * total, total):
+        assert Counter(sources[start : start + total]) == dict(enumerate(weights))
+    for end in range(3 * total):
+        for k, weight in enumerate(weights):
+            assert abs(sources[:end].count(k) - end * weight / total) < len(weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cycle"), [([0.7, 0.2, 0.1], 10), ([1.0, 1.0, 1.0], 3), ([2.0, 1.0], 3), ([0.5, 1.0], 3)]
+)
+def test_the_cycle_is_as_short_as_the_weights_allow(weights: list[float], cycle: int) -> None:
+    assert MixtureSource([Numbers(str(k)) for k in range(len(weights))], weights).cycle == cycle
+
+
+def test_crooked_weights_are_rounded_and_every_source_is_still_drawn() -> None:
+    mixture = MixtureSource([Numbers("a"), Numbers("b")], [1.0, 1e-7])
+    counts = Counter(mixture.prompt(i).source for i in range(mixture.cycle))
+    assert counts == {"a": 10_000, "b": 1}
+
+
+def test_skipped_rows_add_up() -> None:
+    assert MixtureSource([Numbers("a", 3), Numbers("b", 4)], [1.0, 1.0]).num_skipped == 7

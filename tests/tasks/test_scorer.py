@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import DataError
+from rollover.tasks import RewardConfig, RewardError, Scorer, SourceConfig, TasksConfig, train_source
+from rollover.tasks.rewards import RewardSpec
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from tests.tasks.words import char_tokenizer, ids
+
+FUNCTIONS = "tests.tasks.functions"
+
+
+def trajectory(prompt: Prompt, text: str) -> Trajectory:
+    token_ids = (*ids(text), 1)
+    segment = Segment(
+        policy_version=0,
+        token_ids=token_ids,
+        rollout_logprobs=(0.0,) * len(token_ids),
+        finish_reason=FinishReason.STOP,
+        kv_version=0,
+        start_s=0.0,
+        end_s=1.0,
+    )
+    return Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(segment,))
+
+
+def prompt(source: str = "s", **columns: Any) -> Prompt:
+    return Prompt(prompt_id=f"{source}/0@0", token_ids=(0,), text="p", source=source, columns=columns)
+
+
+def spec(name: str, source: str = "s", columns: tuple[str, ...] = (), **fields: Any) -> RewardSpec:
+    config = RewardConfig(kind="function", function=f"{FUNCTIONS}:{name}", **({"workers": 1} | fields))
+    return RewardSpec(source=source, config=config, columns=columns)
+
+
+def with_scorer(specs: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        scorer = Scorer(specs, char_tokenizer())
+        try:
+            await use(scorer)
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+
+
+def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
+    async def use(scorer: Scorer) -> None:
+        for text, reward in ((f"#### {answer}", 1.0), ("#### x", 0.0), ("", 0.0)):
+            assert await scorer.score(trajectory(asked, text)) == reward
+
+    for workers in (0, 1):
+        config = SourceConfig(
+            kind="reasoning_gym", name="chain_sum", reward=RewardConfig(extract="hashes", workers=workers)
+        )
+        source = train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0)
+        asked = source.prompt(5)
+        answer = asked.columns["answer"]
+        with_scorer(list(source.reward_specs), use)
+
+
+def test_special_tokens_are_not_part_of_the_response() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "four")) == 4.0
+
+    with_scorer([spec("length")], use)
+
+
+def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), "hang"))
+        assert f"reward {FUNCTIONS}:hangs of source 's': timed out after 0.3 s" in str(caught.value)
+        assert scorer.num_processes == 0
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+        stats = scorer.stats
+        assert (stats.num_scored, stats.num_failed, stats.num_retried) == (2, 1, 0)
+
+    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
+
+
+def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "ok"))
+        hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
+        turns = 0
+        while not hanging.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert isinstance(hanging.exception(), RewardError)
+        assert turns > 100
+
+    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
+
+
+def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "ok"))
+        hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
+        await asyncio.sleep(0)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert scorer.num_processes == 0
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+
+    with_scorer([spec("hangs", timeout_s=60.0)], use)
+
+
+def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
+    async def use(scorer: Scorer) -> None:
+        asked = prompt(path=str(tmp_path / "called"))
+        assert await scorer.score(trajectory(asked, "x")) == 1.0
+        assert scorer.stats.num_retried == 1
+
+    with_scorer([spec("once_bad", columns=("path",))], use)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "KeyError: 'nothing here' (functions.py, line "),
+        ("dies", "the reward process died (exit code 7)"),
+        ("infinite", f"{FUNCTIONS}:infinite returned inf"),
+    ],
+)
+def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), "x"))
+        text = str(caught.value)
+        assert text.startswith(f"reward {FUNCTIONS}:{name} of source 's': ")
+        assert message in text and "(prompt s/0@0)" in text
+        assert (scorer.stats.num_failed, scorer.stats.num_retried) == (1, 1)
+
+    with_scorer([spec(name)], use)
+
+
+def test_sources_share_one_pool_of_the_largest_size() -> None:
+    specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
+
+    async def use(scorer: Scorer) -> None:
+        rewards = await asyncio.gather(
+            *(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc")
+        )
+        assert rewards == [3.0, 0.25, 0.25] * 3
+        assert 1 <= scorer.num_processes <= 2
+
+    with_scorer(specs, use)
+
+
+def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError, match=r"timed out after 0.05 s"):
+            await scorer.score(trajectory(prompt(), "x"))
+        assert scorer.num_processes == 0
+
+    with_scorer([spec("awaited_forever", workers=0, timeout_s=0.05, retries=1)], use)
+
+
+def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
+    with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
+        Scorer([spec("length", workers=0)], char_tokenizer())
+
+
+def test_a_wrong_function_is_told_when_the_scorer_is_made() -> None:
+    with pytest.raises(DataError, match="asks for 'rubric'"):
+        Scorer([spec("wants_more")], char_tokenizer())
+
+
+def test_a_worker_ends_with_its_parent_even_while_a_reward_hangs() -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "rollover.tasks.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(json.dumps({"specs": [spec("hangs").to_json()]}) + "\n")
+    worker.stdin.flush()
+    assert json.loads(worker.stdout.readline()) == {"ready": True}
+    job = {"source": "s", "prompt": "p", "columns": {}, "completion": "hang", "completion_ids": [1]}
+    worker.stdin.write(json.dumps(job) + "\n")
+    worker.stdin.close()
+    assert worker.wait(timeout=60) == 0
+    assert worker.stdout.read() == ""
+    worker.stdout.close()
+
+
+def test_pass_scores_are_the_sources_own() -> None:
+    scorer = Scorer([spec("length", pass_score=0.5)], char_tokenizer())
+    assert scorer.pass_score("s") == 0.5
+    assert math.isfinite(scorer.stats.busy_s)
+
+
+def test_the_package_loads_without_its_heavy_friends() -> None:
+    heavy = ("torch", "transformers", "reasoning_gym", "datasets", "pyarrow", "math_verify", "numpy")
+    code = f"import sys, rollover.tasks; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollover.errors import DataError
+from rollover.tasks import PromptSource, RewardConfig, SourceConfig, TasksConfig, eval_sources, train_source
+from tests.tasks.words import CHAT, char_tokenizer, ids
+
+EXACT = RewardConfig(kind="exact", workers=0)
+
+
+def gym(name: str = "chain_sum", **fields: Any) -> SourceConfig:
+    return SourceConfig(kind="reasoning_gym", name=name, **fields)
+
+
+def jsonl(path: Path, *rows: dict[str, Any] | str, **fields: Any) -> SourceConfig:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return SourceConfig(kind="jsonl", **({"name": "file", "path": str(path), "reward": EXACT} | fields))
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    return [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(count)]
+
+
+def opened(*sources: SourceConfig, seed: int = 0, **fields: Any) -> PromptSource:
+    return train_source(TasksConfig(train=sources, **fields), char_tokenizer(), seed=seed)
+
+
+def rows_of(source: PromptSource, indices: range) -> list[int]:
+    return [int(source.prompt(i).prompt_id.split("/")[-1].split("@")[0]) for i in indices]
+
+
+# Purity and order
+
+
+def test_a_prompt_depends_on_config_seed_and_index_alone(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", *sums(5))
+    configs = ((gym(),), (gym(limit=4),), (file,), (gym(weight=2.0), file))
+    for sources in configs:
+        one, other = opened(*sources, seed=3), opened(*sources, seed=3)
+        forward = [one.prompt(i) for i in range(14)]
+        backward = [other.prompt(i) for i in reversed(range(14))]
+        assert forward == backward[::-1]
+        assert forward != [opened(*sources, seed=4).prompt(i) for i in range(14)]
+
+
+def test_a_prompt_survives_the_journal(tmp_path: Path) -> None:
+    for source in (opened(gym("chain_sum")), opened(jsonl(tmp_path / "a.jsonl", *sums(1)))):
+        columns = source.prompt(0).columns
+        assert json.loads(json.dumps(columns)) == columns
+
+
+def test_every_epoch_holds_each_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", *sums(20)))
+    epochs = [rows_of(source, range(20 * e, 20 * (e + 1))) for e in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs} | {tuple(range(20))}) == 4
+    assert source.prompt(41).prompt_id.endswith("@2")
+
+
+def test_without_shuffle_rows_come_in_file_order(tmp_path: Path) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", *sums(3)), shuffle=False)
+    assert rows_of(source, range(7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_generated_source_never_ends_and_asks_what_the_library_asks() -> None:
+    source = opened(gym(config={"max_terms": 2, "max_digits": 3}))
+    assert source.num_rows is None
+    assert rows_of(source, range(2000, 2003)) == [2000, 2001, 2002]
+    prompt = source.prompt(2001)
+    assert prompt.text == prompt.columns["question"]
+    assert prompt.token_ids == (0, *ids(prompt.text))
+    left, sign, right = prompt.columns["metadata"]["expression"].split()
+    assert int(prompt.columns["answer"]) == int(left) + (1 if sign == "+" else -1) * int(right)
+
+
+def test_a_limit_makes_the_first_rows_the_whole_dataset(tmp_path: Path) -> None:
+    for config in (gym(limit=3), jsonl(tmp_path / "a.jsonl", *sums(9), limit=3)):
+        source = opened(config)
+        assert source.num_rows == 3
+        assert sorted(rows_of(source, range(3))) == [0, 1, 2]
+
+
+def test_a_mixture_keeps_its_weights_and_names_its_sources(tmp_path: Path) -> None:
+    source = opened(gym(weight=3.0), jsonl(tmp_path / "a.jsonl", *sums(2), weight=1.0))
+    assert Counter(source.prompt(i).source for i in range(40)) == {"chain_sum": 30, "file": 10}
+    assert [spec.source for spec in source.reward_specs] == ["chain_sum", "file"]
+
+
+def test_evaluation_is_the_same_for_every_seed_and_never_a_training_item(tmp_path: Path) -> None:
+    config = TasksConfig(train=(gym(),), eval=(gym(), jsonl(tmp_path / "a.jsonl", *sums(9))))
+    generated, file = eval_sources(config, char_tokenizer(), num_prompts=5)
+    assert (generated.num_rows, file.num_rows) == (5, 5)
+    assert [file.prompt(i).prompt_id for i in range(2)] == ["eval/file/0@0", "eval/file/1@0"]
+    assert generated.reward_specs[0].source == generated.prompt(0).source == "eval/chain_sum"
+    again = eval_sources(config, char_tokenizer(), num_prompts=2)[0]
+    assert again.prompt(1) == generated.prompt(1)
+    training = train_source(config, char_tokenizer(), seed=0)
+    assert not {generated.prompt(i).text for i in range(5)} & {training.prompt(i).text for i in range(50)}
+
+
+# Long prompts
+
+
+def test_long_rows_are_left_out_and_counted_before_the_epoch_is(tmp_path: Path) -> None:
+    rows = [*sums(3), {"question": "x" * 40, "answer": "1"}, *sums(2)]
+    source = opened(jsonl(tmp_path / "a.jsonl", *rows), max_prompt_tokens=20)
+    assert (source.num_rows, source.num_skipped) == (5, 1)
+    assert sorted(rows_of(source, range(5))) == [0, 1, 2, 4, 5]
+
+
+def test_the_limit_on_length_counts_every_token_the_model_sees(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"question": "12345", "answer": "1"})
+    assert opened(file, max_prompt_tokens=6).num_rows == 1
+    with pytest.raises(DataError, match="each of its 1 prompts is longer than 5 tokens"):
+        opened(file, max_prompt_tokens=5)
+
+
+def test_an_endless_source_puts_another_item_in_place_of_a_long_one() -> None:
+    config, room = gym(config={"max_terms": 6, "max_digits": 1}), 76
+    everything, short = opened(config), opened(config, max_prompt_tokens=room)
+    texts = [everything.prompt(i).text for i in range(40)]
+    prompts = [short.prompt(i) for i in range(40)]
+    assert all(len(p.token_ids) <= room for p in prompts)
+    kept = [p.text == text for p, text in zip(prompts, texts, strict=True)]
+    assert kept == [len(text) + 1 <= room for text in texts]
+    assert 0 < kept.count(False) <= short.num_skipped
+    counted = short.num_skipped
+    assert [short.prompt(i) for i in range(40)] == prompts
+    assert short.num_skipped == counted
+
+
+def test_long_prompts_can_be_an_error_with_file_and_line(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", *sums(2), {"question": "x" * 40, "answer": "1"})
+    with pytest.raises(DataError) as caught:
+        opened(file, max_prompt_tokens=20, long_prompts="error")
+    assert "a.jsonl, line 3: the prompt has 41 tokens, tasks.max_prompt_tokens is 20" in str(caught.value)
+    with pytest.raises(DataError, match=r"chain_sum.*item 0: the prompt has"):
+        opened(gym(), max_prompt_tokens=20, long_prompts="error").prompt(0)
+
+
+def test_an_endless_source_of_long_prompts_gives_up() -> None:
+    with pytest.raises(DataError, match="16 items in a row are longer than 20 tokens"):
+        opened(gym(), max_prompt_tokens=20).prompt(0)
+
+
+# Columns and formats
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "question", "input"])
+@pytest.mark.parametrize("answer", ["answer", "label", "ground_truth", "solution"])
+def test_the_customary_columns_are_found(tmp_path: Path, prompt: str, answer: str) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", {prompt: "1+1", answer: "2", "level": 3}))
+    assert source.prompt(0).text == "1+1"
+    assert source.prompt(0).columns == {answer: "2", "level": 3}
+    assert source.reward_specs[0].answer_column == answer
+
+
+def test_messages_and_nested_answers_are_found(tmp_path: Path) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "data_source": "x",
+    }
+    config = TasksConfig(train=(jsonl(tmp_path / "a.jsonl", row),))
+    source = train_source(config, char_tokenizer(CHAT), seed=0)
+    assert source.prompt(0).text == "<user>1+1\n<assistant>"
+    assert source.prompt(0).columns == row
+    assert source.reward_specs[0].answer_column == "reward_model.ground_truth"
+
+
+def test_keep_columns_keeps_those_and_the_answer(tmp_path: Path) -> None:
+    row = {"question": "1+1", "answer": "2", "essay": "x" * 99, "level": 3}
+    source = opened(jsonl(tmp_path / "a.jsonl", row, keep_columns=("level",)))
+    assert source.prompt(0).columns == {"answer": "2", "level": 3}
+
+
+def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None:
+    import datasets
+
+    rows = sums(4)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    lines = opened(jsonl(tmp_path / "a.jsonl", *rows))
+    for config in (
+        SourceConfig(kind="parquet", name="file", path=str(tmp_path / "a.parquet"), reward=EXACT),
+        SourceConfig(kind="hf", name="file", path=str(tmp_path / "saved"), split="test", reward=EXACT),
+        SourceConfig(kind="hf", name="file", path=str(tmp_path / "one"), reward=EXACT),
+    ):
+        assert [opened(config).prompt(i) for i in range(5)] == [lines.prompt(i) for i in range(5)]
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", "", *sums(1), "  ", *sums(1)))
+    assert source.num_rows == 2
+
+
+# What is told when it does not work
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "message"),
+    [
+        ([], {}, "a.jsonl holds no rows"),
+        (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),
+        ([*sums(1), "", "[1]"], {}, "a.jsonl, line 3: expected a JSON object, got list"),
+        (
+            [{"text": "1+1", "answer": "2"}],
+            {},
+            "line 1: none of the columns prompt, question, input, messages is there; "
+            "the columns are text, answer; set prompt_column of source 'file'",
+        ),
+        (
+            [{"question": "1+1", "result": "2"}],
+            {},
+            "is there; the columns are question, result; set answer_column of source 'file'",
+        ),
+        (
+            [{"question": "1", "prompt": "2", "answer": "3"}],
+            {},
+            "columns 'prompt' and 'question' could both be meant; set prompt_column of source 'file' to one",
+        ),
+        (
+            [{"question": "1", "label": "2", "answer": "3"}],
+            {},
+            "columns 'answer' and 'label' could both be meant; set answer_column of source 'file' to one",
+        ),
+        (
+            [*sums(2), {"question": "1+1"}],
+            {},
+            "line 3: column 'answer' is missing; the columns are question; mend the row or change answer_column",
+        ),
+        ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
+        (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
+        (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),
+        (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),
+        ([{"question": 5, "answer": "1"}], {}, "line 1: a prompt is text or a list of messages"),
+    ],
+)
+def test_a_broken_file_is_told_with_its_line_and_mend(
+    tmp_path: Path, rows: list[Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(jsonl(tmp_path / "a.jsonl", *rows, **fields))
+    assert message in str(caught.value)
+    assert str(tmp_path / "a.jsonl") in str(caught.value)
+
+
+def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:
+    row = {"question": "1", "prompt": "2", "answer": "3"}
+    source = opened(jsonl(tmp_path / "a.jsonl", row, prompt_column="prompt"))
+    assert source.prompt(0).text == "2"
+    assert source.prompt(0).columns == {"question": "1", "answer": "3"}
+
+
+def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+    for kind, name, message in (
+        ("jsonl", "none.jsonl", "source 'file': no file"),
+        ("parquet", "none.parquet", "source 'file': no file"),
+        ("parquet", "a.parquet", "a.parquet: not a readable Parquet file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            opened(SourceConfig(kind=kind, name="file", path=str(tmp_path / name), reward=EXACT))  # type: ignore[arg-type]
+
+
+def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(sums(1))}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="has no split 'train'; it has: test"):
+        opened(SourceConfig(kind="hf", name="file", path=str(tmp_path / "saved"), reward=EXACT))
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no route to the hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError) as caught:
+        opened(SourceConfig(kind="hf", name="file", path="owner/set", reward=EXACT))
+    assert (
+        "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check"
+        in str(caught.value)
+    )
+
+
+def test_a_column_json_cannot_hold_is_told(tmp_path: Path) -> None:
+    table = pa.table({"question": ["1"], "answer": ["2"], "image": [b"\x00"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    config: dict[str, Any] = {
+        "kind": "parquet",
+        "name": "p",
+        "path": str(tmp_path / "a.parquet"),
+        "reward": EXACT,
+    }
+    with pytest.raises(DataError, match=r"a.parquet, row 0: column 'image' cannot travel.*keep_columns"):
+        opened(SourceConfig(**config))
+    assert opened(SourceConfig(**config, keep_columns=())).prompt(0).columns == {"answer": "2"}
+
+
+def test_a_run_without_sources_is_told() -> None:
+    with pytest.raises(DataError, match=r"tasks.train names no source"):
+        opened()

@@ -124,6 +124,12 @@ class Journal:
         (seq,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
         return int(seq)
 
+    @property
+    def last_time_s(self) -> float:
+        """Run clock at the newest event; 0 when there is none."""
+        row = self._db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT 1").fetchone()
+        return 0.0 if row is None else float(json.loads(row[0])["time_s"])
+
     def read(self) -> Iterator[tuple[int, Event]]:
         for seq, kind, body, blob in self._db.execute(
             "SELECT seq, kind, body, blob FROM events ORDER BY seq"

@@ -1,0 +1,190 @@
+"""What the command line does with a config and a run directory: train, compare, fine-tune, evaluate, plan.
+
+Each job leaves its results in the directory and says on the terminal what it found. Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rollover import rundir
+from rollover.config import RunConfig, variant
+from rollover.errors import ConfigError, DataError, RunError
+from rollover.report.metrics import MetricsWriter
+from rollover.report.progress import Progress
+from rollover.rundir import RunDir
+
+
+def train(config: RunConfig, run: RunDir) -> None:
+    """Train to ``config.steps`` and report; with ``[variants]``, each of them from the same initial policy.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended it early, cleanly; it can be resumed.
+        RolloverError: with what the user can do about it; the same holds.
+    """
+    if config.variants:
+        _compare(config, run)
+    else:
+        _train(config, run)
+
+
+def sft(config: RunConfig, run: RunDir) -> None:
+    """Only the supervised part: the model ends up in ``run.path/model``.
+
+    Raises:
+        ConfigError: the config has no ``[sft]`` section.
+    """
+    from rollover.prepare import initial_policy
+
+    if config.sft is None:
+        raise ConfigError("sft: the config has no [sft] section; add one with num_steps and learning_rate")
+    with _progress(config) as progress, MetricsWriter(run.path) as metrics:
+        folder = initial_policy(config, run.path / "model", progress, metrics)
+        progress.message(f"model: {folder}")
+
+
+def evaluate(config: RunConfig, run: RunDir) -> None:
+    """Measure the initial policy on every source of ``tasks.eval``.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    if not config.tasks.eval:
+        raise ConfigError("tasks.eval: nothing to evaluate on; add a source")
+    with _progress(config) as progress, MetricsWriter(run.path) as metrics:
+        result = asyncio.run(_evaluate(config, run, progress, metrics))
+        table = Table("source", "prompts", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
+        for row in result.rows:
+            shown = (row.reward, *row.pass_at.values())
+            cells = [f"{e.mean:.3f}" + (f" ± {e.standard_error:.3f}" if e.standard_error else "") for e in shown]
+            table.add_row(row.source, str(row.num_prompts), str(row.num_samples), *cells)
+        progress.console.print(table)
+
+
+def _train(config: RunConfig, run: RunDir) -> None:
+    from rollover.loop import Interrupt
+    from rollover.loop import train as train_loop
+    from rollover.report.html import write_report
+    from rollover.report.record import read_run
+    from rollover.report.summary import summarize, summary_table
+    from rollover.session import open_session
+
+    async def work() -> bool:
+        interrupt = Interrupt(progress)
+        with interrupt:
+            async with open_session(config, run, progress) as session:
+                await train_loop(session, interrupt)
+        return interrupt.requested
+
+    with _progress(config) as progress:
+        interrupted = asyncio.run(work())
+    record = read_run(run.path)
+    progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
+    write_report(run.path)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _compare(config: RunConfig, run: RunDir) -> None:
+    """Run each variant in a directory of its own below ``run``; those that are done are left alone."""
+    from rollover.prepare import initial_policy
+    from rollover.report.compare import compare_table, write_comparison
+
+    with _progress(config) as progress, MetricsWriter(run.path) as metrics:
+        folder = initial_policy(config, run.path / "model", progress, metrics)
+    paths = []
+    for name in config.variants:
+        path = run.path / name
+        paths.append(path)
+        progress.message(f"variant {name}")
+        wanted = variant(config, name, model=folder)
+        if rundir.is_run(path):
+            wanted, opened = rundir.open_for_resume(path)
+        else:
+            opened = rundir.create(wanted, path)
+        with opened:
+            _train(wanted, opened)
+    progress.console.print(compare_table(paths))
+    write_comparison(paths, run.report)
+
+
+async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
+    from rollover.clock import SystemClock
+    from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
+    from rollover.session import open_engine, open_evaluator
+    from rollover.tasks.scorer import Scorer
+    from rollover.tasks.source import eval_sources
+
+    folder = initial_policy(config, run.path / "model", progress, metrics)
+    tokenizer = load_tokenizer(folder)
+    sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+    async with AsyncExitStack() as stack:
+        engine = open_engine(config, folder)
+        stack.push_async_callback(engine.close)
+        scorer = Scorer([spec for s in sources for spec in s.reward_specs], tokenizer)
+        stack.push_async_callback(scorer.close)
+        evaluator = open_evaluator(
+            config,
+            engine=engine,
+            sources=sources,
+            scorer=scorer,
+            stops=stop_token_ids(folder, tokenizer),
+            clock=SystemClock(),
+            on_progress=progress.evaluating,
+        )
+        assert evaluator is not None
+        result = await evaluator.run()
+    metrics.write("eval", 0, 0.0, result.metrics())
+    return result
+
+
+def plan(config: RunConfig) -> list[str]:
+    """What a run of ``config`` would do, in sentences; checks what can be checked without loading anything big.
+
+    Raises:
+        ModelError: the model's folder is missing or of an unsupported architecture.
+        DataError: a dataset cannot be read.
+    """
+    r = config.rollout
+    lines = [f"model: {_model_line(config)}"]
+    if config.sft is not None:
+        lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")
+    lines += [
+        f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
+        f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all",
+        f"strategy {r.strategy}: {r.launched_groups} groups in flight at the start of a round,"
+        f" staleness at most {r.staleness_bound} versions",
+        f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
+    ]
+    if r.top_p < 1 or r.top_k > 0:
+        lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
+    for role in ("train", "eval"):
+        for source in getattr(config.tasks, role):
+            lines.append(f"{role} source {source.name}: {source.kind}, scored by {source.reward.kind}")
+    return lines
+
+
+def _model_line(config: RunConfig) -> str:
+    if config.model.scratch is not None:
+        s = config.model.scratch
+        return f"from scratch, {s.num_layers} layers of width {s.hidden_size}"
+    from rollover.trainer.models import read_model_config, resolve_model
+
+    assert config.model.path is not None
+    folder = resolve_model(config.model.path)
+    return f"{config.model.path} ({read_model_config(folder)['model_type']})"
+
+
+def _progress(config: RunConfig) -> Progress:
+    return Progress(
+        total_steps=config.steps,
+        mode=config.logging.progress,
+        plain_every_steps=config.logging.plain_every_steps,
+    )

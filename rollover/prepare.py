@@ -1,0 +1,126 @@
+"""The initial policy: an existing model, or a small one built from nothing; then, where asked for, a supervised warm-up.
+
+What it keeps true: the folder it returns is an ordinary Hugging Face model folder, whole or absent, so a run killed in its
+warm-up does it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollover.config import RunConfig
+from rollover.errors import ModelError
+from rollover.report.metrics import MetricsWriter
+from rollover.report.progress import Progress
+from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.examples import examples, solution
+from rollover.tasks.source import PromptSource, train_source
+
+NUM_TOKENIZER_TEXTS = 4000
+"""Prompts with their solutions that a tokenizer from scratch is made of."""
+
+
+def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
+    """Folder of the policy that training starts from: the user's own, or ``folder``, made here unless it is there.
+
+    Raises:
+        ModelError: the model cannot be had or is of an unsupported architecture.
+        DataError: a source cannot be read or has no solutions to warm up on.
+    """
+    from rollover.trainer.models import resolve_model
+
+    if config.model.scratch is None:
+        assert config.model.path is not None
+        base = resolve_model(config.model.path)
+        if config.sft is None:
+            return base
+    if not (folder / "config.json").is_file():
+        if config.model.scratch is not None:
+            base = _build(config, folder.with_name(f"{folder.name}-untrained"), progress)
+        if config.sft is None:
+            return base
+        _warm_up(config, base, folder, progress, metrics)
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or it names no end token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{folder}: no tokenizer can be loaded ({e}); put its files beside the model") from e
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
+    return tokenizer
+
+
+def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token and those of ``generation_config.json``."""
+    import json
+
+    path = folder / "generation_config.json"
+    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    more = listed if isinstance(listed, list) else [listed] if isinstance(listed, int) else []
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *more]))
+
+
+def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
+    from rollover.trainer.scratch import build_scratch_model, build_tokenizer
+
+    assert config.model.scratch is not None
+    shape = config.model.scratch
+    progress.message("building a tokenizer and a model from scratch")
+    configs = _warmup_sources(config)
+    # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
+    plain = replace(config.tasks, train=configs, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
+    source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
+    by_name = {c.name: c for c in configs}
+    prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
+    texts = [f"{p.text}\n{solution(by_name[p.source], p)}" for p in prompts]
+    tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
+    build_scratch_model(folder, tokenizer, shape)
+    return folder
+
+
+def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, metrics: MetricsWriter) -> None:
+    from rollover.trainer.sft import SFTProgress, run_sft
+
+    warmup = config.sft
+    assert warmup is not None
+    tokenizer = load_tokenizer(base)
+    configs = _warmup_sources(config)
+    source = train_source(replace(config.tasks, train=configs), tokenizer, seed=_warmup_seed(config))
+
+    def on_progress(done: SFTProgress) -> None:
+        progress.warmup(done.step + 1, warmup.num_steps, done.loss)
+        values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
+        metrics.write("warmup", done.step, done.elapsed_s, values)
+
+    wanted = warmup.num_steps * warmup.batch_size
+    supervised = islice(examples(source, configs, tokenizer), wanted)
+    run_sft(base, supervised, warmup, output=folder, on_progress=on_progress)
+
+
+def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:
+    if config.sft is not None and config.sft.sources:
+        return config.sft.sources
+    return config.tasks.train
+
+
+def _warmup_seed(config: RunConfig) -> int:
+    """Far from the run's own, so that warm-up and training draw different items of a generated task."""
+    return config.seed + 2**20
+
+
+class _PlainText:
+    """Stands in for a tokenizer that is not made yet: one id per character."""
+
+    chat_template = None
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(c) for c in t] for t in text]}

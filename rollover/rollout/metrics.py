@@ -1,0 +1,65 @@
+"""What a batch and the ledger say in numbers. Pure functions; names are those of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from rollover.rollout.ledger import Ledger
+from rollover.types import Batch, FinishReason
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, lengths and staleness of what one step trains.
+
+    A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95`` weigh every
+    token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's.
+    """
+    rewards = [t.reward for t in batch.trajectories if t.reward is not None]
+    lengths = [t.num_tokens for t in batch.trajectories]
+    ages: Counter[int] = Counter()
+    for trajectory in batch.trajectories:
+        for segment in trajectory.segments:
+            ages[batch.step - segment.policy_version] += len(segment.token_ids)
+    heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
+    total = sum(ages.values())
+    signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/groups_with_signal": signal / len(batch.groups),
+        "response/mean_tokens": statistics.fmean(lengths),
+        "response/max_tokens": max(lengths),
+        "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
+        "staleness/mean": sum(age * n for age, n in ages.items()) / max(total, 1),
+        "staleness/p95": _quantile(ages, 0.95),
+        "staleness/max": max(ages),
+        "staleness/head_mean": statistics.fmean(heads),
+        "staleness/off_policy_tokens": sum(n for age, n in ages.items() if age > 0) / max(total, 1),
+        "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
+    }
+
+
+def ledger_metrics(ledger: Ledger) -> dict[str, float]:
+    """The token account so far, and what is in flight."""
+    tokens = ledger.tokens
+    return {
+        "rollout/decoded_tokens": tokens.decoded,
+        "rollout/trained_tokens": tokens.trained,
+        "rollout/live_tokens": tokens.live,
+        "rollout/reprefilled_tokens": tokens.reprefilled,
+        "rollout/failed_samples": ledger.num_failed,
+        "rollout/parked_samples": len(ledger.parked),
+        "rollout/unconsumed_groups": ledger.num_unconsumed,
+        **{f"rollout/wasted_tokens/{cause}": count for cause, count in sorted(tokens.wasted.items())},
+    }
+
+
+def _quantile(counts: Counter[int], q: float) -> float:
+    """Smallest value with at least the share ``q`` of the counts at or below it."""
+    remaining = q * sum(counts.values())
+    for value in sorted(counts):
+        remaining -= counts[value]
+        if remaining <= 0:
+            break
+    return float(value)

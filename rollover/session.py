@@ -1,0 +1,340 @@
+"""Everything one training run holds open, and what the loop does with it besides the loop itself.
+
+What it keeps true: parts are opened in the order in which they need each other and closed in reverse, whatever happens; a
+resumed run is opened from its newest checkpoint and its journal, which agree.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollover.algorithms.filters import keep_group
+from rollover.algorithms.registry import resolve
+from rollover.clock import Clock, SystemClock
+from rollover.config import RunConfig, resolved
+from rollover.engine.base import Engine
+from rollover.evaluation import Evaluator
+from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
+from rollover.report.metrics import MetricsWriter
+from rollover.report.progress import Progress
+from rollover.report.sinks import open_sinks
+from rollover.rollout.driver import Limits, RolloutDriver
+from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.journal import Journal, restart
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.metrics import batch_metrics, ledger_metrics
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rundir import RunDir
+from rollover.tasks.scorer import Scorer
+from rollover.tasks.source import RowSource, eval_sources, train_source
+from rollover.types import Batch, SamplingParams
+from rollover.weights.publisher import Publisher
+
+if TYPE_CHECKING:
+    from rollover.engine.embedded.engine import EmbeddedEngine
+    from rollover.trainer.trainer import Trainer
+
+
+class Session:
+    """The open parts of a run. ``timings`` collects the seconds of the step under way by name."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run: RunDir,
+        trainer: Trainer,
+        driver: RolloutDriver,
+        publisher: Publisher,
+        evaluator: Evaluator | None,
+        scorer: Scorer,
+        metrics: MetricsWriter,
+        progress: Progress,
+        clock: SystemClock,
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.driver = driver
+        self.timings: Counter[str] = Counter()
+        self._run = run
+        self._publisher = publisher
+        self._evaluator = evaluator
+        self._scorer = scorer
+        self._metrics = metrics
+        self._progress = progress
+        self._clock = clock
+        self._saved_version = trainer.version
+        self._evaluated_version = -1
+        self._step_began_s = clock.now_s()
+        self._at_last_step = _Counters.of(driver.ledger, scorer)
+
+    @property
+    def version(self) -> int:
+        """Of the trainer's weights: the number of steps done."""
+        return self.trainer.version
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] += time.perf_counter() - began_s
+
+    async def publish(self) -> None:
+        """Put the trainer's weights into the engines, under the trainer's version."""
+        version, weights = self.trainer.version, self.trainer.weights()
+        await self.driver.update_weights(version, lambda: self._publisher.publish(version, weights))
+
+    async def evaluate_when_due(self) -> None:
+        """Before the first step, after the last, and every ``eval.every_steps`` between."""
+        every = self.config.eval.every_steps
+        due = self.version in (0, self.config.steps) or (every and self.version % every == 0)
+        if self._evaluator is None or not due or self.version == self._evaluated_version:
+            return
+        began_s = self._clock.now_s()
+        result = await self._evaluator.run()
+        self._evaluated_version = self.version
+        numbers = result.metrics()
+        self._metrics.write("eval", self.version, self._clock.now_s(), numbers)
+        self._progress.evaluation(self.version, numbers)
+        if self.version == 0:
+            self._progress.message(f"response lengths before training: {describe_lengths(result.lengths)}")
+        if result.num_failed:
+            self._progress.message(f"{result.num_failed} evaluation samples could not be scored and count as 0")
+        self._step_began_s += self._clock.now_s() - began_s
+
+    def log_step(self, batch: Batch, trained: dict[str, float]) -> None:
+        """Write the metrics of the step that ends now, and begin the next one."""
+        now_s = self._clock.now_s()
+        counters, before = _Counters.of(self.driver.ledger, self._scorer), self._at_last_step
+        step_s = now_s - self._step_began_s
+        rollout_s = max(self.timings["time/rollout_s"], 1e-9)
+        if self.config.rollout.overlaps_training:
+            rollout_s = step_s
+        numbers = {
+            **trained,
+            **batch_metrics(batch),
+            **ledger_metrics(self.driver.ledger),
+            **self.timings,
+            "time/reward_s": counters.reward_s - before.reward_s,
+            "time/step_s": step_s,
+            "rollout/tokens_per_s": (counters.decoded - before.decoded) / rollout_s,
+            "perf/trained_tokens_per_s": batch.num_tokens / step_s,
+            "memory/peak_bytes": peak_memory_bytes(),
+        }
+        self._metrics.write("step", batch.step, now_s, numbers)
+        self._progress.step(numbers)
+        self.timings.clear()
+        self._at_last_step = counters
+        self._step_began_s = now_s
+
+    def save_when_due(self) -> None:
+        every = self.config.checkpoint.every_steps
+        if every and self.version % every == 0:
+            self._save()
+
+    async def finish(self) -> None:
+        """Park what still runs and leave a checkpoint, so that the run can go on from here."""
+        await self.driver.stop()
+        self._save()
+
+    def _save(self) -> None:
+        from rollover.trainer.checkpoint import checkpoint_path, prune_checkpoints
+
+        if self.version == self._saved_version:
+            return
+        root = self._run.checkpoints
+        self.trainer.save(checkpoint_path(root, self.version))
+        self._saved_version = self.version
+        self.driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept(root)))
+        prune_checkpoints(root, self.config.checkpoint.keep_last)
+
+    def _oldest_kept(self, root: Path) -> int:
+        """Batches older than every checkpoint that stays need no replay."""
+        from rollover.trainer.checkpoint import list_checkpoints, read_manifest
+
+        kept = list_checkpoints(root)[-self.config.checkpoint.keep_last :]
+        return read_manifest(kept[0]).version
+
+
+class _Counters:
+    """Running totals, so that a step's share is a difference."""
+
+    def __init__(self, decoded: int, reward_s: float) -> None:
+        self.decoded = decoded
+        self.reward_s = reward_s
+
+    @classmethod
+    def of(cls, ledger: Ledger, scorer: Scorer) -> _Counters:
+        return cls(ledger.tokens.decoded, scorer.stats.busy_s)
+
+
+@asynccontextmanager
+async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> AsyncIterator[Session]:
+    """Open every part of a run, new or resumed; close them all at the end."""
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(run.checkpoints)
+    async with AsyncExitStack() as stack:
+        sinks = open_sinks(
+            config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run)
+        )
+        metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
+        folder = initial_policy(config, run.path / "model", progress, metrics)
+        tokenizer = load_tokenizer(folder)
+        stops = stop_token_ids(folder, tokenizer)
+        trainer = _open_trainer(config, folder, checkpoint)
+        engine = open_engine(config, folder)
+        stack.push_async_callback(engine.close)
+        source = train_source(config.tasks, tokenizer, seed=config.seed)
+        held_out = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+        scorer = Scorer([spec for s in (source, *held_out) for spec in s.reward_specs], tokenizer)
+        stack.push_async_callback(scorer.close)
+        resuming = run.journal.exists()
+        journal = Journal(run.journal)
+        stack.callback(journal.close)
+        ledger = (
+            restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
+        )
+        if resuming:
+            progress.resumed(trainer.version)
+        clock = SystemClock(journal.last_time_s)
+        driver = RolloutDriver(
+            engine=engine,
+            strategy=STRATEGIES[config.rollout.strategy].from_config(
+                config.rollout, max_running=engine.capabilities.max_running
+            ),
+            source=source,
+            scorer=scorer,
+            sampling=config.rollout.sampling(stops),
+            seed=config.seed,
+            clock=clock,
+            ledger=ledger,
+            journal=journal,
+            limits=Limits.from_config(config.rollout),
+            keep_group=lambda rewards: keep_group(resolve(config.algorithm), rewards),
+            observer=_Watcher(ledger, progress, config.rollout.rollout_batch_size),
+            lockstep=config.deterministic,
+        )
+        stack.push_async_callback(driver.stop)
+        yield Session(
+            config=config,
+            run=run,
+            trainer=trainer,
+            driver=driver,
+            publisher=Publisher([engine]),
+            evaluator=open_evaluator(
+                config,
+                engine=engine,
+                sources=held_out,
+                scorer=scorer,
+                stops=stops,
+                clock=clock,
+                on_progress=progress.evaluating,
+            ),
+            scorer=scorer,
+            metrics=metrics,
+            progress=progress,
+            clock=clock,
+        )
+
+
+def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> Trainer:
+    from rollover.trainer.trainer import Trainer
+
+    settings = replace(
+        config.trainer, deterministic=config.deterministic or config.trainer.deterministic, seed=config.seed
+    )
+    shared: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "max_response_tokens": config.rollout.max_new_tokens,
+        "num_steps": config.steps,
+    }
+    algorithm = resolve(config.algorithm)
+    if checkpoint is None:
+        return Trainer(settings, algorithm, folder, **shared)
+    return Trainer.load(checkpoint, settings, algorithm, folder, **shared)
+
+
+def open_engine(config: RunConfig, folder: Path) -> EmbeddedEngine:
+    from rollover.engine.embedded.engine import EmbeddedEngine
+
+    settings = replace(config.engine, deterministic=config.deterministic or config.engine.deterministic)
+    return EmbeddedEngine.from_folder(folder, settings)
+
+
+def open_evaluator(
+    config: RunConfig,
+    *,
+    engine: Engine,
+    sources: Sequence[RowSource],
+    scorer: Scorer,
+    stops: tuple[int, ...],
+    clock: Clock,
+    on_progress: Callable[[int, int], None],
+) -> Evaluator | None:
+    """What ``eval`` asks for; ``None`` when there is nothing to measure on."""
+    if not sources:
+        return None
+    return Evaluator(
+        engine=engine,
+        sources=sources,
+        scorer=scorer,
+        sampling=SamplingParams(
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=config.eval.temperature,
+            stop_token_ids=stops,
+            stop_strings=config.rollout.stop_strings,
+        ),
+        samples_per_prompt=config.eval.samples_per_prompt,
+        ks=config.eval.k,
+        clock=clock,
+        on_progress=on_progress,
+    )
+
+
+class _Watcher:
+    """Shows the rollout on the terminal as events come by."""
+
+    def __init__(self, ledger: Ledger, progress: Progress, batch_size: int) -> None:
+        self._ledger = ledger
+        self._progress = progress
+        self._batch_size = batch_size
+
+    def __call__(self, event: Event) -> None:
+        ledger = self._ledger
+        self._progress.rollout(
+            len(ledger.ready), self._batch_size, len(ledger.running), len(ledger.parked), ledger.tokens.decoded
+        )
+
+
+def _step_of(checkpoint: Path | None, run: RunDir) -> int | None:
+    from rollover.trainer.checkpoint import read_manifest
+
+    if checkpoint is not None:
+        return read_manifest(checkpoint).version
+    return 0 if run.journal.exists() else None
+
+
+def describe_lengths(lengths: Sequence[int]) -> str:
+    """Quantiles and how long the tail is, in tokens."""
+    ordered = sorted(lengths)
+    median = max(1, ordered[len(ordered) // 2])
+    p95, longest = ordered[int(0.95 * (len(ordered) - 1))], ordered[-1]
+    return (
+        f"median {median}, p95 {p95}, max {longest} tokens"
+        f" (p95/median {p95 / median:.1f}, max/median {longest / median:.1f})"
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -19,7 +19,7 @@ from rollover.errors import DataError
 def shaped_rewards(
     algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int
 ) -> Tensor:
-    """[B]: rewards plus DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+    """[B]: rewards plus DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4).
 
     With ``Lc = overlong_buffer * max_response_tokens`` the punishment is 0 up to ``max - Lc`` response
     tokens and falls linearly to -1 at ``max``. A truncated response has ``max`` tokens.
@@ -53,7 +53,7 @@ def compute_advantages(
     that is not finite (naming the sample), for lengths that disagree and for a batch in which no token
     trains.
     """
-    rewards_B = _checked(rewards_B, group_B, sample_T, loss_mask_T)
+    _check(rewards_B, group_B, sample_T, loss_mask_T)
     kl_T = None
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
@@ -140,7 +140,7 @@ def _whiten(algorithm: Algorithm, x_T: Tensor, mask_T: Tensor) -> Tensor:
     return centred_T / (variance.sqrt() + algorithm.advantage_eps)
 
 
-def _checked(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+def _check(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: Tensor) -> None:
     if len(rewards_B) != len(group_B):
         raise DataError(f"{len(rewards_B)} rewards for {len(group_B)} samples")
     if len(sample_T) != len(loss_mask_T):
@@ -150,4 +150,3 @@ def _checked(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: 
         raise DataError(f"sample {bad[0]} of the batch has reward {rewards_B[bad[0]].item()}: not finite")
     if not bool(loss_mask_T.any()):
         raise DataError("no token of the batch trains: every sample is masked (all truncated?)")
-    return rewards_B

@@ -106,7 +106,7 @@ def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = F
 def _at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:
     if algorithm.ratio_level == "token":
         return log_ratio_T
-    # GSPO (arXiv 2507.18071, equations 7 and 14): the mean over the sample, a geometric mean of ratios
+    # GSPO (arXiv 2507.18071, sections 4.1 and 4.3): the mean over the sample, a geometric mean of ratios
     mean_B = tokens.sum_per_sample(log_ratio_T * tokens.loss_mask_T) / trained_tokens_B(tokens)
     if algorithm.ratio_level == "sequence":
         return mean_B[tokens.sample_T]

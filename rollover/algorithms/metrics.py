@@ -22,8 +22,6 @@ from rollover.algorithms.registry import Algorithm
 if TYPE_CHECKING:
     from rollover.algorithms.losses import TokenLosses
 
-_TINY = 1e-300
-
 LAGS = ("0", "1", "2", "3plus")
 """Bins of staleness, in policy versions."""
 
@@ -141,7 +139,6 @@ class LossMetrics:
             "ratio/max": maxima[0],
             f"{clip}/low": _share(total, "clip_low"),
             f"{clip}/high": _share(total, "clip_high"),
-            f"{clip}/dual": _share(total, "clip_dual"),
             f"{clip}/at_start": _share(total, "clip_at_start"),
             "is_weight/mean": _share(total, "is_weight"),
             "is_weight/max": maxima[1],
@@ -157,6 +154,8 @@ class LossMetrics:
             "staleness/off_policy_tokens": stale / max(total["tokens"], 1),
             "staleness/max": maxima[2],
         }
+        if not self.capped:
+            out["clip/dual"] = _share(total, "clip_dual")
         for lag, sums in zip(LAGS, bins, strict=True):
             out[f"lag_{lag}/tokens"] = sums["tokens"]
             if not sums["tokens"]:
@@ -183,4 +182,6 @@ def _share(sums: dict[str, float], name: str) -> float:
 
 
 def _ess(sums: dict[str, float]) -> float:
-    return sums["is_weight"] ** 2 / max(sums["tokens"] * sums["is_weight_squared"], _TINY)
+    if not sums["tokens"]:
+        return 0.0
+    return sums["is_weight"] ** 2 / (sums["tokens"] * sums["is_weight_squared"])

@@ -4,8 +4,7 @@ The table is data and needs no torch. The functions behind a column's values liv
 ``losses``, ``corrections``, ``kl`` and ``filters``, each in a dictionary keyed by that value.
 
 Papers: GRPO (arXiv 2402.03300), DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783), RLOO
-(2402.14740), REINFORCE++ (2501.03262), CISPO (2506.13585); decoupled PPO (2110.00641), truncated importance
-sampling in token form and IcePop masking as popularised for engine/trainer mismatch.
+(2402.14740), REINFORCE++ (2501.03262), CISPO (2506.13585), decoupled PPO (2110.00641).
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class Algorithm:
         if self.old == "rollout" and self.correction in ("tis", "mis"):
             raise ValueError(
                 f"algorithm.correction {self.correction!r} with algorithm.old 'rollout' would count the "
-                "distance to the sampling policy twice: set correction to 'none' or 'mask_stale', or old to 'proximal'"
+                "distance to the sampling policy twice: set correction to 'none' or 'mask_stale', or old to "
+                "'proximal'"
             )
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(

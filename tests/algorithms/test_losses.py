@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.algorithms import ALGORITHMS, Algorithm
-from rollover.algorithms.batch import TokenBatch
+from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from tests.algorithms.batches import (
     WORKED,
@@ -238,10 +238,28 @@ def test_lengths_that_disagree_are_refused_by_name(name: str) -> None:
         policy_loss(row("grpo"), replace(tokens, **{name: getattr(tokens, name)[:2]}), WORKED)
 
 
-@pytest.mark.parametrize("count", ["num_tokens", "num_samples", "num_groups", "max_response_tokens"])
-def test_a_denominator_of_0_is_refused(count: str) -> None:
+@pytest.mark.parametrize(
+    "empty",
+    [
+        replace(WORKED, num_tokens=0),
+        replace(WORKED, num_samples=0),
+        replace(WORKED, num_groups=0),
+        replace(WORKED, max_response_tokens=0),
+    ],
+)
+def test_a_denominator_of_0_is_refused(empty: Denominators) -> None:
     with pytest.raises(LossError, match="nothing to train on"):
-        policy_loss(row("grpo"), worked_batch(), replace(WORKED, **{count: 0}))
+        policy_loss(row("grpo"), worked_batch(), empty)
+
+
+def test_a_micro_batch_without_tokens_is_refused() -> None:
+    batch, _ = take(worked_batch(), [0])
+    empty = replace(
+        batch,
+        **{f.name: getattr(batch, f.name)[:0] for f in fields(batch) if f.name.endswith("_T")},
+    )
+    with pytest.raises(LossError, match="holds no token"):
+        policy_loss(row("grpo"), empty, WORKED)
 
 
 def test_a_fully_masked_micro_batch_is_no_error_and_moves_nothing() -> None:

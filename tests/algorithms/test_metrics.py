@@ -32,7 +32,8 @@ def metrics_of(algorithm: Algorithm, tokens: TokenBatch | None = None) -> dict[s
 
 def test_metrics_have_their_hand_worked_values() -> None:
     # ratios 1.5, 0.9, 0.7 with advantages 1, 1, -1; weights 1, 3, 0.5; staleness 0, 1, 1
-    actual = metrics_of(row("grpo", kl_coef=0.1))
+    # (1.5 is above the dual clip of 1.4, which concerns negative advantages only)
+    actual = metrics_of(row("grpo", kl_coef=0.1, dual_clip=1.4))
     expected = {
         "tokens/trained": 3,
         "ratio/mean": 3.1 / 3,
@@ -72,6 +73,12 @@ def test_metrics_have_their_hand_worked_values() -> None:
         "lag_3plus/tokens": 0,
     }
     assert actual == pytest.approx(expected, abs=1e-9)
+
+
+def test_dual_clip_is_counted_where_it_holds() -> None:
+    tokens = replace(worked_batch(), advantages_T=f64(-1, 1, -1))
+    assert metrics_of(row("grpo", dual_clip=1.4), tokens)["clip/dual"] == pytest.approx(1 / 3)
+    assert metrics_of(row("grpo"), tokens)["clip/dual"] == 0
 
 
 def test_rejection_is_counted_by_token_and_by_sample() -> None:

@@ -129,7 +129,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             raise
         raise ResourceError(
             f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
-            "earlier ones are intact; free some space or lower checkpoint.keep_last"
+            "earlier ones are intact; free some space, or lower checkpoint.keep_last"
         ) from error
     finally:
         if partial is not None and partial.exists():
@@ -203,4 +203,4 @@ def _flush(path: Path) -> None:
 def _disk_full(error: Exception) -> bool:
     # safetensors wraps the system's error and keeps its text alone
     full = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in full or any(f"os error {code}" in str(error) for code in full)
+    return getattr(error, "errno", None) in full or any(f"os error {code})" in str(error) for code in full)

@@ -126,7 +126,6 @@ def load_policy(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
 ) -> Any:
     """A causal language model that runs packed rows (see ``logprobs.response_logprobs``).
 
@@ -151,7 +150,6 @@ def load_policy(
                 attn_implementation=PACKED_ATTENTION,
                 use_safetensors=True,
                 local_files_only=True,
-                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -1,0 +1,148 @@
+"""Tiny models, trajectories and batches, made from seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.models import save_model
+from rollover.trainer.packing import TrainingSample
+from rollover.trainer.trainer import Trainer
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+
+VOCAB = 40
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def make_model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Any:
+    """A plain transformers model with weights large enough for peaked distributions."""
+    shape = {**SHAPE, "tie_word_embeddings": True, **changes}
+    torch.manual_seed(seed)
+    match family:
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8)).eval()
+        case "qwen2":
+            return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    raise AssertionError(family)
+
+
+def make_folder(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(make_model(family, **changes), folder, files_from=None)
+    return folder
+
+
+def make_samples(num: int, *, seed: int = 0, max_response: int = 30) -> list[TrainingSample]:
+    rng = random.Random(seed)
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2, VOCAB) for _ in range(n))
+
+    return [
+        TrainingSample(
+            prompt_ids=tokens(rng.randint(1, 8)), response_ids=tokens(rng.randint(1, max_response))
+        )
+        for _ in range(num)
+    ]
+
+
+def separate_logprobs(model: Any, samples: Sequence[TrainingSample], temperature: float) -> torch.Tensor:
+    """The oracle: one ordinary forward per sample, log-probs of its response tokens, concatenated."""
+    parts = []
+    for s in samples:
+        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
+        logits = model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1]
+        table = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+        parts.append(table.gather(1, torch.tensor(s.response_ids)[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def make_trajectory(
+    sample_id: SampleId,
+    prompt: Prompt,
+    response: Sequence[int],
+    *,
+    reward: float,
+    version: int = 0,
+    finish_reason: FinishReason = FinishReason.STOP,
+    logprobs: Sequence[float] | None = None,
+) -> Trajectory:
+    segment = Segment(
+        policy_version=version,
+        token_ids=tuple(response),
+        rollout_logprobs=tuple(logprobs) if logprobs is not None else (-2.0,) * len(response),
+        finish_reason=finish_reason,
+        kv_version=version,
+        start_s=0.0,
+        end_s=1.0,
+    )
+    return Trajectory(sample_id=sample_id, prompt=prompt, segments=(segment,), reward=reward)
+
+
+def make_batch(
+    *, step: int = 0, num_groups: int = 4, group_size: int = 3, seed: int = 0, version: int | None = None
+) -> Batch:
+    """Random responses of uneven length with random rewards and made-up behaviour log-probs."""
+    rng = random.Random(f"{seed}/{step}")
+    groups = []
+    for g in range(num_groups):
+        ids = tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(2, 8)))
+        prompt = Prompt(prompt_id=f"test/{g}@0", token_ids=ids, text="", source="test")
+        trajectories = []
+        for i in range(group_size):
+            response = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 25))]
+            trajectories.append(
+                make_trajectory(
+                    SampleId(g, i),
+                    prompt,
+                    response,
+                    reward=rng.random(),
+                    version=step if version is None else version,
+                    logprobs=[-rng.uniform(1.0, 6.0) for _ in response],
+                )
+            )
+        groups.append(Group(group_id=g, prompt=prompt, trajectories=tuple(trajectories)))
+    return Batch(step=step, groups=tuple(groups))
+
+
+def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> Trainer:
+    """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
+    own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "resume_from": None}
+    own |= {key: settings.pop(key) for key in own.keys() & settings.keys()}
+    if isinstance(algorithm, str):
+        algorithm = resolve(AlgorithmConfig(name=algorithm))
+    config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", **settings})
+    return Trainer(config, algorithm, folder, **own)
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Left by the last optimizer step."""
+    return {name: p.grad.clone() for name, p in trainer._model.named_parameters()}

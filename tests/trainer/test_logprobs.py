@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rollover.trainer.logprobs as logprobs_module
+from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs
+
+CPU = torch.device("cpu")
+
+
+def packed(
+    model: Any, samples: list[TrainingSample], temperature: float, *, budget: int = 100
+) -> torch.Tensor:
+    rows = [DeviceRow.of(r, CPU) for r in pack(samples, budget)]
+    return all_logprobs(model, rows, temperature, num_tokens=sum(len(s.response_ids) for s in samples))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_logprobs_equal_those_of_separate_forwards(tmp_path: Path, family: str, tied: bool) -> None:
+    model = make_model(family, tie_word_embeddings=tied)
+    policy = load_policy(make_folder(tmp_path, family, tie_word_embeddings=tied))
+    samples = make_samples(24)
+    for temperature in (1.0, 0.6):
+        with torch.no_grad():
+            expected = separate_logprobs(model, samples, temperature)
+        assert expected.std() > 1  # peaked distributions: a wrong mask would show
+        torch.testing.assert_close(packed(policy, samples, temperature), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_logprobs_do_not_depend_on_the_packing(tmp_path: Path) -> None:
+    policy = load_policy(make_folder(tmp_path)).double()
+    samples = make_samples(24)
+    alone = packed(policy, samples, 0.8, budget=1)
+    for budget in (40, 10**6):
+        torch.testing.assert_close(packed(policy, samples, 0.8, budget=budget), alone, atol=1e-12, rtol=0)
+
+
+def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_path: Path) -> None:
+    model, policy = make_model().double(), load_policy(make_folder(tmp_path)).double()
+    samples = make_samples(12)
+    weights = torch.randn(sum(len(s.response_ids) for s in samples), dtype=torch.float64)
+    (separate_logprobs(model, samples, 0.8) * weights).sum().backward()
+    for row in (DeviceRow.of(r, CPU) for r in pack(samples, 70)):
+        (response_logprobs(policy, row, 0.8) * weights[row.token_T]).sum().backward()
+    for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_the_head_in_chunks_gives_the_same_values_and_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(make_folder(tmp_path)).double()
+    row = DeviceRow.of(pack(make_samples(12), 10**6)[0], CPU)
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        policy.zero_grad()
+        values = response_logprobs(policy, row, 0.8)
+        (values**2).sum().backward()
+        return values.detach(), [p.grad.clone() for p in policy.parameters()]
+
+    whole, whole_gradients = run()
+    monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 40 * 7)
+    parts, parts_gradients = run()
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=0)
+    torch.testing.assert_close(parts_gradients, whole_gradients, atol=1e-10, rtol=1e-10)
+
+
+def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:
+    policy = load_policy(make_folder(tmp_path))
+    samples = [TrainingSample(prompt_ids=(3,) * 50, response_ids=(4, 5))]
+    seen = []
+    policy.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    packed(policy, samples, 1.0)
+    assert seen == [(2, 40)]
+
+
+def test_bfloat16_autocast_keeps_the_log_softmax_in_float32(tmp_path: Path) -> None:
+    policy = load_policy(make_folder(tmp_path))
+    row = DeviceRow.of(pack(make_samples(12), 10**6)[0], CPU)
+    with torch.no_grad():
+        exact = response_logprobs(policy, row, 1.0)
+        rounded = response_logprobs(policy, row, 1.0, autocast=True)
+    assert rounded.dtype == torch.float32
+    difference = (rounded - exact).abs()
+    assert 1e-4 < difference.max() and difference.mean() < 0.1  # bfloat16 was used, and is near
+
+
+def test_a_model_for_packed_rows_refuses_an_ordinary_batch(tmp_path: Path) -> None:
+    policy = load_policy(make_folder(tmp_path))
+    with pytest.raises(TypeError, match="packed_layout"):
+        policy(input_ids=torch.tensor([[1, 2, 3]]))

@@ -17,7 +17,7 @@ from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource, W
 from rollover.errors import EngineError
 from rollover.types import FinishReason, SamplingParams
 
-LONG = 200
+LONG = 120
 """Tokens of a call that is still running whenever a test interferes with it."""
 DEADLINE_S = 60.0
 

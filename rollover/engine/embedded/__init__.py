@@ -1,0 +1,9 @@
+"""The embedded engine: continuous batching over a paged key-value cache, in this process, in PyTorch.
+
+``config`` and the bookkeeping (``cache``, ``scheduler``) are torch-free; ``model``, ``attention`` and
+``sampler`` compute; ``core`` is the synchronous engine and ``engine`` its asyncio shell.
+"""
+
+from rollover.engine.embedded.config import EmbeddedConfig
+
+__all__ = ["EmbeddedConfig"]

@@ -1,0 +1,128 @@
+"""What a model folder's ``config.json`` says, reduced to what the decoder needs. Torch-free.
+
+Whatever would change the mathematics and is not implemented is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes and switches of a Llama-like decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    inv_freq: tuple[float, ...]
+    """Rotary angle per position, one for each of ``head_dim / 2`` pairs."""
+    max_position_embeddings: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Of the attention's output projection."""
+    qk_norm: bool
+    """RMS norm of each query and key head (Qwen3)."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Architecture:
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ModelError(f"{folder} is not a model folder: it has no config.json") from None
+        except (OSError, ValueError) as e:
+            raise ModelError(f"{path} cannot be read: {e}") from e
+        try:
+            return cls.from_config(config)
+        except KeyError as e:
+            raise ModelError(f"{path} lacks {e}") from e
+        except ModelError as e:
+            raise ModelError(f"{path}: {e}") from e
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Architecture:
+        """Raises ``ModelError`` for what is not supported, ``KeyError`` for what is missing."""
+        name = _family(config)
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        bias = bool(config.get("attention_bias", False))
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            inv_freq=_inv_freq(config, head_dim),
+            max_position_embeddings=config["max_position_embeddings"],
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=name == "Qwen2ForCausalLM" or bias,
+            output_bias=name != "Qwen2ForCausalLM" and bias,
+            qk_norm=name == "Qwen3ForCausalLM",
+        )
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    name = next(iter(config.get("architectures") or ()), None)
+    if name not in ARCHITECTURES:
+        raise ModelError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    if config.get("mlp_bias"):
+        raise ModelError("mlp_bias is not supported")
+    if "quantization_config" in config:
+        raise ModelError("quantised weights are not supported; use the original checkpoint")
+    if _slides(config):
+        raise ModelError("sliding-window attention is not supported; set use_sliding_window to false")
+    return name
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    if types := config.get("layer_types"):
+        return any(t != "full_attention" for t in types)
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+        return False
+    return config.get("max_window_layers", 0) < config["num_hidden_layers"]
+
+
+def _inv_freq(config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Rotary frequencies (Su et al., arXiv 2104.09864), scaled as the config asks."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor other than 1 is not supported")
+    plain = tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return tuple(f / rope["factor"] for f in plain)
+    if kind == "llama3":
+        return tuple(_llama3(f, rope) for f in plain)
+    raise ModelError(f"rope type {kind!r} is not supported; supported: 'default', 'linear', 'llama3'")
+
+
+def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
+    """Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, those between interpolated."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return (1 - keep) * frequency / rope["factor"] + keep * frequency

@@ -1,0 +1,69 @@
+"""Settings of the embedded engine. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedConfig:
+    """How the embedded engine runs; what it samples is in each request."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (slots: a plain class attribute, not a field)
+
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes the first GPU when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and cache; ``auto`` is bfloat16 on a GPU and float32 on a CPU, where half precision is
+    slow."""
+    max_running: int = 64
+    """Samples decoded at the same time. More fill the machine better until the cache is too small for
+    them."""
+    max_context_tokens: int | None = None
+    """Longest prompt plus response; unset, it is the model's ``max_position_embeddings``."""
+    kv_cache_bytes: int = 512 * 2**20
+    """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
+    evicted first, then the youngest running one is preempted, and both are computed again later."""
+    block_size_tokens: int = 32
+    """Tokens per cache block. Smaller wastes less at the end of each sample, larger costs less per step."""
+    prefill_chunk_tokens: int = 2048
+    """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
+    the running samples by."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What a weight update does to cached tokens. ``recompute`` drops them, so that every token is sampled
+    from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
+    cache."""
+    stream_interval_tokens: int = 16
+    """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
+    deterministic: bool = False
+    """Run the engine in lockstep with its consumers, on the event loop (see ``engine``): slower, and the same
+    run twice is the same run."""
+    command_timeout_s: float = 300.0
+    """Longest wait for an iteration to end or weights to load before the engine is called dead."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}")
+        positive = (
+            "max_running",
+            "kv_cache_bytes",
+            "block_size_tokens",
+            "prefill_chunk_tokens",
+            "stream_interval_tokens",
+            "command_timeout_s",
+        )
+        for key in positive:
+            if getattr(self, key) <= 0:
+                raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.max_context_tokens is not None and self.max_context_tokens < 2:
+            raise ValueError(f"max_context_tokens must be at least 2, got {self.max_context_tokens}")
+        for key, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("kv_on_update", ("recompute", "keep")),
+        ):
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, key)!r}"
+                )

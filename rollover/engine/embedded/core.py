@@ -1,0 +1,295 @@
+"""The synchronous engine: requests in, chunks out, one iteration per ``step``.
+
+An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready.
+All that an iteration or a command produces is returned as ``Output`` records; the core never calls out.
+
+What it keeps true: each chunk has one policy version (a weight load flushes what was sampled before it); a
+finished, aborted or failed call leaves nothing behind but its parked cache; the host waits for the device
+once per iteration.
+
+Numerics: a token and its log-prob depend on its prefix, seed and weights, up to rounding: matrix products
+of another batch size, or a cache computed by prefill instead of decode, may differ in the last bits (1e-6
+in float32), which changes a sampled token only when its random number falls that close to the border
+between two tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as AbstractSequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.attention import DecodeAttention, PagedKV, PrefillAttention
+from rollover.engine.embedded.cache import BlockManager
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.model import Decoder
+from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
+from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.stopping import StopStrings
+from rollover.engine.embedded.weights import load_weights
+from rollover.errors import ConfigError, EngineError, ModelError
+from rollover.types import FinishReason
+
+
+class Output(NamedTuple):
+    request_id: str
+    chunk: Chunk
+
+
+class EngineCore:
+    """Not thread-safe: one owner calls it. Raises ``ModelError`` for a folder it cannot run and
+    ``ConfigError`` for sizes that cannot work."""
+
+    def __init__(self, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0) -> None:
+        arch = Architecture.from_folder(folder)
+        self._folder, self._config, self._arch = folder, config, arch
+        self.device, dtype = _device(config.device), _dtype(config)
+        self._max_context = _max_context(config, arch)
+        self._decoder = Decoder(arch, self._max_context, dtype, self.device)
+        load_weights(self._decoder.named, folder, tied_embeddings=arch.tied_embeddings)
+        size = config.block_size_tokens
+        self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * dtype.itemsize
+        num_blocks = config.kv_cache_bytes // self._block_bytes
+        if (needed := -(-self._max_context // size) + 1) > num_blocks:
+            raise ConfigError(
+                f"kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, num_blocks - 1) * size} tokens, "
+                f"fewer than max_context_tokens = {self._max_context}; raise it to "
+                f"{needed * self._block_bytes} or lower max_context_tokens"
+            )
+        self._kv = PagedKV(
+            arch.num_layers, num_blocks, arch.num_kv_heads, size, arch.head_dim, dtype, self.device
+        )
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, size),
+            max_running=config.max_running,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+        )
+        self.scheduler.policy_version = policy_version
+        self._open: dict[str, Sequence] = {}
+        self._seen: set[str] = set()
+        self._stop_strings: StopStrings | None = None
+        self._decoded_tokens = self._decode_iterations = 0
+        self._busy_s = 0.0
+
+    @property
+    def policy_version(self) -> int:
+        return self.scheduler.policy_version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            max_running=self._config.max_running,
+            max_context_tokens=self._max_context,
+            keeps_kv_on_abort=True,
+            in_flight_update=True,
+            seeded=True,
+        )
+
+    def add(self, request: GenerateRequest) -> list[Output]:
+        """Raises ``EngineError`` for a request that cannot run; it then leaves no trace."""
+        self._validate(request)
+        if request.params.stop_strings and self._stop_strings is None:
+            self._stop_strings = StopStrings(self._folder)
+        sequence = Sequence(request, arrival=len(self._seen))
+        self._seen.add(request.request_id)
+        self._open[request.request_id] = sequence
+        self.scheduler.add(sequence)
+        return []
+
+    def abort(self, request_ids: Collection[str]) -> list[Output]:
+        """Final chunks of those that are open; their caches stay parked while there is room."""
+        return [
+            self._finish(self._open[request_id], FinishReason.ABORT)
+            for request_id in dict.fromkeys(request_ids)
+            if request_id in self._open
+        ]
+
+    def abort_all(self) -> list[Output]:
+        return self.abort(list(self._open))
+
+    def reset(self) -> list[str]:
+        """After a failed step: forget all calls and caches; the ids of the calls that were open."""
+        ids = list(self._open)
+        self._open.clear()
+        self.scheduler.reset()
+        self._kv.zero_()
+        return ids
+
+    def load(self, policy_version: int, source: WeightSource) -> list[Output]:
+        """Take new weights; the chunks that end at this boundary. Raises ``EngineError`` and changes
+        nothing when the version goes back or the weights do not fit."""
+        if policy_version < self.policy_version:
+            raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
+        try:
+            load_weights(self._decoder.named, source, tied_embeddings=self._arch.tied_embeddings)
+        except ModelError as e:
+            raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
+        outputs = [
+            Output(request_id, sequence.flush(self.policy_version))
+            for request_id, sequence in self._open.items()
+            if sequence.num_pending
+        ]
+        self.scheduler.update(policy_version, recompute=self._config.kv_on_update == "recompute")
+        return outputs
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            policy_version=scheduler.policy_version,
+            decoded_tokens=self._decoded_tokens,
+            prefilled_tokens=scheduler.prefilled_tokens,
+            reprefilled_tokens=scheduler.reprefilled_tokens,
+            decode_iterations=self._decode_iterations,
+            busy_s=self._busy_s,
+            kv_bytes=scheduler.blocks.num_used * self._block_bytes,
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """One iteration. On an exception nothing is certain any more: call ``reset``."""
+        start_s = time.perf_counter()
+        self._copy(self.scheduler.admit())
+        if slices := self.scheduler.next_prefill():
+            self._prefill(slices)
+            self._copy(self.scheduler.prefilled(slices))
+            self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
+        outputs: list[Output] = []
+        if sequences := self.scheduler.next_decode():
+            outputs = self._account(sequences, *self._decode(sequences))
+            self._decode_iterations += 1
+        self._busy_s += time.perf_counter() - start_s
+        return outputs
+
+    def _validate(self, request: GenerateRequest) -> None:
+        name, num_prompt = request.request_id, len(request.prompt_ids)
+        num_response, limit = len(request.response_ids), request.params.max_new_tokens
+        if name in self._seen:
+            raise EngineError(f"request id {name!r} was used before; ids are unique per hop")
+        if not num_prompt:
+            raise EngineError(f"request {name!r} has an empty prompt")
+        if num_response >= limit:
+            raise EngineError(
+                f"request {name!r} has no budget left: it has {num_response} response tokens and "
+                f"max_new_tokens = {limit}"
+            )
+        if num_prompt + limit > self._max_context:
+            raise EngineError(
+                f"request {name!r} may need {num_prompt + limit} tokens ({num_prompt} of prompt, up to "
+                f"{limit} of response), but max_context_tokens = {self._max_context}"
+            )
+        ids = request.prompt_ids + request.response_ids
+        if min(ids) < 0 or max(ids) >= self._arch.vocab_size:
+            raise EngineError(
+                f"request {name!r} has token ids from {min(ids)} to {max(ids)}, but the vocabulary ends at "
+                f"{self._arch.vocab_size - 1}"
+            )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Output:
+        self.scheduler.remove(sequence, park=reason is FinishReason.ABORT)
+        del self._open[sequence.request.request_id]
+        return Output(sequence.request.request_id, sequence.flush(self.policy_version, reason))
+
+    def _copy(self, copies: list[BlockCopy]) -> None:
+        if copies:
+            self._kv.copy_blocks(copies)
+
+    def _prefill(self, slices: list[PrefillSlice]) -> None:
+        starts_B = np.array([piece.start for piece in slices])
+        counts_B = np.array([piece.num_tokens for piece in slices])
+        tables_BN = _block_tables(
+            [piece.sequence for piece in slices], starts_B + counts_B, self._kv.block_size
+        )
+        ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
+        self._decoder.prefill(
+            torch.tensor(ids, device=self.device), PrefillAttention(self._kv, tables_BN, starts_B, counts_B)
+        )
+
+    def _decode(self, sequences: list[Sequence]) -> tuple[list[float], list[float]]:
+        """Token ids (as whole floats) and log-probs, one per sequence."""
+        lengths_B = np.array([s.num_cached for s in sequences])
+        tables_BN = _block_tables(sequences, lengths_B + 1, self._kv.block_size)
+        attention = DecodeAttention(self._kv, tables_BN, lengths_B, self._arch.num_heads)
+        last_B = torch.tensor([s.token_ids[-1] for s in sequences], device=self.device)
+        noise_B = uniforms(
+            [s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences]
+        )
+        tokens_B, logprobs_B = sample(
+            self._decoder.logits(last_B, attention), [s.request.params for s in sequences], noise_B
+        )
+        tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
+        return tokens, logprobs
+
+    def _account(self, sequences: list[Sequence], tokens: list[float], logprobs: list[float]) -> list[Output]:
+        outputs = []
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                raise EngineError(
+                    f"the model of version {self.policy_version} gave logits that are not finite for request "
+                    f"{sequence.request.request_id!r}"
+                )
+            sequence.append(int(token), logprob)
+            if (reason := self._finish_reason(sequence)) is not None:
+                outputs.append(self._finish(sequence, reason))
+            elif sequence.num_pending >= self._config.stream_interval_tokens:
+                outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
+        self._decoded_tokens += len(sequences)
+        return outputs
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.token_ids[-1] in sequence.stop_token_ids:
+            return FinishReason.STOP
+        strings = sequence.request.params.stop_strings
+        if strings and self._stop_strings and self._stop_strings.complete(sequence.response_ids, strings):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_tokens == sequence.max_tokens else None
+
+
+def _block_tables(
+    sequences: AbstractSequence[Sequence], lengths_B: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
+    """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
+    width = -(-int(lengths_B.max()) // block_size)
+    tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
+    for row, sequence in zip(tables_BN, sequences, strict=True):
+        table = sequence.block_table[:width]
+        row[: len(table)] = table
+    return tables_BN
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r}, but PyTorch sees no GPU; use 'cpu' or 'auto'")
+    return torch.device(name)
+
+
+def _dtype(config: EmbeddedConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if _device(config.device).type == "cpu" else torch.bfloat16
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _max_context(config: EmbeddedConfig, arch: Architecture) -> int:
+    limit = arch.max_position_embeddings
+    if config.max_context_tokens is not None and config.max_context_tokens > limit:
+        raise ConfigError(
+            f"max_context_tokens = {config.max_context_tokens} is more than the model's {limit} positions"
+        )
+    return config.max_context_tokens or limit

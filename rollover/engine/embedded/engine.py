@@ -1,0 +1,132 @@
+"""The embedded engine behind the two protocols: streams and deadlines around a core that a runner drives.
+
+Each open call has a stream that the runner's deliveries fill and its ``generate`` empties. The code after a
+``yield`` runs when the consumer asks for the next chunk, which is how a chunk comes to count as processed
+(``runner.LockstepRunner``); closing the iterator counts for all chunks that are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from pathlib import Path
+
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.runner import Command, LockstepRunner, Runner, ThreadRunner
+from rollover.errors import EngineError, EngineTimeout, RolloverError
+
+
+class _Stream:
+    """What has been delivered for one call, and how much of it its consumer has not dealt with."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Chunk | RolloverError] = asyncio.Queue()
+        self.num_unprocessed = 0
+        self.finished = False
+
+
+class EmbeddedEngine:
+    """Implements ``Engine`` and ``WeightTarget``. Used from one event loop at a time; the core's thread
+    lives until ``close``. ``load`` does not insist on a pause: weights change between two iterations
+    anyway."""
+
+    def __init__(self, core: EngineCore, config: EmbeddedConfig) -> None:
+        self._core = core
+        self._timeout_s = config.command_timeout_s
+        self._streams: dict[str, _Stream] = {}
+        self._closed = False
+        make: Callable[..., Runner] = LockstepRunner if config.deterministic else ThreadRunner
+        self._runner = make(core, self._deliver, self._fail)
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0) -> EmbeddedEngine:
+        """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
+        ``EngineCore`` does."""
+        return cls(EngineCore(folder, config, policy_version=policy_version), config)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._core.capabilities
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """See ``Engine.generate``. Raises ``EngineError`` for a request that cannot run and when an
+        iteration fails, ``ResourceError`` when it fails for want of memory."""
+        if request.request_id in self._streams:
+            raise EngineError(f"request id {request.request_id!r} is in use; ids are unique per hop")
+        stream = self._streams[request.request_id] = _Stream()
+        try:
+            await self._do("generate", lambda core: core.add(request))
+            while not stream.finished:
+                item = await stream.queue.get()
+                if isinstance(item, RolloverError):
+                    raise item
+                yield item
+                stream.num_unprocessed -= 1
+                self._runner.processed(1)
+                stream.finished = item.finish_reason is not None
+        finally:
+            del self._streams[request.request_id]
+            if not stream.finished and not self._closed:
+                self._runner.submit(lambda core: core.abort([request.request_id]))
+            self._runner.processed(stream.num_unprocessed)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        if request_ids and not self._closed:
+            await self._do("abort", lambda core: core.abort(request_ids))
+
+    async def pause(self) -> None:
+        def pause(core: EngineCore) -> list[Output]:
+            self._runner.paused = True
+            return []
+
+        await self._do("pause", pause)
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        await self._do("load", lambda core: core.load(version, source))
+
+    async def resume(self) -> None:
+        def resume(core: EngineCore) -> list[Output]:
+            self._runner.paused = False
+            return []
+
+        await self._do("resume", resume)
+
+    def stats(self) -> EngineStats:
+        return self._runner.stats()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            await self._do("close", lambda core: core.abort_all())
+        finally:
+            self._closed = True
+            self._runner.stop()
+
+    async def _do(self, what: str, command: Command) -> None:
+        if self._closed:
+            raise EngineError(f"the engine is closed; {what} came too late")
+        future = self._runner.submit(command)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await future
+        except TimeoutError:
+            raise EngineTimeout(
+                f"the embedded engine did not get to {what!r} within command_timeout_s = {self._timeout_s}"
+            ) from None
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for request_id, chunk in outputs:
+            if stream := self._streams.get(request_id):
+                stream.num_unprocessed += 1
+                stream.queue.put_nowait(chunk)
+            else:  # its consumer has closed it
+                self._runner.processed(1)
+
+    def _fail(self, request_ids: list[str], error: RolloverError) -> None:
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.finished = True
+                stream.queue.put_nowait(error)

@@ -1,0 +1,216 @@
+"""When the core runs: in a thread of its own, or in lockstep with its consumers. Two answers to one
+interface.
+
+A *command* is a function of the core that returns outputs. Commands run between iterations, in the order of
+their submission; their outputs are delivered, on the event loop, before their future is done. What an
+iteration gives is delivered in one call. A failed iteration fails every open call with ``EngineError``
+(``ResourceError`` when memory ran out) and leaves the core empty and usable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from rollover.engine.base import EngineStats
+from rollover.engine.embedded.core import EngineCore, Output
+from rollover.errors import EngineError, ResourceError, RolloverError
+
+Command = Callable[[EngineCore], list[Output]]
+Deliver = Callable[[list[Output]], None]
+Fail = Callable[[list[str], RolloverError], None]
+
+
+class Runner(Protocol):
+    """Used from one event loop at a time."""
+
+    paused: bool
+
+    def submit(self, command: Command) -> asyncio.Future[None]:
+        """Raises nothing: an exception of the command is the future's."""
+        ...
+
+    def processed(self, num_chunks: int) -> None:
+        """So many delivered chunks have been dealt with by their consumers."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def stop(self) -> None: ...
+
+
+class ThreadRunner:
+    """The default. The core runs ahead of its consumers.
+
+    Consumes commands; produces calls on the event loop; waits for a command or, unless paused, for an open
+    call.
+    """
+
+    def __init__(self, core: EngineCore, deliver: Deliver, fail: Fail) -> None:
+        self._core, self._deliver, self._fail = core, deliver, fail
+        self._commands: list[tuple[Command, asyncio.Future[None]]] = []
+        self._wake = threading.Condition()
+        self._stats = core.stats()
+        self._stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.paused = False
+        self._thread = threading.Thread(target=self._run, name="rollover-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Command) -> asyncio.Future[None]:
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = self._loop.create_future()
+        with self._wake:
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    def processed(self, num_chunks: int) -> None:
+        """The thread does not wait for its consumers."""
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._commands or self._stopped or self._can_step())
+                commands, self._commands = self._commands, []
+            for command, future in commands:
+                self._execute(command, future)
+            if self._stopped:
+                return
+            if self._can_step():
+                self._step()
+
+    def _can_step(self) -> bool:
+        return self._core.has_work and not self.paused
+
+    def _execute(self, command: Command, future: asyncio.Future[None]) -> None:
+        try:
+            outputs = command(self._core)
+        except Exception as e:
+            self._post(_settle, future, e)
+            return
+        self._stats = self._core.stats()
+        if outputs:
+            self._post(self._deliver, outputs)
+        self._post(_settle, future, None)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._core.step()
+        except Exception as e:
+            ids, error = self._core.reset(), failure(e)
+            self._stats = self._core.stats()
+            self._post(self._fail, ids, error)
+            return
+        self._stats = self._core.stats()
+        if outputs:
+            self._post(self._deliver, outputs)
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None, "there is no work before the first command"
+        self._loop.call_soon_threadsafe(callback, *args)
+
+
+class LockstepRunner:
+    """The core runs on the event loop, one iteration per callback, and waits for its consumers.
+
+    The law: an iteration starts only when every chunk delivered so far has been processed, that is, when the
+    consumer of each has asked its iterator for the next one, or has closed it. A consumer that holds a
+    chunk, awaiting a reward, say, holds the engine. Calls, aborts and weight loads made meanwhile take
+    effect at once, in the order they are made, so before the next iteration. An idle engine starts after
+    the loop's current turn: the calls of all tasks created in one turn are in the first batch. No clock and
+    no thread has a say, so the same program over the same weights gives the same interleaving, chunk for
+    chunk.
+    """
+
+    def __init__(self, core: EngineCore, deliver: Deliver, fail: Fail) -> None:
+        self._core, self._deliver, self._fail = core, deliver, fail
+        self._num_held = 0
+        self._scheduled = False
+        self.paused = False
+
+    def submit(self, command: Command) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            self._hand_out(command(self._core))
+        except Exception as e:
+            future.set_exception(e)
+        else:
+            future.set_result(None)
+        self._schedule()
+        return future
+
+    def processed(self, num_chunks: int) -> None:
+        self._num_held -= num_chunks
+        self._schedule()
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def stop(self) -> None:
+        self.paused = True
+
+    def _can_step(self) -> bool:
+        return self._core.has_work and not self.paused and not self._num_held
+
+    def _schedule(self) -> None:
+        if self._can_step() and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._iterate)
+
+    def _iterate(self) -> None:
+        self._scheduled = False
+        if not self._can_step():
+            return
+        try:
+            outputs = self._core.step()
+        except Exception as e:
+            self._fail(self._core.reset(), failure(e))
+            return
+        self._hand_out(outputs)
+        self._schedule()
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        self._num_held += len(outputs)
+        self._deliver(outputs)
+
+
+def failure(cause: Exception) -> RolloverError:
+    """What open calls are told when an iteration failed."""
+    out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(
+        cause
+    )
+    error: RolloverError
+    if out_of_memory:
+        error = ResourceError(
+            "the engine ran out of memory during an iteration; lower kv_cache_bytes, prefill_chunk_tokens or "
+            "max_running"
+        )
+    elif isinstance(cause, RolloverError):
+        return cause
+    else:
+        error = EngineError(f"the engine failed during an iteration: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():  # its caller was cancelled
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,41 @@
+"""Stop strings, matched on the text of the whole response, across resumes.
+
+Decoding everything after every token would be quadratic, so the end of the response is looked at first, and
+the whole only when that holds a match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollover.errors import EngineError
+
+
+class StopStrings:
+    """``transformers``' tokenizer of a model folder, loaded when the first request needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as e:
+            raise EngineError(f"stop strings need a tokenizer, and {folder} has none that loads: {e}") from e
+
+    def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        """Whether the last token completes a stop string. A character takes up to four byte-level tokens, so
+        the end that can matter is four tokens long for each character of the longest string."""
+        end = 4 * max(map(len, stop_strings)) + 4
+        tail = self._text(response_ids[-end:])
+        if not any(stop in tail for stop in stop_strings):
+            return False
+        text = self._text(response_ids)
+        return any(stop in text for stop in stop_strings)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,82 @@
+"""Filling a decoder from a folder of safetensors or from tensors in memory, all or nothing.
+
+Names and shapes are compared before the first byte is copied: a source that does not fit leaves the weights
+as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollover.engine.base import WeightSource
+from rollover.errors import ModelError
+
+Shapes = dict[str, tuple[int, ...]]
+Fetch = Callable[[str], Tensor]
+
+
+def load_weights(named: Mapping[str, Tensor], source: WeightSource, *, tied_embeddings: bool) -> None:
+    """Copy ``source`` into ``named``. Raises ``ModelError`` naming the first parameter that does not fit."""
+    with open_weights(source) as (shapes, fetch):
+        expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        ignored = {"lm_head.weight"} if tied_embeddings else set()
+        given = {
+            name: shape
+            for name, shape in shapes.items()
+            if name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        }
+        _compare(expected, given)
+        with torch.inference_mode():
+            for name, tensor in named.items():
+                tensor.copy_(fetch(name))
+
+
+@contextmanager
+def open_weights(source: WeightSource) -> Iterator[tuple[Shapes, Fetch]]:
+    """Shapes by name, and a function that gives the tensor of a name."""
+    if isinstance(source, Mapping):
+        yield {name: tuple(tensor.shape) for name, tensor in source.items()}, source.__getitem__
+        return
+    with ExitStack() as stack:
+        try:
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                for path in _shards(Path(source))
+            }
+            where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"the weights in {source} cannot be read: {e}") from e
+        yield shapes, lambda name: where[name].get_tensor(name)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as e:
+            raise ModelError(f"{index} is not a safetensors index: {e}") from e
+        return [folder / name for name in names]
+    if paths := sorted(folder.glob("*.safetensors")):
+        return paths
+    raise ModelError(f"{folder} holds no *.safetensors files")
+
+
+def _compare(expected: Shapes, given: Shapes) -> None:
+    for problem, names in (
+        ("are missing", expected.keys() - given.keys()),
+        ("are unknown", given.keys() - expected.keys()),
+    ):
+        if names:
+            raise ModelError(f"{len(names)} weights {problem}, first {min(names)!r}")
+    for name, shape in expected.items():
+        if given[name] != shape:
+            raise ModelError(f"weight {name!r} has shape {list(given[name])}, expected {list(shape)}")

@@ -1,0 +1,53 @@
+"""The embedded engine keeps the engine contract, in its thread and in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollover.engine.base import WeightSource
+from rollover.engine.embedded import EmbeddedConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from tests.engine.contract import EngineContract, FullEngine
+from tests.engine.models import saved, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(), tmp_path_factory.mktemp("model"))
+
+
+class Embedded(EngineContract):
+    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
+
+    @pytest.fixture(autouse=True)
+    def _model(self, folder: Path) -> Iterator[None]:
+        self.folder = folder
+        yield
+
+    def make_engine(self) -> FullEngine:
+        return EmbeddedEngine.from_folder(self.folder, self.config)
+
+    def new_weights(self) -> WeightSource:
+        return tiny_model(seed=1).state_dict()
+
+    def bad_weights(self) -> WeightSource:
+        return tiny_model(hidden_size=64).state_dict()
+
+
+class TestThreadedEngineKeepsTheContract(Embedded):
+    pass
+
+
+class TestLockstepEngineKeepsTheContract(Embedded):
+    config = EmbeddedConfig(
+        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, deterministic=True
+    )
+
+
+class TestEngineThatKeepsItsCacheKeepsTheContract(Embedded):
+    config = EmbeddedConfig(
+        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, kv_on_update="keep"
+    )

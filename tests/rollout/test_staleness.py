@@ -1,0 +1,237 @@
+"""The theorem of ``rollover.rollout.staleness``: under any timing, admission and choice keep the bound."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.rollout.events import (
+    BatchConsumed,
+    GroupDropped,
+    GroupOpened,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.staleness import choose_batch, headroom
+from rollover.types import FinishReason, Prompt, SampleId, Segment
+from tests.rollout.kit import assert_bounded, num_due
+
+Chooser = Callable[..., tuple[int, ...] | None]
+
+
+class World:
+    """Groups of one sample, opened, started, finished, dropped, published and consumed in an order drawn by lot."""
+
+    def __init__(self, batch_size: int, max_staleness: int, *, surplus: int = 0) -> None:
+        self.batch_size, self.max_staleness, self.surplus = batch_size, max_staleness, surplus
+        self.ledger = Ledger()
+
+    def open(self) -> None:
+        ledger = self.ledger
+        i = ledger.next_group_id
+        prompt = Prompt(prompt_id=f"p{i}", token_ids=(1,), text="", source="s")
+        ledger.apply(
+            GroupOpened(time_s=0.0, group_id=i, prompt=prompt, group_size=1, cursor=ledger.cursor + 1)
+        )
+
+    def start(self, sample_id: SampleId) -> None:
+        version = self.ledger.policy_version
+        self.ledger.apply(SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version))
+
+    def finish(self, sample_id: SampleId) -> None:
+        segment = Segment(
+            policy_version=self.ledger.policy_version,
+            token_ids=(1,),
+            rollout_logprobs=(0.0,),
+            finish_reason=FinishReason.STOP,
+            kv_version=self.ledger.policy_version,
+            start_s=0.0,
+            end_s=0.0,
+        )
+        self.ledger.apply(SegmentEnded(time_s=0.0, sample_id=sample_id, segment=segment))
+        self.ledger.apply(SampleScored(time_s=0.0, sample_id=sample_id, reward=0.0))
+
+    def drop(self, group_id: int) -> None:
+        cause = WasteCause.FILTER_ZERO_SIGNAL
+        self.ledger.apply(GroupDropped(time_s=0.0, group_id=group_id, cause=cause, prompt_returned=False))
+
+    def publish(self) -> None:
+        version = self.ledger.policy_version + 1
+        self.ledger.apply(VersionPublished(time_s=0.0, policy_version=version, pause_s=0.0))
+
+    def consume(self, group_ids: tuple[int, ...]) -> None:
+        self.ledger.apply(BatchConsumed(time_s=0.0, step=self.ledger.next_step, group_ids=group_ids))
+
+    @property
+    def room(self) -> int:
+        allowed = headroom(self.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)
+        return allowed + self.surplus
+
+    def choose(self, chooser: Chooser, order: Callable[[GroupEntry], int]) -> tuple[int, ...] | None:
+        return chooser(self.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=order)
+
+    def play(self, rng: random.Random, num_moves: int, chooser: Chooser = choose_batch) -> None:
+        """Make legal moves, checking the theorem after each.
+
+        Raises:
+            AssertionError: a group is, or will inevitably be, beyond the bound.
+        """
+        ledger, rank = self.ledger, {}
+        reluctant = rng.random() < 0.5  # the trainer lags, or some groups hang on to the end
+
+        def order(group: GroupEntry) -> int:
+            return rank.setdefault(group.group_id, rng.randrange(1000))
+
+        for _ in range(num_moves):
+            move = rng.choice(("open", "open", "start", "start", "finish", "drop", "publish", "consume"))
+            if move == "open" and self.room > 0:
+                for _ in range(rng.randint(1, self.room)):
+                    self.open()
+            elif move == "start" and ledger.waiting:
+                self.start(rng.choice(list(ledger.waiting)))
+            elif move == "finish" and ledger.running and not (reluctant and rng.random() < 0.5):
+                self.finish(rng.choice(list(ledger.running)))
+            elif move == "drop" and rng.random() < 0.1 and ledger.num_unconsumed:
+                self.drop(rng.choice([g.group_id for g in ledger.unconsumed()]))
+            elif move == "publish" and ledger.policy_version < ledger.next_step:
+                self.publish()
+            elif move == "consume" and (chosen := self.choose(chooser, order)) is not None:
+                assert len(set(chosen)) == self.batch_size
+                self.consume(chosen)
+            assert_bounded(ledger, self.batch_size, self.max_staleness)
+            self.assert_no_deadlock(chooser, order)
+
+    def assert_no_deadlock(self, chooser: Chooser, order: Callable[[GroupEntry], int]) -> None:
+        """With every started group ready, there is a batch as soon as there are enough of them."""
+        unready = [g for g in self.ledger.open.values() if g.start_version is not None]
+        if not unready and len(self.ledger.ready) >= self.batch_size:
+            assert self.choose(chooser, order) is not None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rng=st.randoms(use_true_random=False),
+    batch_size=st.integers(1, 5),
+    max_staleness=st.integers(0, 4),
+    num_moves=st.integers(1, 120),
+)
+def test_bound_holds_under_any_timing(
+    rng: random.Random, batch_size: int, max_staleness: int, num_moves: int
+) -> None:
+    World(batch_size, max_staleness).play(rng, num_moves)
+
+
+def _violated(play: Callable[[random.Random], None]) -> bool:
+    for seed in range(300):
+        try:
+            play(random.Random(seed))
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("batch_size", "max_staleness"), [(1, 0), (2, 1), (3, 2)])
+def test_one_group_beyond_the_headroom_breaks_the_bound(batch_size: int, max_staleness: int) -> None:
+    assert not _violated(lambda rng: World(batch_size, max_staleness).play(rng, 100))
+    assert _violated(lambda rng: World(batch_size, max_staleness, surplus=1).play(rng, 100))
+
+
+@pytest.mark.parametrize(("batch_size", "max_staleness"), [(1, 1), (2, 1), (3, 2)])
+def test_a_choice_blind_to_deadlines_breaks_the_bound(batch_size: int, max_staleness: int) -> None:
+    def newest_first(ledger: Ledger, **_: object) -> tuple[int, ...] | None:
+        ready = sorted(ledger.ready, reverse=True)[:batch_size]
+        return tuple(ready) if len(ready) == batch_size else None
+
+    assert _violated(lambda rng: World(batch_size, max_staleness).play(rng, 100, newest_first))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rng=st.randoms(use_true_random=False),
+    batch_size=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+)
+def test_every_group_is_consumed_in_time_once_it_is_finished(
+    rng: random.Random, batch_size: int, max_staleness: int
+) -> None:
+    """Whatever state the timing led to, finishing what runs and consuming empties it without a missed deadline."""
+    world = World(batch_size, max_staleness)
+    ledger = world.ledger
+    world.play(rng, 60)
+    for sample_id in list(ledger.running):
+        world.finish(sample_id)
+    for _ in range(ledger.num_unconsumed // batch_size):
+        if len(ledger.ready) < batch_size:
+            break
+        chosen = world.choose(choose_batch, lambda g: g.group_id)
+        assert chosen is not None
+        world.consume(chosen)
+        assert_bounded(ledger, batch_size, max_staleness)
+    assert len(ledger.ready) < batch_size
+
+
+@settings(max_examples=80, deadline=None)
+@given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(1, 3))
+def test_preference_rules_where_no_deadline_presses(
+    rng: random.Random, batch_size: int, max_staleness: int
+) -> None:
+    """A group is preferred over a better one only if a deadline demands it."""
+    world = World(batch_size, max_staleness)
+    world.play(rng, 60)
+    ledger = world.ledger
+    chosen = world.choose(choose_batch, lambda g: -g.group_id)
+    if chosen is None:
+        return
+    step = ledger.next_step
+    demanded = max(
+        (
+            num_due(ledger, t, max_staleness) - batch_size * (t - step)
+            for t in range(step, step + max_staleness + 1)
+        ),
+        default=0,
+    )
+    best = sorted(ledger.ready, reverse=True)[:batch_size]
+    assert len(set(best) - set(chosen)) <= max(0, demanded)
+
+
+def test_demanded_group_that_is_not_ready_holds_the_batch_up() -> None:
+    world = World(batch_size=1, max_staleness=1)
+    world.open()
+    world.open()
+    world.start(SampleId(0, 0))
+    world.start(SampleId(1, 0))
+    world.finish(SampleId(1, 0))
+    assert world.choose(choose_batch, lambda g: g.group_id) == (1,)  # group 0 still has step 1
+    world.consume((1,))
+    world.publish()
+    world.open()
+    world.start(SampleId(2, 0))
+    world.finish(SampleId(2, 0))
+    assert world.choose(choose_batch, lambda g: g.group_id) is None  # group 0 is due now
+    world.finish(SampleId(0, 0))
+    assert world.choose(choose_batch, lambda g: -g.group_id) == (0,)  # due before preferred
+
+
+def test_headroom_is_the_gate_of_admission() -> None:
+    world = World(batch_size=4, max_staleness=2)
+    assert world.room == 12  # N (v + S + 1 - s)
+    for _ in range(12):
+        world.open()
+    assert world.room == 0
+    for i in range(4):
+        world.start(SampleId(i, 0))
+        world.finish(SampleId(i, 0))
+    world.consume((0, 1, 2, 3))
+    assert world.room == 0  # consuming alone lets nothing in ...
+    world.publish()
+    assert world.room == 4  # ... new weights do
+    world.drop(4)
+    assert world.room == 5

@@ -28,8 +28,8 @@ INTRODUCTION = f"""\
 <!-- Written by docs/generate_configuration.py from the source: edit the docstrings there. -->
 
 One TOML file describes one run. Keys that are not listed here are refused, as are values of another type;
-every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file with
-all defaults filled in, and that output is itself a config.
+every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file
+with all defaults filled in, and that output is itself a config.
 
 Any key can be set on the command line, after the command and in any order:
 
@@ -37,7 +37,7 @@ Any key can be set on the command line, after the command and in any order:
 rollover train run.toml --steps 200 --rollout.group_size 16 --tasks.train.0.weight=2
 ```
 
-Values are written as in TOML; quotes around strings may be left out, and `none` unsets a key that can be unset.
+Values are written as in TOML; quotes around strings may be left out; `none` unsets a key that can be unset.
 Elements of lists of tables are counted from 0. Paths are relative to the directory where the command is run.
 
 When a run is resumed, only {", ".join(f"`{key}`" for key in CHANGEABLE)} may be changed.

@@ -120,18 +120,14 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
     try:
         if run.config_file.is_file():
             changed = differences(_read(path)[0], resolved(config))
-            raise RunError(
-                f"{path} holds a run of "
-                + (f"another config ({', '.join(changed[:3])} differ): " if changed else "this config: ")
-                + ("" if changed else f"continue it with --resume {path}, or ")
-                + "choose another directory with --run-dir"
-            )
+            held = f"another config (it differs in {', '.join(changed[:3])})" if changed else "this config"
+            mend = "" if changed else f"go on with it by --resume {path}, or "
+            raise RunError(f"{path} holds a run of {held}: {mend}choose another directory with --run-dir")
         if any(entry.name != "lock" for entry in path.iterdir()):
             raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
         run.require_free(MIN_FREE_BYTES, "a new run")
-        _write(
-            run, resolved(config), {**_environment(), "seed": config.seed, "argv": _safe(argv), "resumes": []}
-        )
+        started = {"started": _now(), "command": _safe(argv), "seed": config.seed}
+        _write(run, resolved(config), {**started, **_environment()})
     except BaseException:
         run.close()
         raise
@@ -229,11 +225,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     file = path / "config.json"
     try:
         config = json.loads(file.read_text())
-        return config, config.pop("meta")
+        meta = config.pop("meta") if isinstance(config, dict) and "meta" in config else None
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path} is not a run directory: it has no config.json") from None
-    except (ValueError, KeyError, AttributeError):
-        raise RunError(f"{file} is damaged: it is not what a run writes there") from None
+    except ValueError:
+        meta = None
+    if not isinstance(meta, dict):
+        raise RunError(f"{file} is damaged: it is not what a run writes there")
+    return config, meta
 
 
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:

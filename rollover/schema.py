@@ -215,10 +215,10 @@ class _Report:
         return path
 
     def _suggestion(self, path: KeyPath) -> str:
-        known = field_names(types_at(self.schema, path[:-1]))
-        text = nearest(str(path[-1]), known)
-        elsewhere = [".".join(p) for p in keys(self.schema) if p[-1] == path[-1]]
-        return f"; did you mean {elsewhere[0]!r}?" if elsewhere and "did you mean" not in text else text
+        elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]
+        if elsewhere:
+            return f"; did you mean {_dotted(min(elsewhere, key=len))!r}?"
+        return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1])))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
         """A dataclass complained: point at the first key it mentions, an overridden one before all others."""
@@ -244,13 +244,14 @@ class _Report:
 
     def _at(self, path: KeyPath, text: str) -> tuple[int, str]:
         """The line to sort by, and the text headed by the place where the key or its table was written."""
-        enclosing = (path[:end] for end in range(len(path), 0, -1))
-        written = next((p for p in enclosing if p in self.overridden or p in self.document.lines), None)
-        inside = written is None and path and any(p[: len(path)] == path for p in self.overridden)
-        if written in self.overridden or inside:
-            return 1 << 30, f"command line: --{text}"
-        line = self.document.lines[written] if written else 0
-        return line, f"{self.document.name}{f':{line}' if line else ''}: {text}"
+        for written in (path[:end] for end in range(len(path), 0, -1)):
+            line = self.document.lines.get(written)
+            inside = line is None and any(p[: len(written)] == written for p in self.overridden)
+            if inside or written in self.overridden:
+                return 1 << 30, f"command line: --{text}"
+            if line is not None:
+                return line, f"{self.document.name}:{line}: {text}"
+        return 0, f"{self.document.name}: {text}"
 
 
 def _dotted(path: KeyPath) -> str:

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover import cli, jobs, rundir
+from rollover.config import RunConfig, load
+from rollover.errors import DataError
+from rollover.rundir import RunDir
+
+TEXT = """\
+steps = 12
+[model.scratch]
+[[tasks.train]]
+kind = "reasoning_gym"
+name = "chain_sum"
+"""
+
+
+class Jobs:
+    """Stands in for the work: remembers what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, RunConfig, Path]] = []
+        self.failure: BaseException | None = None
+
+    def named(self, name: str) -> object:
+        def job(config: RunConfig, run: RunDir) -> None:
+            self.done.append((name, config, run.path))
+            if self.failure is not None:
+                raise self.failure
+            run.report.write_text("<html>")
+
+        return job
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
+    """An empty directory with ``run.toml`` in it, and the jobs replaced."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 0)
+    Path("run.toml").write_text(TEXT)
+    work = Jobs()
+    for name in ("train", "sft", "evaluate"):
+        monkeypatch.setattr(jobs, name, work.named(name))
+    monkeypatch.setattr(jobs, "plan", lambda config: [f"{config.steps} steps"])
+    return work
+
+
+def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a refused command line says. It exits with 2 and shows no traceback."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run.toml", "--rollout.group_size", "2", "--run-dir", "out", "--seed=-4"],
+        ["--seed", "-4", "--rollout.group_size=2", "--output-dir=out", "run.toml"],
+        ["--run_dir", "out", "--rollout.group-size", "2", "run.toml", "--seed", "-4"],
+    ],
+)
+def test_overrides_and_options_may_stand_in_any_order(
+    work: Jobs, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *argv]) == 0
+    wanted = load("run.toml", ["--rollout.group_size", "2", "--seed", "-4"])
+    assert work.done == [("train", wanted, Path("out"))]
+    assert capsys.readouterr().out == "report: out/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "job", "stem"), [("train", "train", "run"), ("sft", "sft", "run-sft"), ("eval", "evaluate", "run-eval")]
+)  # fmt: skip
+def test_a_run_gets_a_directory_named_after_its_config(work: Jobs, command: str, job: str, stem: str) -> None:
+    assert cli.main([command, "run.toml"]) == 0
+    [(name, _, path)] = work.done
+    assert (name, path.parent, path.name.rsplit("-", 2)[0]) == (job, Path("runs"), stem)
+
+
+def test_a_resumed_run_works_in_its_directory_under_its_config(work: Jobs) -> None:
+    assert cli.main(["train", "run.toml", "--seed", "3", "--run-dir", "out"]) == 0
+    assert cli.main(["train", "--resume", "out", "--steps", "20"]) == 0
+    assert work.done[1] == ("train", load("run.toml", ["--seed", "3", "--steps", "20"]), Path("out"))
+
+
+def test_a_dry_run_prints_a_config_and_leaves_nothing(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(Path().iterdir())
+    assert cli.main(["train", "run.toml", "--dry-run", "--seed", "3"]) == 0
+    assert (work.done, set(Path().iterdir())) == ([], before)
+    printed = capsys.readouterr().out
+    assert printed.startswith("# 12 steps\n")
+    Path("printed.toml").write_text(printed)
+    assert load("printed.toml") == load("run.toml", ["--seed", "3"])
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    saved = Path("out/config.json").read_text()
+    assert cli.main(["train", "--resume", "out", "--steps", "20", "--dry-run"]) == 0
+    assert "# 20 steps" in capsys.readouterr().out
+    assert Path("out/config.json").read_text() == saved
+
+
+def test_evaluating_a_run_measures_its_newest_checkpoint(
+    work: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    assert "out has no checkpoint yet" in failed(capsys, "eval", "out")
+    for step in (9, 10):
+        folder = Path("out/checkpoints") / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text("{}")
+    assert cli.main(["eval", "out", "--eval.num_prompts", "5"]) == 0
+    job, config, path = work.done[-1]
+    assert (job, config.model.path, config.model.scratch) == ("evaluate", "out/checkpoints/step_10", None)
+    assert (config.eval.num_prompts, config.tasks) == (5, load("run.toml").tasks)
+    assert path.name.startswith("out-eval-")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "error: no command 'trian'; did you mean 'train'?"),
+        (["train", "--dryrun"], "error: no option '--dryrun'; did you mean '--dry-run'?"),
+        (["train", "--step", "3"], "error: no option '--step'; did you mean '--steps'?"),
+        (["train", "run.toml", "--rollout.group_sise", "3"], "error: command line: --rollout.group_sise: unknown key; did you mean 'group_size'?"),
+        (["train", "run.toml", "--steps"], "error: command line: --steps needs a value: --steps VALUE"),
+        (["train", "run.toml", "more"], "error: Got unexpected extra argument (more)"),
+        (["train", "gone.toml"], "error: gone.toml: no such file"),
+        (["train", "--resume", "gone"], "error: gone is not a run directory: it has no config.json"),
+        (["train", "run.toml", "--resume", "x"], "error: --resume reads the config of its run and writes there; leave CONFIG out"),
+        (["train", "--resume", "x", "--run-dir", "y"], "error: --resume reads the config of its run and writes there; leave --run-dir out"),
+        (["eval"], "error: Missing argument 'CONFIG|RUN'."),
+        (["report", "gone"], "error: gone is not a run directory: it holds no config.json"),
+    ],
+)  # fmt: skip
+def test_a_refused_command_line_says_why_in_its_first_line(
+    work: Jobs, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert failed(capsys, *argv).splitlines()[0] == message
+    assert not Path("runs").exists()
+
+
+def test_every_mistake_of_a_config_is_shown(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(TEXT + "[rollout]\ngroup_size = 'x'\ntop_q = 1\n")
+    assert failed(capsys, "train", "run.toml") == (
+        'error: run.toml:7: rollout.group_size: expected a whole number, got the string "x"\n'
+        "       run.toml:8: rollout.top_q: unknown key; did you mean 'top_p'?\n"
+    )
+
+
+def test_a_failure_of_the_work_is_one_message_and_frees_the_directory(
+    work: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work.failure = DataError("rows.jsonl, line 3: no column 'answer'")
+    told = failed(capsys, "train", "run.toml", "--run-dir", "out")
+    assert told == "error: rows.jsonl, line 3: no column 'answer'\n"
+    work.failure = None
+    assert cli.main(["train", "--resume", "out"]) == 0
+
+
+def test_a_full_disk_is_one_message(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    work.failure = OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+    assert "no space left on the disk (out/metrics.jsonl)" in failed(capsys, "train", "run.toml")
+
+
+def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(work: Jobs) -> None:
+    work.failure = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train", "run.toml"])
+
+
+def test_an_interrupted_run_says_how_to_go_on(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    work.failure = KeyboardInterrupt()
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 130
+    assert "stopped; go on with: rollover train --resume out\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["train", "--help"], ["report", "-h"]])
+def test_help_is_printed_on_request_and_in_want_of_a_command(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith("Usage: rollover ")
+
+
+def test_the_module_and_the_console_script_are_the_same_program() -> None:
+    script = Path(sys.executable).with_name("rollover")
+    outputs = [
+        subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60).stdout
+        for program in ([sys.executable, "-m", "rollover"], *([[str(script)]] if script.exists() else []))
+    ]
+    assert set(outputs) == {f"rollover {cli.rollover.__version__}\n"}

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover import config as module
+from rollover.config import (
+    EXPERIMENTS,
+    EvalConfig,
+    ModelConfig,
+    RunConfig,
+    find,
+    load,
+    resolved,
+    restore,
+    to_toml,
+    variant,
+)
+from rollover.errors import ConfigError
+
+TEXT = """\
+steps = 12
+[model]
+path = "models/tiny"
+[[tasks.train]]
+kind = "reasoning_gym"
+name = "chain_sum"
+config = { min_terms = 2, operators = ["+"] }
+[rollout]
+rollout_batch_size = 4
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT))
+    assert restore(json.loads(json.dumps(resolved(config))), "config.json") == config
+
+
+def test_the_toml_of_a_config_loads_as_that_config(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
+    assert load(written(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
+    assert load(file.stem) == load(file)
+
+
+def test_an_unknown_experiment_gets_the_nearest_packaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quickstart.toml").write_text(TEXT)
+    monkeypatch.setattr(module, "EXPERIMENTS", tmp_path)
+    assert find("quickstart") == tmp_path / "quickstart.toml"
+    with pytest.raises(
+        ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"
+    ):
+        find("quikstart")
+
+
+def test_a_file_of_the_user_goes_before_a_packaged_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text(TEXT)
+    assert load("quickstart").steps == 12
+
+
+def test_a_directory_given_as_config_is_told_how_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"rollover train --resume {tmp_path}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "seen"),
+    [("", "neither"), ('path = "x"\n[model.scratch]', "both")],
+)
+def test_a_run_has_exactly_one_model(tmp_path: Path, model: str, seen: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.toml:\d: model: give either .*, got {seen}$"):
+        load(written(tmp_path, f"[model]\n{model}"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": ()},
+        {"k": (0,)},
+        {"k": (2,), "samples_per_prompt": 1},
+        {"num_prompts": 0},
+        {"samples_per_prompt": 0},
+        {"every_steps": -1},
+        {"temperature": -0.1},
+        {"temperature": 0.0, "samples_per_prompt": 2},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_an_evaluation_that_cannot_be_made_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"eval.{next(reversed(wrong))}"):
+        EvalConfig(**wrong)  # type: ignore[arg-type]
+
+
+VARIANTS = """
+[variants.sync.rollout]
+strategy = "sync"
+[variants.april]
+seed = 3
+rollout.max_staleness = 2
+"""
+
+
+def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT + VARIANTS))
+    alone = load(written(tmp_path, TEXT))
+    model = ModelConfig(path="policy")
+    assert variant(config, "sync", model=Path("policy")) == replace(
+        alone, model=model, rollout=replace(alone.rollout, strategy="sync")
+    )
+    assert variant(config, "april", model=Path("policy")) == replace(
+        alone, model=model, seed=3, rollout=replace(alone.rollout, max_staleness=2)
+    )
+
+
+def test_a_mistake_in_a_variant_is_found_before_anything_runs_and_has_its_line(tmp_path: Path) -> None:
+    text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n"
+    with pytest.raises(
+        ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"
+    ):
+        load(written(tmp_path, text))
+
+
+def test_a_config_cannot_be_changed(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT))
+    with pytest.raises(AttributeError):
+        config.steps = 3  # type: ignore[misc]
+
+
+def test_no_run_has_less_than_one_step() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        RunConfig(model=ModelConfig(path="x"), steps=0)

@@ -1,0 +1,114 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "rollover").rglob("*.py"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def python(code: str) -> str:
+    """Output of ``code`` in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
+    )
+    return done.stdout.strip()
+
+
+def name_of(module: Path) -> str:
+    return ".".join(module.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_help_answers_within_half_a_second_and_without_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "rollover", "train", "--help"]
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+        times_s.append(time.perf_counter() - start_s)
+    imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert "click" in imported
+    assert not {"torch", "transformers", "numpy", "pydantic", "datasets", "plotly"} & imported
+    # The fastest of five: what the program needs, not what else the machine was doing.
+    assert min(times_s) < 0.5
+
+
+def test_scheduling_reporting_tasks_and_configs_import_without_torch() -> None:
+    light = [name_of(module) for module in MODULES if needs_no_torch(module)]
+    assert {"rollover.cli", "rollover.rollout.driver", "rollover.report", "rollover.trainer.config"} <= {
+        *light
+    }
+    guilty = python(
+        "import sys, importlib\n"
+        f"for name in {light}:\n"
+        "    importlib.import_module(name)\n"
+        "    if {'torch', 'transformers'} & {*sys.modules}:\n"
+        "        print(name); break"
+    )
+    assert not guilty, f"{guilty} imports torch"
+
+
+def needs_no_torch(module: Path) -> bool:
+    place = module.relative_to(ROOT / "rollover").parts
+    if place == ("__main__.py",):
+        return False  # a program, not a library
+    return len(place) == 1 or place[0] in ("rollout", "report", "tasks") or module.name == "config.py"
+
+
+def test_a_config_loads_without_torch() -> None:
+    code = (
+        "import sys; from rollover.config import restore;"
+        "restore({'model': {'scratch': {}}}, 'x'); print('torch' in sys.modules)"
+    )
+    assert python(code) == "False"
+
+
+def test_imports_go_down_only() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    if not os.path.exists(command[0]):
+        pytest.skip("import-linter is not installed; make check runs it")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [name_of(m) for m in MODULES if not ast.get_docstring(ast.parse(m.read_text()))]
+    assert not silent
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_point_only_at_files_that_exist(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", text)
+    named = re.findall(r"`((?:rollover|docs|tests|benchmarks|experiments)/[\w./-]+\.\w+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [
+        name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "rollover"))
+    ]
+    assert not missing
+
+
+def test_the_configuration_page_is_what_the_source_says() -> None:
+    spec = importlib.util.spec_from_file_location("generator", ROOT / "docs" / "generate_configuration.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.PAGE.read_text() == generator.render(), "run: make docs"
+
+
+def test_test_folders_are_packages() -> None:
+    """Two test files of one name in folders that are no packages would be taken for the same module."""
+    folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

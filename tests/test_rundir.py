@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover import rundir
+from rollover.config import ModelConfig, RunConfig, resolved
+from rollover.errors import ConfigError, ResourceError, RunError
+from rollover.rollout.config import RolloutConfig
+
+CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
+
+
+@pytest.fixture(autouse=True)
+def _roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 0)
+
+
+def test_a_new_run_leaves_its_resolved_config_and_what_ran_it(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path / "a" / "b", ["rollover", "train", "x y.toml"]) as run:
+        saved = json.loads(run.config_file.read_text())
+    meta = saved.pop("meta")
+    assert saved == resolved(CONFIG)
+    assert meta["command"] == "rollover train 'x y.toml'"
+    assert meta["seed"] == 5
+    assert {"started", "rollover", "python", "torch", "transformers", "machine"} <= meta.keys()
+
+
+def test_a_directory_in_use_is_refused_naming_who_uses_it(tmp_path: Path) -> None:
+    with (
+        rundir.create(CONFIG, tmp_path / "run"),
+        pytest.raises(RunError, match=f"is in use by pid {os.getpid()} on "),
+    ):
+        rundir.open_for_resume(tmp_path / "run")
+
+
+def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path / "run").close()
+    script = (
+        "import os, sys, signal; from pathlib import Path; from rollover.rundir import RunDir\n"
+        "run = RunDir(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)
+    assert killed.returncode == -9
+    rundir.open_for_resume(tmp_path / "run")[1].close()
+
+
+def test_a_child_process_does_not_hold_the_lock(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path / "run"):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        rundir.open_for_resume(tmp_path / "run")[1].close()
+    finally:
+        child.communicate(b"\n", timeout=60)
+
+
+def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    config, run = rundir.open_for_resume(tmp_path, ["--steps", "7", "--logging.tensorboard", "false"], ["r"])
+    with run:
+        assert (config.steps, config.logging.tensorboard, config.seed) == (7, False, 5)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["steps"] == 7
+    assert [resumed["command"] for resumed in saved["meta"]["resumed"]] == ["r"]
+
+
+def test_what_was_learned_under_one_setting_does_not_go_on_under_another(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    with pytest.raises(RunError, match=r"rollout\.group_size cannot change when a run is resumed"):
+        rundir.open_for_resume(tmp_path, ["--rollout.group_size", "2"])
+    with pytest.raises(ConfigError, match=r"command line: --rollout\.group_sise: unknown key"):
+        rundir.open_for_resume(tmp_path, ["--rollout.group_sise", "2"])
+    rundir.open_for_resume(tmp_path, ["--rollout.group_size", str(CONFIG.rollout.group_size)])[1].close()
+
+
+def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    with pytest.raises(RunError, match=f"holds a run of this config: go on with it by --resume {tmp_path}"):
+        rundir.create(CONFIG, tmp_path)
+    other = RunConfig(model=ModelConfig(path="models/tiny"), rollout=RolloutConfig(group_size=2), seed=5)
+    with pytest.raises(RunError, match=r"of another config \(it differs in rollout\.group_size\)"):
+        rundir.create(other, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rollout"]["group_size"] == 8
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match="neither empty nor a run directory"):
+        rundir.create(CONFIG, tmp_path)
+    with pytest.raises(RunError, match="cannot be made into a run directory"):
+        rundir.create(CONFIG, tmp_path / "thesis.tex")
+
+
+def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    for _ in range(2):
+        with pytest.raises(RunError, match="neither empty"):
+            rundir.create(CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "3", '{"seed": 1}'])
+def test_what_is_no_run_directory_cannot_be_resumed(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RunError, match="is not a run dir" if content is None else "is damaged"):
+        rundir.open_for_resume(tmp_path)
+
+
+def test_a_full_disk_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 10**18)
+    with pytest.raises(ResourceError, match=r"a new run needs 1000000000\.0 GB of disk, but .* are free"):
+        rundir.create(CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_the_config_may_be_read_while_the_run_is_at_work(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path):
+        assert rundir.saved_config(tmp_path) == CONFIG
+        assert rundir.derived_config(tmp_path, ["--seed", "6"]).seed == 6
+
+
+def test_a_note_is_added_to_what_is_known_of_the_run(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path) as run:
+        run.note(device="cpu")
+        meta = json.loads(run.config_file.read_text())["meta"]
+        assert (meta["device"], meta["seed"]) == ("cpu", 5)
+        assert rundir.saved_config(tmp_path) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--logging.api_key", "s3cret"], ["--engine.auth_token=s3cret"], ["--url", "http://me:s3cret@host/"]],
+)
+def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path, argv: list[str]) -> None:
+    with rundir.create(
+        CONFIG, tmp_path, ["rollover", "train", *argv, "--rollout.max_new_tokens", "9"]
+    ) as run:
+        text = run.config_file.read_text()
+    assert "s3cret" not in text
+    assert "--rollout.max_new_tokens 9" in text
+
+
+def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    first = rundir.default_path("quickstart", now)
+    assert first == Path("runs/quickstart-20260102-030405")
+    first.mkdir(parents=True)
+    assert rundir.default_path("quickstart", now) == Path("runs/quickstart-20260102-030405-2")

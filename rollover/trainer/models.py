@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +130,12 @@ def load_policy(
 ) -> Any:
     """A causal language model that runs packed rows (see ``logprobs.response_logprobs``).
 
-    ``dtype`` is float32 when left out. Raises ``ModelError`` for folders that ``read_model_config`` refuses
-    and for weights that do not fit their config.
+    ``dtype`` is float32 when left out. Dropout is off. Raises ``ModelError`` for folders that
+    ``read_model_config`` refuses and for weights that do not fit their config.
     """
     import torch
     from safetensors import SafetensorError
+    from torch.utils.checkpoint import checkpoint
     from transformers import AutoModelForCausalLM
 
     from rollover.trainer.attention import PACKED_ATTENTION
@@ -150,6 +152,7 @@ def load_policy(
                 attn_implementation=PACKED_ATTENTION,
                 use_safetensors=True,
                 local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -162,9 +165,8 @@ def load_policy(
             f"{kind.replace('_', ' ')}: {names[0]}"
         )
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        # transformers checkpoints in training mode alone; packed attention has no dropout to switch on
-        model.train()
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model.to(device or "cpu")
 
 

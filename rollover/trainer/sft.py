@@ -82,7 +82,7 @@ def run_sft(
                 )
                 share = -logprobs_T.sum() / num_tokens
                 share.backward()
-                loss += float(share)
+                loss += float(share.detach())
             rate = learning_rate(config, step, config.num_steps)
             grad_norm = apply_gradients(optimizer, config, rate)
             losses.append(loss)

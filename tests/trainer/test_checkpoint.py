@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rollover.errors import ModelError, ResourceError
+from rollover.trainer.checkpoint import (
+    checkpoint_path,
+    latest_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_manifest,
+    write_folder,
+)
+from rollover.trainer.trainer import Trainer
+from tests.trainer.builders import make_batch, make_folder, make_trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+@pytest.fixture
+def saved(folder: Path, tmp_path: Path) -> Path:
+    """A checkpoint after one step."""
+    trainer = make_trainer(folder)
+    trainer.step(make_batch())
+    trainer.save(checkpoint_path(tmp_path, 1), {"journal": 17})
+    return checkpoint_path(tmp_path, 1)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: w.clone() for name, w in trainer.weights().items()}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
+def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, algorithm: str) -> None:
+    settings = {
+        "algorithm": algorithm,
+        "mini_batches": 2,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+        "deterministic": True,
+    }
+    straight = make_trainer(folder, **settings)
+    for step in range(2):
+        straight.step(make_batch(step=step))
+    straight.save(tmp_path / "step_2")
+    resumed = make_trainer(folder, **settings, resume_from=tmp_path / "step_2")
+    assert resumed.version == 2
+    for step in (2, 3):
+        one, other = straight.step(make_batch(step=step)), resumed.step(make_batch(step=step))
+        for name in one.keys() - {"time/step_s", "tokens/per_s"}:
+            assert one[name] == other[name], name
+    ours, theirs = weights(straight), weights(resumed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_before_the_first_step_resumes_too(folder: Path, tmp_path: Path) -> None:
+    fresh = make_trainer(folder)
+    fresh.save(tmp_path / "step_0")
+    resumed = make_trainer(folder, resume_from=tmp_path / "step_0")
+    for trainer in (fresh, resumed):
+        trainer.step(make_batch())
+    ours, theirs = weights(fresh), weights(resumed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_is_an_ordinary_model_folder(folder: Path, saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    expected = make_trainer(folder, resume_from=saved).weights()
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].detach(), w) for name, w in expected.items())
+    assert (saved / "tokenizer.json").read_text() == "{}"
+    assert json.loads((saved / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_the_callers_json_comes_back(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    assert manifest.version == 1 and manifest.extra == {"journal": 17}
+
+
+def test_generators_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    torch.manual_seed(5)
+    trainer.save(tmp_path / "step_0")
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    make_trainer(folder, resume_from=tmp_path / "step_0")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_only_finished_checkpoints_are_listed_and_the_newest_kept(tmp_path: Path) -> None:
+    for version in (2, 10, 9):
+        write_folder(checkpoint_path(tmp_path, version), lambda p: _manifest(p))
+    (tmp_path / "step_11").mkdir()
+    (tmp_path / ".partial-step_12-x").mkdir()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_10"
+    prune_checkpoints(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11", "step_9"]
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def _manifest(folder: Path) -> None:
+    (folder / "trainer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "broken disk")])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    write_folder(tmp_path / "step_1", lambda p: (p / "a").write_text("old") and None)
+
+    def write(partial: Path) -> None:
+        (partial / "a").write_text("new")
+        raise error
+
+    with pytest.raises(type(error)):
+        write_folder(tmp_path / "step_1", write)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+    assert (tmp_path / "step_1" / "a").read_text() == "old"
+    write_folder(tmp_path / "step_1", lambda p: (p / "a").write_text("new") and None)
+    assert (tmp_path / "step_1" / "a").read_text() == "new"
+
+
+def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(
+    folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folder, resume_from=saved)
+    trainer.step(make_batch(step=1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match=r"no space left .*step_2 was not written.*checkpoint\.keep_last"):
+        trainer.save(checkpoint_path(saved.parent, 2))
+    monkeypatch.undo()
+    assert list_checkpoints(saved.parent) == (saved,)
+    assert make_trainer(folder, resume_from=saved).version == 1
+
+
+def test_settings_that_differ_are_named(folder: Path, saved: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"trainer\.learning_rate = 0\.001, now it is 0\.5: restore the setting"
+    ):
+        make_trainer(folder, learning_rate=0.5, resume_from=saved)
+    with pytest.raises(ModelError, match=r"algorithm\.advantage = 'group_std', now it is 'leave_one_out'"):
+        make_trainer(folder, algorithm="rloo", resume_from=saved)
+    with pytest.raises(ModelError, match=r"temperature = 0\.8, now it is 1\.0"):
+        make_trainer(folder, temperature=1.0, resume_from=saved)
+    make_trainer(
+        folder, micro_batch_tokens=50, num_steps=99, resume_from=saved
+    )  # change nothing that is learned
+
+
+def test_a_deterministic_run_refuses_another_number_of_threads(folder: Path, saved: Path) -> None:
+    manifest = json.loads((saved / "trainer.json").read_text())
+    (saved / "trainer.json").write_text(json.dumps({**manifest, "num_threads": 64}))
+    with pytest.raises(ModelError, match=r"written with 64 threads.*OMP_NUM_THREADS=64"):
+        make_trainer(folder, deterministic=True, resume_from=saved)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    other = make_folder(tmp_path / "other", hidden_size=16)
+    with pytest.raises(
+        ModelError, match=r"hidden_size = 32.*has 16: resume with the model the run began with"
+    ):
+        make_trainer(other, resume_from=saved)
+
+
+def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -> None:
+    path = saved / "optimizer.safetensors"
+    tensors = load_file(path)
+    name = "exp_avg/model.norm.weight"
+    save_file({**tensors, name: torch.zeros(5)}, path)
+    with pytest.raises(ModelError, match=r"exp_avg/model\.norm\.weight is \(5,\), the model wants \(32,\)"):
+        make_trainer(folder, resume_from=saved)
+    save_file({n: t for n, t in tensors.items() if n != name}, path)
+    with pytest.raises(ModelError, match=r"lacks exp_avg/model\.norm\.weight"):
+        make_trainer(folder, resume_from=saved)
+    save_file({**tensors, "exp_avg/other": torch.zeros(5)}, path)
+    with pytest.raises(ModelError, match="has exp_avg/other, which the model has not"):
+        make_trainer(folder, resume_from=saved)
+    path.write_bytes(b"rubbish")
+    with pytest.raises(ModelError, match=r"optimizer\.safetensors cannot be read"):
+        make_trainer(folder, resume_from=saved)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_as_such(folder: Path, saved: Path) -> None:
+    with pytest.raises(ModelError, match=r"is not a checkpoint: it has no trainer\.json"):
+        read_manifest(folder)
+    manifest = json.loads((saved / "trainer.json").read_text())
+    (saved / "trainer.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    with pytest.raises(ModelError, match="format version 99 cannot be read; this program reads 1"):
+        read_manifest(saved)
+    (saved / "trainer.json").write_text('{"format_version": 1')
+    with pytest.raises(ModelError, match=r"trainer\.json is damaged"):
+        read_manifest(saved)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (TrainerConfig, {"learning_rate": 0}, "learning_rate must be above 0, got 0"),
+        (TrainerConfig, {"schedule": "linar"}, "schedule 'linar' is unknown; did you mean 'linear'"),
+        (TrainerConfig, {"dtype": "bfloat"}, "dtype 'bfloat' is unknown; did you mean 'bfloat16'"),
+        (TrainerConfig, {"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
+        (TrainerConfig, {"adam_beta2": 1.0}, r"adam_beta2 must be in \[0, 1\), got 1.0"),
+        (SFTConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        (CheckpointConfig, {"keep_last": 0}, "keep_last must be at least 1, got 0"),
+        (ScratchConfig, {"num_kv_heads": 3}, r"num_kv_heads must be a divisor of num_heads \(4\), got 3"),
+        (
+            ScratchConfig,
+            {"hidden_size": 20},
+            r"hidden_size must be a multiple of 2 x num_heads \(4\), got 20",
+        ),
+        (ScratchConfig, {"vocab_size": 200}, "vocab_size must be at least 258"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_what_is_allowed(
+    config: Any, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**values)
+
+
+@pytest.mark.parametrize("config", [TrainerConfig, SFTConfig, CheckpointConfig, ScratchConfig])
+def test_unknown_keys_are_refused(config: Any) -> None:
+    adapter = TypeAdapter(config)
+    assert adapter.validate_python({}) == config()
+    with pytest.raises(ValidationError, match="Unexpected keyword argument"):
+        adapter.validate_python({"no_such_key": 1})
+
+
+def test_identity_has_what_is_learned_from_and_not_how_it_is_computed() -> None:
+    assert TrainerConfig(micro_batch_tokens=1, device="cpu").identity() == TrainerConfig().identity()
+    assert TrainerConfig(weight_decay=0.1).identity() != TrainerConfig().identity()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollover.errors import ModelError
+from rollover.trainer.models import load_policy, read_model_config, resolve_model
+from tests.trainer.builders import make_folder
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    with pytest.raises(
+        ModelError, match=r"nowhere' does not exist; give a folder with config\.json or a hub id"
+    ):
+        resolve_model(tmp_path / "nowhere")
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(name: str, **_: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(
+        ModelError, match="'some/model' is no folder here and could not be fetched from the hub"
+    ):
+        resolve_model("some/model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, qwen2, qwen3"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    rewrite(make_folder(tmp_path), **changes)
+    with pytest.raises(ModelError, match=message):
+        load_policy(tmp_path)
+
+
+def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not a model config"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
+        read_model_config(tmp_path)
+
+
+def test_weights_that_do_not_fit_their_config_are_refused_and_never_made_up(tmp_path: Path) -> None:
+    tensors = load_file(make_folder(tmp_path) / "model.safetensors")
+    path = tmp_path / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != name}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"weights do not fit config\.json.*{name}"):
+        load_policy(tmp_path)
+    save_file({**tensors, name: torch.zeros(3, 3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights do not fit config\.json.*mismatched keys.*up_proj"):
+        load_policy(tmp_path)
+    path.write_bytes(b"rubbish")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(tmp_path)
+
+
+def test_loading_says_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_policy(make_folder(tmp_path))
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_configs_and_folder_checks_need_no_torch(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    code = (
+        "import sys, pathlib, rollover.trainer.config\n"
+        "from rollover.trainer.models import read_model_config\n"
+        f"read_model_config(pathlib.Path({str(tmp_path)!r}))\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

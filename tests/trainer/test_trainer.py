@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rollover.trainer.trainer as trainer_module
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.algorithms.batch import Denominators, TokenBatch
+from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
+from rollover.trainer.minibatch import deal
+from rollover.trainer.packing import TrainingSample
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId
+from tests.trainer.builders import (
+    gradients,
+    make_batch,
+    make_folder,
+    make_model,
+    make_trainer,
+    make_trajectory,
+    separate_logprobs,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TokenBatch, Denominators]]:
+    """What reaches the loss, row by row."""
+    calls: list[tuple[TokenBatch, Denominators]] = []
+
+    def spy(algorithm: Any, tokens: TokenBatch, denominators: Denominators) -> Any:
+        calls.append((tokens, denominators))
+        return original(algorithm, tokens, denominators)
+
+    original = trainer_module.policy_loss
+    monkeypatch.setattr(trainer_module, "policy_loss", spy)
+    return calls
+
+
+def of_batch(batch: Batch) -> list[TrainingSample]:
+    return [
+        TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in batch.trajectories
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr-grpo", "rloo", "reinforce++"])
+def test_any_split_of_the_batch_gives_the_same_gradient(folder: Path, algorithm: str) -> None:
+    def run(budget: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, float]]:
+        trainer = make_trainer(folder, algorithm=algorithm, micro_batch_tokens=budget, max_grad_norm=0)
+        for model in (trainer._model, trainer._ref_model):
+            if model is not None:
+                model.to(dtype)
+        metrics = trainer.step(make_batch())
+        return gradients(trainer), metrics
+
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+        whole, whole_metrics = run(10**6, dtype)
+        scale = max(g.abs().max() for g in whole.values())
+        for budget in (1, 90):
+            split, metrics = run(budget, dtype)
+            for name, gradient in whole.items():
+                assert (split[name] - gradient).abs().max() <= tolerance * max(scale, 1), name
+            assert metrics["loss"] == pytest.approx(whole_metrics["loss"], abs=1e-6)
+            assert metrics["ess/token"] == pytest.approx(whole_metrics["ess/token"])
+
+
+def test_the_gradient_is_that_of_the_loss_written_out_by_hand(folder: Path) -> None:
+    """GRPO on the first step: sum of -min(rho, 2) * A * ratio, mean over tokens, then over samples."""
+    batch = make_batch()
+    trainer = make_trainer(folder, micro_batch_tokens=80, max_grad_norm=0)
+    metrics = trainer.step(batch)
+
+    model = make_model()
+    samples = of_batch(batch)
+    logprobs = separate_logprobs(model, samples, 0.8).split([len(s.response_ids) for s in samples])
+    loss = torch.zeros(())
+    index = 0
+    for group in batch.groups:
+        rewards = torch.tensor(group.rewards_G)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            lp, behaviour = logprobs[index], torch.tensor(trajectory.rollout_logprobs)
+            rho = (lp.detach() - behaviour).exp().clamp(max=2)
+            loss = loss - (rho * advantage * (lp - lp.detach()).exp()).mean() / len(samples)
+            index += 1
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
+    ours = gradients(trainer)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, atol=2e-6, rtol=1e-4, msg=name)
+
+
+def test_a_step_counts_a_version_and_measures_staleness_against_it(folder: Path, seen: list[Any]) -> None:
+    trainer = make_trainer(folder)
+    assert trainer.version == 0
+    trainer.step(make_batch(step=0))
+    trainer.step(make_batch(step=1, version=0))
+    assert trainer.version == 2
+    assert [int(tokens.staleness_T.max()) for tokens, _ in seen] == [0, 1]
+
+
+def test_proximal_logprobs_are_those_at_the_start_of_the_batch_for_every_mini_batch(
+    folder: Path, seen: list[Any]
+) -> None:
+    batch = make_batch(num_groups=5)
+    trainer = make_trainer(folder, mini_batches=2, learning_rate=0.02, seed=3)
+    metrics = trainer.step(batch)
+    dealt = Batch(step=0, groups=deal(batch.groups, 2, seed=3, step=0))
+    with torch.no_grad():
+        start = separate_logprobs(make_model(), of_batch(dealt), 0.8)
+    (first, _), (second, _) = seen
+    assert torch.equal(first.proximal_logprobs_T, first.trainer_logprobs_T.detach())
+    assert sorted(first.proximal_logprobs_T.tolist() + second.proximal_logprobs_T.tolist()) == pytest.approx(
+        sorted(start.tolist()), abs=1e-4
+    )
+    moved = (second.trainer_logprobs_T - second.proximal_logprobs_T).abs().max()
+    assert moved > 0.05 and metrics["ratio/max"] > 1.05
+
+
+def test_mini_batches_deal_each_group_once_with_denominators_of_their_own(
+    folder: Path, seen: list[Any]
+) -> None:
+    batch = make_batch(num_groups=5)
+    make_trainer(folder, mini_batches=2).step(batch)
+    assert [d.num_groups for _, d in seen] == [3, 2]
+    assert sum(d.num_tokens for _, d in seen) == batch.num_tokens
+    assert sorted(n for _, d in seen for n in d.tokens_per_group) == sorted(
+        g.num_tokens for g in batch.groups
+    )
+    for tokens, d in seen:
+        counts = torch.zeros(d.num_groups).index_add(
+            0, tokens.group_B[tokens.sample_T], torch.ones(d.num_tokens)
+        )
+        assert counts.tolist() == list(d.tokens_per_group)
+
+
+def test_the_deal_depends_on_seed_and_step_alone(folder: Path) -> None:
+    groups = make_batch(num_groups=8).groups
+    order = [g.group_id for g in deal(groups, 2, seed=0, step=1)]
+    assert order == [g.group_id for g in deal(groups, 2, seed=0, step=1)]
+    assert order != [g.group_id for g in deal(groups, 2, seed=0, step=2)]
+    assert sorted(order) == list(range(8))
+    assert deal(groups, 1, seed=0, step=1) == groups
+
+
+def test_reference_logprobs_stay_those_of_the_initial_policy(folder: Path, seen: list[Any]) -> None:
+    algorithm = resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))
+    trainer = make_trainer(folder, algorithm=algorithm, learning_rate=0.02, micro_batch_tokens=10**6)
+    trainer.step(make_batch(step=0))
+    assert torch.equal(seen[0][0].ref_logprobs_T, seen[0][0].trainer_logprobs_T.detach())
+    batch = make_batch(step=1)
+    trainer.step(batch)
+    with torch.no_grad():
+        initial = separate_logprobs(make_model(), of_batch(batch), 0.8)
+    tokens = seen[1][0]
+    assert sorted(tokens.ref_logprobs_T.tolist()) == pytest.approx(sorted(initial.tolist()), abs=1e-4)
+    assert (tokens.ref_logprobs_T - tokens.trainer_logprobs_T).abs().max() > 0.05
+
+
+def test_no_reference_model_is_loaded_without_a_kl_term(folder: Path) -> None:
+    assert make_trainer(folder)._ref_model is None
+
+
+def test_truncated_samples_are_masked_and_still_counted(folder: Path, seen: list[Any]) -> None:
+    batch = make_batch(num_groups=1, group_size=3)
+    group = batch.groups[0]
+    cut = group.trajectories[1]
+    cut = replace(cut, segments=(replace(cut.segments[0], finish_reason=FinishReason.LENGTH),))
+    group = replace(group, trajectories=(group.trajectories[0], cut, group.trajectories[2]))
+    algorithm = resolve(AlgorithmConfig(name="dapo", mask_truncated=True))
+    make_trainer(folder, algorithm=algorithm).step(Batch(step=0, groups=(group,)))
+    tokens, denominators = seen[0]
+    assert denominators.num_tokens == group.num_tokens
+    assert int((tokens.loss_mask_T == 0).sum()) == cut.num_tokens
+
+
+def test_training_makes_the_rewarded_response_likelier(folder: Path) -> None:
+    prompt = Prompt(prompt_id="bandit/0@0", token_ids=(5, 6, 7), text="", source="bandit")
+    right, wrong = TrainingSample(prompt_ids=(5, 6, 7), response_ids=(11, 1)), (12, 1)
+
+    def batch(step: int) -> Batch:
+        pair = tuple(
+            make_trajectory(SampleId(step, i), prompt, ids, reward=reward, version=step)
+            for i, (ids, reward) in enumerate(((right.response_ids, 1.0), (wrong, 0.0)))
+        )
+        return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=pair),))
+
+    trainer = make_trainer(folder, learning_rate=3e-3, algorithm=resolve(AlgorithmConfig(correction="none")))
+    before = separate_logprobs(make_model(), [right], 1.0).sum().item()
+    for step in range(8):
+        trainer.step(batch(step))
+    model = make_model()
+    model.load_state_dict(dict(trainer.weights()), strict=False)
+    after = separate_logprobs(model, [right], 1.0).sum().item()
+    assert after > before + 1.0
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
+    plain, saving = make_trainer(folder), make_trainer(folder, gradient_checkpointing=True)
+    recomputed = []
+    saving._model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: recomputed.append(1))
+    for trainer in (plain, saving):
+        trainer.step(make_batch())
+    assert len(recomputed) == 2  # forward, and again in the backward pass
+    theirs = gradients(saving)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(theirs[name], gradient, atol=1e-7, rtol=1e-6)
+
+
+def test_bfloat16_keeps_master_weights_and_gradients_in_float32(folder: Path) -> None:
+    exact, rounded = make_trainer(folder), make_trainer(folder, dtype="bfloat16")
+    norms = [t.step(make_batch())["grad_norm"] for t in (exact, rounded)]
+    assert {w.dtype for w in rounded.weights().values()} == {torch.float32}
+    assert norms[1] != norms[0] and norms[1] == pytest.approx(norms[0], rel=0.1)
+
+
+def test_weights_are_views_in_hugging_face_names_with_tied_matrices_once(
+    folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(folder)
+    names = set(trainer.weights())
+    assert names == set(make_model().state_dict()) - {"lm_head.weight"}
+    before = trainer.weights()["model.norm.weight"].clone()
+    view = trainer.weights()["model.norm.weight"]
+    trainer.step(make_batch())
+    assert not torch.equal(view, before) and not view.requires_grad
+    untied = make_trainer(make_folder(tmp_path, tie_word_embeddings=False))
+    assert "lm_head.weight" in untied.weights()
+
+
+def test_the_learning_rate_follows_the_schedule_of_the_run(folder: Path) -> None:
+    trainer = make_trainer(folder, schedule="linear", learning_rate=1e-3, num_steps=3)
+    rates = [trainer.step(make_batch(step=s))["learning_rate"] for s in range(3)]
+    assert rates == pytest.approx([1e-3, 5e-4, 0])
+
+
+def test_a_deterministic_step_repeats_bit_for_bit_and_leaves_the_global_switch(folder: Path) -> None:
+    def run() -> dict[str, Tensor]:
+        trainer = make_trainer(folder, deterministic=True, mini_batches=2)
+        for step in range(2):
+            trainer.step(make_batch(step=step))
+        return {name: w.clone() for name, w in trainer.weights().items()}
+
+    first, second = run(), run()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_logprob_that_is_not_finite_names_the_sample(folder: Path) -> None:
+    batch = make_batch()
+    bad = batch.groups[2].trajectories[1]
+    segment = replace(bad.segments[0], rollout_logprobs=(float("nan"),) * bad.num_tokens)
+    members = list(batch.groups[2].trajectories)
+    members[1] = replace(bad, segments=(segment,))
+    groups = list(batch.groups)
+    groups[2] = replace(groups[2], trajectories=tuple(members))
+    with pytest.raises(RolloverError, match=r"sample g2\.1 cannot be trained on: rollout_logprobs_T is nan"):
+        make_trainer(folder, micro_batch_tokens=50).step(Batch(step=0, groups=tuple(groups)))
+
+
+def test_running_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(folder, micro_batch_tokens=777)
+    monkeypatch.setattr(
+        trainer._model.lm_head, "forward", lambda *_: torch.empty(1 << 60, dtype=torch.float32), raising=True
+    )
+    with pytest.raises(ResourceError, match=r"lower trainer\.micro_batch_tokens \(now 777\)"):
+        trainer.step(make_batch())
+    assert trainer.version == 0
+
+
+def test_impossible_settings_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="mini_batches is 5 but the batch has only 4 groups"):
+        make_trainer(folder, mini_batches=5).step(make_batch())
+    with pytest.raises(ValueError, match="temperature must be above 0 for training, got 0"):
+        make_trainer(folder, temperature=0)
+    with pytest.raises(ConfigError, match=r"trainer\.device 'warp' cannot be used"):
+        make_trainer(folder, device="warp")
+    with pytest.raises(ModelError, match="does not exist"):
+        make_trainer(folder / "nowhere")

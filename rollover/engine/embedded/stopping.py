@@ -11,6 +11,12 @@ from pathlib import Path
 
 from rollover.errors import EngineError
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+)  # transformers invents one without them
+
 
 class StopStrings:
     """``transformers``' tokenizer of a model folder, loaded when the first request needs it."""
@@ -18,10 +24,14 @@ class StopStrings:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+            raise EngineError(f"stop strings need a tokenizer, and {folder} has none")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as e:
-            raise EngineError(f"stop strings need a tokenizer, and {folder} has none that loads: {e}") from e
+            raise EngineError(
+                f"stop strings need a tokenizer, and the one in {folder} does not load: {e}"
+            ) from e
 
     def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
         """Whether the last token completes a stop string. A character takes up to four byte-level tokens, so

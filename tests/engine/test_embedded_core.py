@@ -1,0 +1,273 @@
+"""What must not matter does not: batching, parking, memory pressure, order. What must be recorded is right."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests.engine.contract import assert_wellformed, request
+from tests.engine.harness import Calls, core_of, run
+from tests.engine.models import VOCAB, logprobs, saved, tiny_model
+
+PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_parked_and_resumed_at_every_cut_equals_uninterrupted(folder: Path, keep: bool) -> None:
+    core = core_of(folder)
+    whole = run(core, request("whole", prompt_ids=PROMPT, max_new_tokens=30))
+    for cut in range(30):
+        name = f"cut{cut}"
+        calls = Calls(core, [request(name, prompt_ids=PROMPT, max_new_tokens=30)])
+        calls.step(cut)
+        calls.abort(f"{name}#0")
+        head = calls.tokens(f"{name}#0")
+        assert len(head) == cut
+        if not keep:
+            core.scheduler.blocks.drop_all("parked")
+            core.scheduler.blocks.drop_all("prompt")
+        before = core.stats()
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=30, response_ids=head, hop=1))
+        chunks = calls.finish()[f"{name}#1"]
+        assert head + calls.tokens(f"{name}#1") == whole.tokens("whole#0")
+        logprobs = calls.logprobs(f"{name}#0") + calls.logprobs(f"{name}#1")
+        assert logprobs == pytest.approx(whole.logprobs("whole#0"), abs=1e-5)
+        lost = 0 if keep or not cut else cut - 1  # the last token's cache never existed
+        assert chunks[0].num_prefilled_tokens == lost
+        if keep:
+            assert core.stats().prefilled_tokens == before.prefilled_tokens
+        elif cut:
+            assert core.stats().reprefilled_tokens - before.reprefilled_tokens == len(PROMPT) + cut - 1
+
+
+def test_a_rollout_is_the_same_alone_and_in_any_batch(folder: Path) -> None:
+    requests = [
+        request(
+            f"s{i}",
+            prompt_ids=tuple(range(1, 3 + 5 * (i % 4))),
+            max_new_tokens=10 + 3 * i,
+            seed=i,
+            temperature=(1.0, 0.0, 0.7)[i % 3],
+            top_k=(0, 5)[i % 2],
+            top_p=(1.0, 0.9, 1.0)[i % 3],
+        )
+        for i in range(16)
+    ]
+    alone = {r.request_id: run(core_of(folder), r).tokens(r.request_id) for r in requests}
+    for seed, max_running in ((0, 16), (1, 5), (2, 3)):
+        shuffled = random.Random(seed).sample(requests, len(requests))
+        calls = run(core_of(folder, max_running=max_running), *shuffled)
+        assert {r.request_id: calls.tokens(r.request_id) for r in requests} == alone
+
+
+def test_another_seed_or_position_draws_other_noise(folder: Path) -> None:
+    calls = run(core_of(folder), *(request(f"s{i}", seed=i, max_new_tokens=20) for i in range(8)))
+    assert len({calls.tokens(f"s{i}#0") for i in range(8)}) == 8
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 33])
+def test_siblings_prefill_their_prompt_once(folder: Path, length: int) -> None:
+    prompt = tuple(range(1, length + 1))
+    core = core_of(folder, max_running=8)
+    calls = run(core, *(request(f"s{i}", seed=i, prompt_ids=prompt, max_new_tokens=20) for i in range(12)))
+    assert core.stats().prefilled_tokens == length - 1
+    for i in range(12):
+        alone = run(core_of(folder), request("a", seed=i, prompt_ids=prompt, max_new_tokens=20))
+        assert calls.tokens(f"s{i}#0") == alone.tokens("a#0")
+
+
+def test_long_prompts_are_prefilled_in_chunks_while_others_decode(folder: Path) -> None:
+    core = core_of(folder, prefill_chunk_tokens=10)
+    calls = Calls(core, [request("short", max_new_tokens=20)])
+    calls.step(2)
+    calls.add(request("long", prompt_ids=tuple(range(1, 52)), max_new_tokens=20))
+    calls.step(4)
+    assert len(calls.tokens("short#0")) == 6 and calls.tokens("long#0") == ()
+    calls.step()  # 50 tokens in five chunks; the fifth iteration decodes too
+    assert len(calls.tokens("long#0")) == 1
+    calls.finish()
+    whole = run(core_of(folder), request("a", prompt_ids=tuple(range(1, 52)), max_new_tokens=20))
+    assert calls.tokens("long#0") == whole.tokens("a#0")
+
+
+def test_a_budget_too_small_for_all_preempts_and_nobody_notices(folder: Path) -> None:
+    requests = [request(f"s{i}", seed=i, prompt_ids=PROMPT, max_new_tokens=60) for i in range(8)]
+    rich = core_of(folder, max_context_tokens=66)
+    block_bytes = 2 * 2 * 2 * 4 * 16 * 4
+    poor = core_of(folder, max_context_tokens=66, kv_cache_bytes=40 * block_bytes)
+    expected, calls = run(rich, *requests), run(poor, *requests)
+    assert poor.scheduler.num_preempted > 0 and rich.scheduler.num_preempted == 0
+    assert poor.stats().reprefilled_tokens > 0 and rich.stats().reprefilled_tokens == 0
+    for req in requests:
+        assert calls.tokens(req.request_id) == expected.tokens(req.request_id)
+        assert_wellformed(calls.chunks[req.request_id])
+        assert sum(c.num_prefilled_tokens for c in calls.chunks[req.request_id]) == 0
+    assert poor.stats().kv_bytes <= 40 * block_bytes
+
+
+def test_parked_caches_give_way_oldest_first(folder: Path) -> None:
+    block_bytes = 2 * 2 * 2 * 4 * 16 * 4
+    core = core_of(folder, max_context_tokens=64, kv_cache_bytes=31 * block_bytes)
+    calls = Calls(core)
+    for name in ("old", "new"):
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50))
+        calls.step(30)
+        calls.abort(f"{name}#0")
+    calls.add(request("big", prompt_ids=tuple(range(20, 40)), max_new_tokens=40))
+    calls.finish()
+    assert core.scheduler.blocks.num_evicted > 0
+    for name, lost in (("new", 0), ("old", 29)):
+        head = calls.tokens(f"{name}#0")
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50, response_ids=head, hop=1))
+        assert calls.finish()[f"{name}#1"][0].num_prefilled_tokens == lost
+    assert calls.tokens("old#0") + calls.tokens("old#1") == calls.tokens("new#0") + calls.tokens("new#1")
+
+
+def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folder: Path) -> None:
+    models = {
+        0: tiny_model(sharpness=3.0),
+        2: tiny_model(seed=1, sharpness=3.0),
+        3: tiny_model(seed=2, sharpness=3.0),
+    }
+    core = core_of(folder, kv_on_update="recompute", stream_interval_tokens=7)
+    calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPT, max_new_tokens=40) for i in range(3)])
+    calls.step(10)
+    calls.abort("s2#0")
+    calls.take(core.load(2, models[2].state_dict()))
+    calls.step(10)
+    calls.take(core.load(3, saved(models[3], folder.parent / "later")))
+    calls.add(
+        request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), hop=1)
+    )
+    calls.finish()
+    calls.chunks["s2#0"] += calls.chunks.pop("s2#1")
+    for chunks in calls.chunks.values():
+        versions = [c.policy_version for c in chunks for _ in c.token_ids]
+        response = tuple(t for c in chunks for t in c.token_ids)
+        assert all(c.kv_version == c.policy_version for c in chunks)
+        assert len(response) == 40
+        scores = {v: logprobs(m, PROMPT, response) for v, m in models.items()}
+        recorded = [p for c in chunks for p in c.logprobs]
+        assert recorded == pytest.approx([scores[v][i] for i, v in enumerate(versions)], abs=1e-4)
+    assert [c.policy_version for c in calls.chunks["s0#0"]] == [0, 0, 2, 2, 3, 3, 3]
+
+
+def test_under_keep_the_record_is_what_was_sampled_from_and_belongs_to_neither_version(folder: Path) -> None:
+    old, new = tiny_model(sharpness=3.0), tiny_model(seed=1, sharpness=3.0)
+    core = core_of(folder, kv_on_update="keep")
+    calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=40)])
+    calls.step(15)
+    prefilled = core.stats().prefilled_tokens
+    calls.take(core.load(1, new.state_dict()))
+    chunks = calls.finish()["a#0"]
+    assert core.stats().prefilled_tokens == prefilled
+    assert [(c.policy_version, c.kv_version) for c in chunks if c.token_ids] == [(0, 0)] * 15 + [(1, 0)] * 25
+    response, recorded = calls.tokens("a#0"), calls.logprobs("a#0")
+    cache = old(input_ids=torch.tensor([PROMPT + response[:14]]), use_cache=True).past_key_values
+    with torch.no_grad():  # transformers' new weights over transformers' old cache
+        table = (
+            new(input_ids=torch.tensor([response[14:-1]]), past_key_values=cache, use_cache=True)
+            .logits[0]
+            .log_softmax(-1)
+        )
+    mixed = [float(row[token]) for row, token in zip(table, response[15:], strict=True)]
+    assert recorded[15:] == pytest.approx(mixed, abs=1e-4)
+    for model in (old, new):
+        pure = logprobs(model, PROMPT, response)[15:]
+        assert max(abs(a - b) for a, b in zip(pure, recorded[15:], strict=True)) > 0.1
+
+
+def test_under_keep_a_parked_sample_resumes_without_prefill_and_says_how_old_its_cache_is(
+    folder: Path,
+) -> None:
+    core = core_of(folder, kv_on_update="keep")
+    calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=20)])
+    calls.step(5)
+    calls.abort("a#0")
+    core.load(4, tiny_model(seed=1).state_dict())
+    calls.add(
+        request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=calls.tokens("a#0"), hop=1),
+        request("fresh", prompt_ids=PROMPT, max_new_tokens=20),
+    )
+    calls.finish()
+    assert {(c.policy_version, c.kv_version) for c in calls.chunks["a#1"]} == {(4, 0)}
+    assert calls.chunks["a#1"][0].num_prefilled_tokens == 0
+    assert {(c.policy_version, c.kv_version) for c in calls.chunks["fresh#0"]} == {(4, 4)}
+
+
+def test_a_parked_cache_is_not_used_for_another_response(folder: Path) -> None:
+    core = core_of(folder)
+    calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=20)])
+    calls.step(8)
+    calls.abort("a#0")
+    other = tuple((t + 1) % VOCAB for t in calls.tokens("a#0"))
+    calls.add(request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=other, hop=1))
+    calls.finish()
+    fresh = run(core_of(folder), request("b", prompt_ids=PROMPT, max_new_tokens=20, response_ids=other))
+    assert calls.tokens("a#1") == fresh.tokens("b#0")
+
+
+def test_fewer_tokens_than_were_parked_resume_from_what_they_share(folder: Path) -> None:
+    core = core_of(folder)
+    whole = run(core, request("whole", prompt_ids=PROMPT, max_new_tokens=20)).tokens("whole#0")
+    for kept in range(9):
+        name = f"a{kept}"
+        calls = Calls(core, [request(name, prompt_ids=PROMPT, max_new_tokens=20)])
+        calls.step(9)
+        calls.abort(f"{name}#0")
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=20, response_ids=whole[:kept], hop=1))
+        assert calls.finish()[f"{name}#1"][0].num_prefilled_tokens == 0
+        assert whole[:kept] + calls.tokens(f"{name}#1") == whole
+
+
+def test_aborts_before_prefill_without_tokens_twice_and_unknown(folder: Path) -> None:
+    core = core_of(folder, max_running=1)
+    calls = Calls(core, [request("a"), request("b")])
+    calls.abort("b#0", "b#0", "nobody")
+    calls.abort("b#0")
+    assert [(c.token_ids, c.finish_reason) for c in calls.chunks["b#0"]] == [((), FinishReason.ABORT)]
+    calls.step(3)
+    calls.abort("a#0")
+    assert len(calls.tokens("a#0")) == 3
+    assert core.stats().num_running == core.stats().num_waiting == 0
+    calls.abort("a#0")
+    assert not core.has_work
+
+
+def test_requests_that_cannot_run_are_refused_by_name(folder: Path) -> None:
+    core = core_of(folder, max_context_tokens=64)
+    core.add(request("a"))
+    for bad, message in (
+        (request("a"), "'a#0' was used before"),
+        (request("b", prompt_ids=()), "empty prompt"),
+        (request("c", max_new_tokens=2, response_ids=(1, 2)), "no budget left.*2 response"),
+        (request("d", prompt_ids=(1,) * 60), "72 tokens .60 of prompt.*max_context_tokens = 64"),
+        (request("e", prompt_ids=(1, VOCAB)), f"{VOCAB}.*{VOCAB - 1}"),
+        (request("f", stop_strings=("x",)), "tokenizer"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            core.add(bad)
+    assert core.stats().num_waiting == 1
+
+
+def test_logits_that_are_not_finite_fail_the_step_and_leave_a_usable_engine(folder: Path) -> None:
+    core = core_of(folder)
+    good = tiny_model(sharpness=3.0).state_dict()
+    before = run(core, request("a", max_new_tokens=10)).tokens("a#0")
+    core.load(1, {k: v * float("nan") for k, v in good.items()})
+    core.add(request("b"))
+    with pytest.raises(EngineError, match="version 1.*not finite.*b#0"):
+        core.step()
+    assert core.reset() == ["b#0"]
+    core.load(2, good)
+    assert run(core, request("c", max_new_tokens=10)).tokens("c#0") == before

@@ -1,0 +1,219 @@
+"""The asyncio shell: lockstep with consumers, streaming, failures, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.engine.base import Chunk
+from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.errors import EngineError, EngineTimeout, ResourceError
+from rollover.types import FinishReason
+from tests.engine.contract import DEADLINE_S, assert_wellformed, collect, request, tokens
+from tests.engine.harness import CONFIG
+from tests.engine.models import saved, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
+
+
+def engine_of(folder: Path, **settings: Any) -> EmbeddedEngine:
+    return EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings))
+
+
+def lockstep_log(folder: Path) -> list[tuple[str, int, int, str | None]]:
+    """A small scheduler over a lockstep engine: refill on every finish, abort two when the third is done, resume them.
+    Each entry is a chunk: call, number of tokens, iteration it was seen at, finish reason."""
+    log: list[tuple[str, int, int, str | None]] = []
+
+    async def main() -> None:
+        engine = engine_of(folder, deterministic=True, stream_interval_tokens=3)
+        tasks: list[asyncio.Task[None]] = []
+        heads: dict[str, tuple[int, ...]] = {}
+
+        async def consume(name: str, length: int, hop: int = 0) -> None:
+            req = request(
+                name,
+                seed=len(name) + length,
+                max_new_tokens=length,
+                response_ids=heads.get(name, ()),
+                hop=hop,
+            )
+            async for chunk in engine.generate(req):
+                heads[name] = heads.get(name, ()) + chunk.token_ids
+                log.append(
+                    (
+                        req.request_id,
+                        len(chunk.token_ids),
+                        engine.stats().decode_iterations,
+                        chunk.finish_reason,
+                    )
+                )
+                if chunk.finish_reason is FinishReason.LENGTH:
+                    for _ in range(length % 5):  # a reward that takes its time
+                        await asyncio.sleep(0)
+                    if name == "c":
+                        await engine.abort(["a#0", "b#0"])
+                        tasks.append(asyncio.create_task(consume("a", 23, hop=1)))
+                        tasks.append(asyncio.create_task(consume("b", 31, hop=1)))
+                    elif len(tasks) < 8:
+                        tasks.append(asyncio.create_task(consume(f"n{len(tasks)}", 4 + len(tasks))))
+
+        lengths = {"a": 23, "b": 31, "c": 12, "d": 7, "e": 9}
+        tasks += [asyncio.create_task(consume(name, length)) for name, length in lengths.items()]
+        async with asyncio.timeout(DEADLINE_S):
+            while pending := [t for t in tasks if not t.done()]:
+                await asyncio.gather(*pending)
+        await engine.close()
+
+    asyncio.run(main())
+    return log
+
+
+def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
+    first = lockstep_log(folder)
+    assert first == lockstep_log(folder)
+    assert [e for e in first if e[3] == "abort"] == [("a#0", 0, 12, "abort"), ("b#0", 0, 12, "abort")]
+    assert {e[0]: e[3] for e in first if e[3]} | {"a#1": "length", "b#1": "length"} == {
+        e[0]: e[3] for e in first if e[3]
+    }
+
+
+def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(folder, deterministic=True)
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=50)))
+        stream = engine.generate(request("a", max_new_tokens=50))
+        await anext(stream)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine.stats().decode_iterations == 1 and engine.stats().decoded_tokens == 2
+        late = asyncio.create_task(collect(engine, request("c", max_new_tokens=2)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert engine.stats().num_waiting == 1 and engine.stats().decode_iterations == 1
+        assert (await anext(stream)).token_ids
+        assert engine.stats().decode_iterations == 2  # the late call was in the very next iteration
+        await stream.aclose()  # closing processes what is left
+        await asyncio.gather(other, late)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_in_lockstep_calls_of_one_turn_are_in_the_first_batch_in_call_order(folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(folder, deterministic=True, max_running=2, stream_interval_tokens=100)
+        order: list[str] = []
+
+        async def consume(name: str) -> None:
+            await collect(engine, request(name, max_new_tokens=3))
+            order.append(name)
+
+        await asyncio.gather(*(consume(name) for name in "dacb"))
+        assert order == ["d", "a", "c", "b"]
+        assert engine.stats().decode_iterations == 6
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path, deterministic: bool) -> None:
+    async def main() -> None:
+        engine = engine_of(folder, deterministic=deterministic, stream_interval_tokens=8)
+        chunks = await collect(engine, request("a", max_new_tokens=20))
+        assert [len(c.token_ids) for c in chunks] == [8, 8, 4]
+        assert_wellformed(chunks)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("cause", "error", "message"),
+    [
+        (RuntimeError("kernel broke"), EngineError, "RuntimeError: kernel broke"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ResourceError, "kv_cache_bytes"),
+        (MemoryError(), ResourceError, "lower"),
+    ],
+)
+def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
+    folder: Path,
+    deterministic: bool,
+    cause: Exception,
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        engine = engine_of(folder, deterministic=deterministic)
+        step = EngineCore.step
+
+        def broken(core: EngineCore) -> list[Output]:
+            if core.stats().decode_iterations >= 3:
+                raise cause
+            return step(core)
+
+        monkeypatch.setattr(EngineCore, "step", broken)
+        calls = [collect(engine, request(name, max_new_tokens=50)) for name in "ab"]
+        async with asyncio.timeout(DEADLINE_S):
+            for result in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(result, error)
+                with pytest.raises(error, match=message):
+                    raise result
+                assert result.__cause__ is cause
+            monkeypatch.undo()
+            assert len(tokens(await collect(engine, request("c")))) == 12
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    release = threading.Event()
+
+    async def main() -> None:
+        engine = engine_of(folder, command_timeout_s=0.05)
+        monkeypatch.setattr(EngineCore, "step", lambda core: release.wait(DEADLINE_S) and [])
+        call = asyncio.create_task(collect(engine, request("a")))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineTimeout, match="'abort'.*0.05"):
+            while True:  # the first may still slip in before the step
+                await engine.abort(["nobody"])
+        release.set()
+        monkeypatch.undo()
+        assert len(tokens(await call)) == 12
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:
+    engine = engine_of(folder)
+    runs: list[list[Chunk]] = [asyncio.run(collect(engine, request(name))) for name in "ab"]
+    assert tokens(runs[0]) == tokens(runs[1])
+    asyncio.run(engine.close())
+
+
+def test_thread_and_lockstep_sample_the_same(folder: Path) -> None:
+    async def main(deterministic: bool) -> list[tuple[int, ...]]:
+        engine = engine_of(folder, deterministic=deterministic, max_running=3)
+        requests = [request(f"s{i}", seed=i, max_new_tokens=5 + 4 * i) for i in range(8)]
+        results = await asyncio.gather(*(collect(engine, r) for r in requests))
+        await engine.close()
+        return [tokens(chunks) for chunks in results]
+
+    assert asyncio.run(main(True)) == asyncio.run(main(False))

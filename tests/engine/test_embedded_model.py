@@ -1,0 +1,154 @@
+"""The decoder computes what transformers computes, and refuses what it would compute wrongly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollover.engine.embedded.architecture import Architecture
+from rollover.errors import ConfigError, EngineError, ModelError
+from tests.engine.contract import request
+from tests.engine.harness import core_of, run
+from tests.engine.models import greedy, logprobs, saved, tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases and one head group": ("llama", {"attention_bias": True, "num_key_value_heads": 4}),
+    "llama with scaled rotary frequencies": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with linear rotary scaling": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with tied embeddings": ("qwen3", {"tie_word_embeddings": True}),
+}
+PROMPTS = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
+    kind, config = MODELS[name]
+    model = tiny_model(kind, **config)
+    core = core_of(saved(model, tmp_path), prefill_chunk_tokens=16)
+    calls = run(
+        core,
+        *(
+            request(str(i), prompt_ids=p, max_new_tokens=40, temperature=0.0)
+            for i, p in enumerate([*PROMPTS, PROMPTS[-1]])
+        ),
+    )
+    for i, prompt in enumerate([*PROMPTS, PROMPTS[-1]]):
+        assert calls.tokens(f"{i}#0") == greedy(model, prompt, 40)
+        expected = logprobs(model, prompt, calls.tokens(f"{i}#0"))
+        assert calls.logprobs(f"{i}#0") == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampled_logprobs_are_the_log_softmax_of_logits_over_temperature(
+    temperature: float, tmp_path: Path
+) -> None:
+    model = tiny_model(sharpness=2.0)
+    calls = run(core_of(saved(model, tmp_path)), request("a", max_new_tokens=60, temperature=temperature))
+    response = calls.tokens("a#0")
+    expected = logprobs(model, (5, 6, 7), response, temperature)
+    assert calls.logprobs("a#0") == pytest.approx(expected, abs=1e-4)
+    assert len(set(response)) > 5
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = tiny_model(sharpness=1.0)
+    calls = run(core_of(saved(model, tmp_path), dtype="bfloat16"), request("a", max_new_tokens=30))
+    expected = logprobs(model, (5, 6, 7), calls.tokens("a#0"))
+    assert calls.logprobs("a#0") == pytest.approx(expected, abs=0.1)
+
+
+def test_weights_come_from_sharded_and_from_single_files_alike(tmp_path: Path) -> None:
+    model = tiny_model()
+    one, many = saved(model, tmp_path / "one"), saved(model, tmp_path / "many", max_shard_size="20KB")
+    assert len(list(many.glob("*.safetensors"))) > 1
+    req = request("a", max_new_tokens=30)
+    assert run(core_of(one), req).tokens("a#0") == run(core_of(many), req).tokens("a#0")
+
+
+def test_a_weight_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    folder = saved(tiny_model(), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    for broken, message in (
+        ({k: v for k, v in weights.items() if k != "model.norm.weight"}, "missing.*model.norm.weight"),
+        (weights | {"model.extra": torch.zeros(1)}, "unknown.*model.extra"),
+        (weights | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight.*\[3\].*\[32\]"),
+    ):
+        save_file(broken, folder / "model.safetensors")
+        with pytest.raises(ModelError, match=message):
+            core_of(folder)
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ModelError, match="cannot be read"):
+        core_of(folder)
+
+
+def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
+    model = tiny_model()
+    core = core_of(saved(model, tmp_path))
+    before = run(core, request("a", max_new_tokens=30)).tokens("a#0")
+    other = tiny_model(seed=1).state_dict()
+    del other["model.norm.weight"]
+    with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+        core.load(1, other)
+    assert core.policy_version == 0
+    assert run(core, request("b", max_new_tokens=30)).tokens("b#0") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM.*LlamaForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*llama3"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        (
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "sliding",
+        ),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {}}, "quantised"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_mathematics_that_is_not_implemented_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = saved(tiny_model(), tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        Architecture.from_folder(folder)
+
+
+def test_what_is_not_a_model_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        core_of(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
+        core_of(tmp_path)
+
+
+def test_sizes_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    folder = saved(tiny_model(), tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes = 4096 .*max_context_tokens = 512"):
+        core_of(folder, kv_cache_bytes=4096)
+    with pytest.raises(ConfigError, match="1000.*512"):
+        core_of(folder, max_context_tokens=1000)

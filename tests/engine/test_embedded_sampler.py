@@ -1,0 +1,83 @@
+"""Sampled tokens follow the softmax, the cuts keep what they should, and noise is a function of (seed, position)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.types import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -4.0, 0.25])
+DRAWS = 20_000
+
+
+def draw(n: int = DRAWS, **params: float) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = [SamplingParams(max_new_tokens=1, **params)] * n  # type: ignore[arg-type]
+    return sample(LOGITS.expand(n, -1), settings, uniforms([7] * n, range(n)))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_match_the_softmax(temperature: float) -> None:
+    tokens, logprobs = draw(temperature=temperature)
+    expected = torch.softmax(LOGITS.double() / temperature, -1) * DRAWS
+    counts = torch.bincount(tokens, minlength=len(LOGITS)).double()
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert chi_square < 24.3  # the 0.999 quantile with 7 degrees of freedom
+    assert torch.allclose(logprobs, torch.log_softmax(LOGITS / temperature, -1)[tokens], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "support"),
+    [
+        ({"top_k": 3}, {0, 5, 1}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": 100}, set(range(8))),
+        ({"top_p": 0.6}, {0, 5}),  # probabilities 0.39, 0.24, 0.14, ...
+        ({"top_p": 0.1}, {0}),
+        ({"top_p": 0.7, "top_k": 3}, {0, 5}),  # of the three left, the first two hold 0.82
+        ({"top_p": 0.85, "top_k": 3}, {0, 5, 1}),
+    ],
+)
+def test_cuts_keep_their_support_and_report_what_is_sampled_from(params: dict, support: set[int]) -> None:
+    tokens, logprobs = draw(5000, **params)
+    assert set(tokens.tolist()) == support
+    kept = torch.full_like(LOGITS, -torch.inf)
+    kept[list(support)] = LOGITS[list(support)]
+    assert torch.allclose(logprobs, torch.log_softmax(kept, -1)[tokens], atol=1e-6)
+
+
+def test_one_row_may_be_greedy_and_another_cut() -> None:
+    rows = [
+        SamplingParams(max_new_tokens=1, temperature=0.0),
+        SamplingParams(max_new_tokens=1, top_k=2),
+        SamplingParams(max_new_tokens=1, temperature=3.0),
+    ]
+    noise = np.array([0.999, 0.999, 0.999])
+    tokens, logprobs = sample(LOGITS.expand(3, -1), rows, noise)
+    assert tokens.tolist() == [0, 5, 7]
+    assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, -1)[0].item(), abs=1e-6)
+    for i, row in enumerate(rows):
+        alone = sample(LOGITS.expand(1, -1), [row], noise[:1])
+        assert (alone[0].item(), alone[1].item()) == (tokens[i].item(), logprobs[i].item())
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    ends = np.array([2.0**-53, 0.5, 1 - 2.0**-52])
+    tokens, _ = sample(logits.expand(3, -1), [SamplingParams(max_new_tokens=1)] * 3, ends)
+    assert tokens.tolist() == [1, 3, 3]
+
+
+def test_uniforms_depend_on_seed_and_position_and_are_uniform() -> None:
+    noise = uniforms(range(200), [0] * 200)
+    assert len(set(noise)) == 200
+    assert uniforms([3, 5, -1], [9, 2, 4]).tolist() == [
+        uniforms([s], [p])[0] for s, p in ((3, 9), (5, 2), (2**64 - 1, 4))
+    ]
+    for seeds, positions in (([1] * DRAWS, range(DRAWS)), (range(DRAWS), [1] * DRAWS)):
+        noise = uniforms(seeds, positions)
+        counts = np.histogram(noise, bins=64, range=(0, 1))[0]
+        assert ((counts - DRAWS / 64) ** 2 / (DRAWS / 64)).sum() < 103.4  # 0.999 quantile, 63 degrees
+        assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.03

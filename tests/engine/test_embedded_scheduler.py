@@ -1,0 +1,157 @@
+"""The scheduler's state machine under any order of calls, aborts, swaps and memory pressure. No torch."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.engine.embedded.cache import BlockManager, CachedPrefix
+from rollover.engine.embedded.scheduler import Scheduler
+from rollover.engine.embedded.sequence import Sequence
+from tests.engine.contract import request
+
+BLOCK = 4
+MAX_CONTEXT = 40
+
+
+class Machine:
+    """A scheduler whose model samples token 1, and a shadow cache that knows which token lies where: each block holds
+    the prefix that was written to it, so reading another sequence's or a stale token is an error."""
+
+    def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
+        )
+        self.content: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.open: dict[str, Sequence] = {}
+        self.arrivals = 0
+        self.finished: list[str] = []
+
+    def add(self, prompt: int, length: int, response: tuple[int, ...], name: str | None = None) -> None:
+        prompt_ids = tuple((prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
+        name = name or f"s{self.arrivals}"
+        limit = max(len(response) + 1, min(length, MAX_CONTEXT - len(prompt_ids)))
+        req = request(
+            name, hop=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit
+        )
+        self.open[req.request_id] = sequence = Sequence(req, self.arrivals)
+        self.arrivals += 1
+        self.scheduler.add(sequence)
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        read = [(d, [self.content.get((s, o)) for o in range(BLOCK)]) for s, d in copies]
+        for destination, cells in read:
+            for offset, cell in enumerate(cells):
+                if cell is not None:
+                    self.content[destination, offset] = cell
+
+    def write(self, sequence: Sequence, position: int) -> None:
+        block = sequence.blocks[position // BLOCK]
+        assert self.scheduler.blocks.refs[block] == 1, "wrote to a shared block"
+        self.content[block, position % BLOCK] = tuple(sequence.token_ids[: position + 1])
+
+    def read(self, sequence: Sequence, num_tokens: int) -> None:
+        for p in range(num_tokens):
+            cell = self.content[sequence.blocks[p // BLOCK], p % BLOCK]
+            assert cell == tuple(sequence.token_ids[: p + 1]), "read a token that is not its own"
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        self.copy(scheduler.admit())
+        slices = scheduler.next_prefill()
+        for piece in slices:
+            for p in range(piece.start, piece.start + piece.num_tokens):
+                self.write(piece.sequence, p)
+            self.read(piece.sequence, piece.start + piece.num_tokens)
+        self.copy(scheduler.prefilled(slices))
+        self.copy(scheduler.admit())
+        for sequence in scheduler.next_decode():
+            self.write(sequence, sequence.num_cached)
+            self.read(sequence, sequence.num_tokens)
+            sequence.append(1, 0.0)
+            if sequence.num_tokens == sequence.max_tokens:
+                self.finished.append(sequence.request.request_id)
+                self.end(sequence, park=False)
+        assert len(scheduler.running) <= scheduler.max_running
+        scheduler.check()
+
+    def end(self, sequence: Sequence, *, park: bool) -> None:
+        del self.open[sequence.request.request_id]
+        self.scheduler.remove(sequence, park=park)
+        self.scheduler.check()
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 14), st.integers(1, 30)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.none()),
+    st.tuples(st.just("abort"), st.integers(0, 20), st.booleans()),
+    st.tuples(st.just("update"), st.booleans(), st.none()),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(OPERATIONS, max_size=40),
+    st.integers(MAX_CONTEXT // BLOCK + 1, 30),
+    st.integers(1, 6),
+    st.integers(1, 24),
+)
+def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
+    operations: list[tuple], num_blocks: int, max_running: int, chunk: int
+) -> None:
+    machine = Machine(num_blocks, max_running, chunk)
+    for kind, a, b in operations:
+        if kind == "add":
+            machine.add(a, b, ())
+        elif kind == "step":
+            for _ in range(a):
+                machine.step()
+        elif kind == "abort" and machine.open:
+            sequence = list(machine.open.values())[a % len(machine.open)]
+            machine.end(sequence, park=True)
+            response = tuple(sequence.response_ids)
+            if b:  # the sample comes back
+                machine.add(
+                    sequence.request.prompt_ids[0] - 2,
+                    sequence.request.params.max_new_tokens,
+                    response,
+                    sequence.request.sample_key,
+                )
+        elif kind == "update":
+            machine.scheduler.update(machine.scheduler.policy_version + 1, recompute=a)
+            machine.scheduler.check()
+    for _ in range(3000):
+        if not machine.open:
+            break
+        machine.step()
+    assert not machine.open, "some call never finished"
+    for kind in ("parked", "prompt"):
+        machine.scheduler.blocks.drop_all(kind)
+    assert machine.scheduler.blocks.num_used == 0
+
+
+def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
+    machine = Machine(num_blocks=11, max_running=3, chunk=64)
+    for prompt in (3, 4, 5):  # prompts of 4, 5 and 6 tokens
+        machine.add(prompt, 30, ())
+    while not machine.scheduler.num_preempted:
+        machine.step()
+    assert [s.arrival for s in machine.scheduler.running] == [0, 1]
+    machine.add(6, 5, ())
+    assert [s.arrival for s in machine.scheduler.waiting] == [2, 3]
+    while machine.open:
+        machine.step()
+    assert machine.finished.index("s2#2") > machine.finished.index("s0#0")
+
+
+def test_eviction_takes_the_least_recently_used_that_frees_anything() -> None:
+    blocks = BlockManager(num_blocks=6, block_size=BLOCK)
+    for key in ("a", "b"):
+        blocks.keep("parked", key, CachedPrefix((1, 2), tuple(blocks.allocate(2) or ()), 0))
+    shared = blocks.get("parked", "a")
+    assert shared is not None
+    blocks.share(shared.blocks)  # a running sequence holds them too: evicting "a" would free nothing
+    assert blocks.num_available() == 3
+    assert len(blocks.allocate(3) or ()) == 3
+    assert blocks.get("parked", "b") is None and blocks.get("parked", "a") is not None
+    assert blocks.allocate(1) is None

@@ -265,12 +265,12 @@ def load_function(path: str) -> Callable[..., Any]:
             f"reward function {path}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
             f"it must be installed or lie in {os.getcwd()}"
         ) from error
-    function = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
         hint = nearest(function_name, names)
         raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _finite(value: Any, whose: str) -> float:

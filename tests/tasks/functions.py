@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 from typing import Any
 
@@ -37,6 +38,12 @@ def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
     while completions[0] == "hang":
         pass
     print("a reward function may print")
+    return [1.0]
+
+
+def freezes(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Waits in C without letting go of the interpreter lock: only a signal ends it."""
+    ctypes.PyDLL(None).pause()
     return [1.0]
 
 

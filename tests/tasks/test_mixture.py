@@ -56,6 +56,11 @@ def test_the_cycle_is_as_short_as_the_weights_allow(weights: list[float], cycle:
     assert MixtureSource([Numbers(str(k)) for k in range(len(weights))], weights).cycle == cycle
 
 
+def test_draws_are_spread_evenly_over_the_cycle() -> None:
+    assert [p[0] for p in drawn([2.0, 1.0], 6)] == list("010010")
+    assert [p[0] for p in drawn([1.0, 5.0], 6)] == list("110111")
+
+
 def test_crooked_weights_are_rounded_and_every_source_is_still_drawn() -> None:
     mixture = MixtureSource([Numbers("a"), Numbers("b")], [1.0, 1e-7])
     counts = Counter(mixture.prompt(i).source for i in range(mixture.cycle))

@@ -90,6 +90,15 @@ def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
     with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
 
 
+def test_a_reward_frozen_in_c_is_killed_too() -> None:
+    async def use(scorer: Scorer) -> None:
+        async with asyncio.timeout(60.0):
+            with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
+                await scorer.score(trajectory(prompt(), "x"))
+
+    with_scorer([spec("freezes", timeout_s=0.3, retries=0)], use)
+
+
 def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
     async def use(scorer: Scorer) -> None:
         await scorer.score(trajectory(prompt(), "ok"))

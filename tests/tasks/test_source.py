@@ -22,7 +22,8 @@ def gym(name: str = "chain_sum", **fields: Any) -> SourceConfig:
 
 def jsonl(path: Path, *rows: dict[str, Any] | str, **fields: Any) -> SourceConfig:
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
-    return SourceConfig(kind="jsonl", **({"name": "file", "path": str(path), "reward": EXACT} | fields))
+    merged: dict[str, Any] = {"name": "file", "path": str(path), "reward": EXACT, **fields}
+    return SourceConfig(kind="jsonl", **merged)
 
 
 def sums(count: int) -> list[dict[str, Any]]:
@@ -132,6 +133,7 @@ def test_an_endless_source_puts_another_item_in_place_of_a_long_one() -> None:
     kept = [p.text == text for p, text in zip(prompts, texts, strict=True)]
     assert kept == [len(text) + 1 <= room for text in texts]
     assert 0 < kept.count(False) <= short.num_skipped
+    assert len({p.prompt_id for p in prompts}) == 40
     counted = short.num_skipped
     assert [short.prompt(i) for i in range(40)] == prompts
     assert short.num_skipped == counted
@@ -236,7 +238,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [*sums(2), {"question": "1+1"}],
             {},
-            "line 3: column 'answer' is missing; the columns are question; mend the row or change answer_column",
+            "line 3: column 'answer' is missing; the columns are question; mend the row or change answer_",
         ),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),

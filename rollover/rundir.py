@@ -146,8 +146,10 @@ def open_for_resume(
     try:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
         meta = _read(path)[1]
-        resumed = {"at": _now(), "command": _safe(argv), **_environment()}
-        _write(run, resolved(config), {**meta, "resumed": [*meta.get("resumed", []), resumed]})
+        changed = [f"{key} {value}" for key, value in _environment().items() if meta.get(key) != value]
+        resumed = f"{_now()} by {_safe(argv)}" + (f" under {', '.join(changed)}" if changed else "")
+        earlier = f"{meta['resumed']}; " if "resumed" in meta else ""
+        _write(run, resolved(config), {**meta, "resumed": earlier + resumed})
     except BaseException:
         run.close()
         raise

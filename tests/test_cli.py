@@ -133,6 +133,7 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(
         (["train", "--step", "3"], "error: no option '--step'; did you mean '--steps'?"),
         (["train", "run.toml", "--rollout.group_sise", "3"], "error: command line: --rollout.group_sise: unknown key; did you mean 'group_size'?"),
         (["train", "run.toml", "--steps"], "error: command line: --steps needs a value: --steps VALUE"),
+        (["train", "run.toml", "--run-dir", "--seed", "3"], "error: Option '--run-dir' requires an argument."),
         (["train", "run.toml", "more"], "error: Got unexpected extra argument (more)"),
         (["train", "gone.toml"], "error: gone.toml: no such file"),
         (["train", "--resume", "gone"], "error: gone is not a run directory: it has no config.json"),

@@ -65,9 +65,19 @@ def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
     config, run = rundir.open_for_resume(tmp_path, ["--steps", "7", "--logging.tensorboard", "false"], ["r"])
     with run:
         assert (config.steps, config.logging.tensorboard, config.seed) == (7, False, 5)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["steps"] == 7
-    assert [resumed["command"] for resumed in saved["meta"]["resumed"]] == ["r"]
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 7
+
+
+def test_each_resume_is_on_record_with_what_had_changed_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    rundir.open_for_resume(tmp_path, [], ["one"])[1].close()
+    monkeypatch.setattr(rundir.rollover, "__version__", "9.9")
+    rundir.open_for_resume(tmp_path, [], ["two"])[1].close()
+    first, second = json.loads((tmp_path / "config.json").read_text())["meta"]["resumed"].split("; ")
+    assert first.endswith(" by one")
+    assert second.endswith(" by two under rollover 9.9")
 
 
 def test_what_was_learned_under_one_setting_does_not_go_on_under_another(tmp_path: Path) -> None:

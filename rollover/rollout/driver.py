@@ -483,7 +483,7 @@ class RolloutDriver:
             return
         self._end_segment(sample_id, segment, FinishReason.ABORT)
         self._retries[sample_id] = self._retries.get(sample_id, 0) + 1
-        if self._retries[sample_id] <= self._limits.max_retries:
+        if self._retries[sample_id] <= self._limits.max_retries or self._broken is not None:
             return
         others = self._hops.keys() - {sample_id}
         if others and others <= self._retries.keys():
@@ -511,6 +511,10 @@ class RolloutDriver:
             failure = str(e)
         except Exception as e:
             failure = f"{type(e).__name__}: {e}"
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            failure = "the scorer cancelled it"  # of its own accord: a worker was shut down, say
         finally:
             self._scoring.pop(sample_id, None)
         self._last_progress_s = self._clock.now_s()

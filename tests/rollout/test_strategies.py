@@ -283,7 +283,9 @@ def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
     assert all(e.prompt_returned for e in dropped)
     opened_rows = [e.prompt.columns["row"] for e in rig.events if isinstance(e, GroupOpened)]
     assert opened_rows[:8] == [0, 1, 2, 3, 0, 2, 4, 5]
-    assert waste(rig) == {WasteCause.DISCARDED_ON_ABORT: 2 * 2 * 4}  # two groups, stopped at 4 tokens a sample
+    assert waste(rig) == {
+        WasteCause.DISCARDED_ON_ABORT: 2 * 2 * 4
+    }  # two groups, stopped at 4 tokens a sample
     assert rig.ledger.tokens.live == 2 * 2 * 4  # the surplus of the second round
 
 

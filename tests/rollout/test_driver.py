@@ -1,0 +1,760 @@
+"""The driver among failures and races, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import DataError, EngineError, EngineTimeout, ResourceError, RunError
+from rollover.rollout.driver import Limits
+from rollover.rollout.events import (
+    BatchConsumed,
+    GroupDropped,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.journal import Journal
+from rollover.rollout.ledger import Ledger
+from rollover.types import FinishReason, Prompt, SampleId, Trajectory
+from tests.engine.fake import FakeEngine
+from tests.rollout.kit import (
+    NAMES,
+    LockstepEngine,
+    ParityScorer,
+    Prompts,
+    assert_exact,
+    assert_trainable,
+    lognormal,
+    make_rig,
+    play,
+    with_stop,
+    without_in_flight_update,
+)
+from tests.virtual_time import VirtualClock, run
+
+FIRST = SampleId(0, 0)
+
+
+def of(sample: str, special: int, others: int = 4) -> Callable[[GenerateRequest], int]:
+    """Response lengths: ``special`` for samples whose key starts with ``sample``."""
+    return lambda request: special if request.sample_key.startswith(sample) else others
+
+
+def make_engine(cls: type[FakeEngine] = FakeEngine, **kwargs: Any) -> Any:
+    kwargs = {"length": lognormal(6, 1.0), "auto": True, "clock": VirtualClock()} | kwargs
+    return cls(**kwargs)
+
+
+# -- rewards ------------------------------------------------------------------------------------------------
+
+
+class SelectiveScorer(ParityScorer):
+    """Misbehaves for some samples."""
+
+    def __init__(self, bad: Callable[[SampleId], bool], how: Callable[[], Any]) -> None:
+        super().__init__()
+        self.bad, self.how = bad, how
+
+    async def score(self, trajectory: Trajectory) -> float:
+        if self.bad(trajectory.sample_id):
+            result: float = await self.how()
+            return result
+        return await super().score(trajectory)
+
+
+async def raises() -> float:
+    raise ZeroDivisionError("no steps to divide by")
+
+
+async def raises_silently() -> float:
+    raise DataError("")
+
+
+async def is_cancelled() -> float:
+    raise asyncio.CancelledError
+
+
+async def never() -> float:
+    return await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("how", [raises, raises_silently, is_cancelled])
+def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
+    scorer = SelectiveScorer(lambda i: i == FIRST, how)
+    rig, batches = play(2, "sync", scorer=scorer, group_size=3)
+    failures = [e for e in rig.events if isinstance(e, SampleFailed)]
+    assert [e.sample_id for e in failures] == [FIRST]
+    if how is raises:
+        assert failures[0].reason == "ZeroDivisionError: no steps to divide by"
+    group = next(g for b in batches.values() for g in b.groups if g.group_id == 0)
+    assert [t.sample_id.index for t in group.trajectories] == [1, 2]
+    assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0
+
+
+def test_a_group_with_one_sample_left_is_dropped_and_replaced() -> None:
+    rig, batches = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, raises))
+    assert [g.group_id for g in batches[0].groups] == [1, 2]
+    (drop,) = (e for e in rig.events if isinstance(e, GroupDropped))
+    assert (drop.group_id, drop.cause, drop.prompt_returned) == (0, WasteCause.FAILED, False)
+
+
+@pytest.mark.parametrize("since", [0, 9])
+def test_the_run_stops_when_every_reward_fails(since: int) -> None:
+    """From the start or from some moment on: two batches' worth of failures in a row, never for ever."""
+
+    async def work() -> None:
+        scorer = SelectiveScorer(lambda i: i.group >= since, raises)
+        rig = make_rig("april", scorer=scorer)
+        with pytest.raises(DataError, match=r"the last 8 samples all failed.*no steps to divide by"):
+            await with_stop(rig, rig.train(20))
+        assert 8 <= rig.ledger.num_failed <= 12
+
+    run(work())
+
+
+def test_a_hung_reward_delays_neither_abort_nor_the_next_steps() -> None:
+    rig, batches = play(4, "april", scorer=SelectiveScorer(lambda i: i == FIRST, never), max_staleness=8)
+    free, _ = play(4, "april", max_staleness=8)
+    assert set(batches) == {0, 1, 2, 3}
+    assert FIRST in rig.ledger.unscored
+    ends = [[e.time_s for e in r.events if isinstance(e, BatchConsumed)] for r in (rig, free)]
+    assert ends[0][0] <= ends[1][0] + 10
+
+
+def test_scoring_goes_on_while_the_engine_decodes() -> None:
+    """A reward that takes long costs the round its own latency once, not once per sample."""
+    slow, _ = play(1, "sync", length=of("g0.0", 30, 3), scorer=ParityScorer(20.0))
+    assert [e.time_s for e in slow.events if isinstance(e, BatchConsumed)] == [30 + 20]
+
+
+def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
+    async def work() -> None:
+        rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, never))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(100):
+                await rig.driver.next_batch()
+        await rig.driver.stop()
+        assert set(rig.ledger.unscored) == {FIRST}
+        again = make_rig("sync", ledger=rig.ledger)
+        batch = await with_stop(again, again.driver.next_batch())
+        assert [g.group_id for g in batch.groups] == [0, 1]
+        assert not [e for e in again.events if isinstance(e, SampleStarted)]
+
+    run(work())
+
+
+def test_a_hung_reward_stalls_the_run_by_name() -> None:
+    async def work() -> None:
+        scorer = SelectiveScorer(lambda i: i == FIRST, never)
+        rig = make_rig("sync", scorer=scorer, limits=Limits(stall_timeout_s=50))
+        with pytest.raises(EngineTimeout, match=r"0 samples decoding: none; 1 being scored: g0\.0"):
+            await with_stop(rig, rig.driver.next_batch())
+
+    run(work())
+
+
+def test_a_filter_that_rejects_everything_stops_the_run() -> None:
+    async def work() -> None:
+        rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_filtered_batches=3))
+        with pytest.raises(RunError, match="the last 7 groups gave no signal"):
+            await with_stop(rig, rig.driver.next_batch())
+
+    run(work())
+
+
+@pytest.mark.parametrize("where", ["filter", "source", "source in a later turn"])
+def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
+    class Broken(Prompts):
+        def prompt(self, index: int) -> Prompt:
+            if index >= {"source": 1, "source in a later turn": 5}.get(where, 99):
+                raise DataError(f"row {index} cannot be read")
+            return super().prompt(index)
+
+    def keep_group(rewards: Any) -> bool:
+        if where == "filter":
+            raise DataError("row of the filter cannot be read")
+        return True
+
+    async def work() -> None:
+        rig = make_rig("concurrency", num_running=4, source=Broken(), keep_group=keep_group)
+        with pytest.raises(DataError, match="cannot be read"):
+            await with_stop(rig, rig.train(9))
+
+    run(work())
+
+
+# -- engine errors ------------------------------------------------------------------------------------------
+
+
+class FlakyEngine(FakeEngine):
+    """Fails calls after some of their tokens. ``faults``: (sample_key, tokens in this hop) -> error, once each."""
+
+    def __init__(self, *args: Any, faults: dict[tuple[str, int], Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.faults = faults
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        num_tokens = 0
+        if fault := self.faults.pop((request.sample_key, -1), None):
+            raise fault
+        async for chunk in super().generate(request):
+            fault = self.faults.pop((request.sample_key, num_tokens), None)
+            if fault == "cut":
+                return
+            if fault is not None:
+                raise fault
+            num_tokens += len(chunk.token_ids)
+            yield chunk
+
+
+@pytest.mark.parametrize("fault", [EngineError("connection lost"), "cut"])
+def test_an_engine_error_keeps_the_prefix_and_resumes_with_the_remaining_budget(fault: Any) -> None:
+    async def work() -> None:
+        engine = make_engine(FlakyEngine, length=of("g0.0", 99, 5), faults={("g0.0.", 7): fault})
+        rig = make_rig("sync", engine=engine, max_new_tokens=20)
+        batches = await with_stop(rig, rig.train(1))
+        assert_trainable(batches, rig)
+        first, again = [r for r in engine.requests if r.sample_key == "g0.0."]
+        sample = batches[0].trajectories[0]
+        assert (first.response_ids, again.response_ids) == ((), sample.token_ids[:7])
+        assert first.seed == again.seed and first.request_id != again.request_id
+        assert sample.num_tokens == 20 and sample.num_resumes == 1
+
+    run(work())
+
+
+def test_only_failures_without_a_token_in_between_count_together() -> None:
+    async def work() -> None:
+        faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
+        rig = make_rig(
+            "sync",
+            engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
+            limits=Limits(max_retries=1),
+        )
+        batches = await with_stop(rig, rig.train(1))
+        assert not faults and not rig.ledger.num_failed
+        assert batches[0].trajectories[0].num_resumes == 3
+
+    run(work())
+
+
+class DeadFor(FakeEngine):
+    """Refuses every call whose sample key matches."""
+
+    dead: Callable[[str], bool] = staticmethod(lambda key: True)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if self.dead(request.sample_key):
+            raise EngineError(f"no answer for {request.sample_key}")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_poisoned_sample_fails_alone(name: str) -> None:
+    """Alone in two senses: others go on, and it fails even when nobody else runs."""
+
+    async def work() -> None:
+        engine = make_engine(DeadFor)
+        engine.dead = lambda key: key == "g0.1."
+        rig = make_rig(name, engine=engine, group_size=3)
+        await with_stop(rig, rig.train(3))
+        failures = [e for e in rig.events if isinstance(e, SampleFailed)]
+        assert [(e.sample_id, e.reason) for e in failures] == [(SampleId(0, 1), "no answer for g0.1.")]
+
+    run(work())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
+    async def work() -> None:
+        rig = make_rig(name, engine=make_engine(DeadFor))
+        with pytest.raises(EngineError, match="no answer for g"):
+            await with_stop(rig, rig.driver.next_batch())
+        assert not rig.ledger.num_failed and rig.ledger.num_active > 0 and not rig.ledger.running
+
+    run(work())
+
+
+def test_an_engine_that_fails_everybody_once_costs_nothing() -> None:
+    """Also while it is being stopped, when fewer and fewer calls are open."""
+
+    async def work() -> None:
+        engine = make_engine(length=of("g0", 9, 30))
+        rig = make_rig("april", engine=engine, rollout_batch_size=1, over_sampling_batch_size=12)
+
+        async def blip(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            engine.fail(EngineError("restarted"))
+
+        blips = [asyncio.create_task(blip(t)) for t in (4.5, 9.0)]
+        batches = await with_stop(rig, rig.train(6))
+        await asyncio.gather(*blips)
+        assert not rig.ledger.num_failed
+        assert_trainable(batches, rig)
+
+    run(work())
+
+
+class Lying(FakeEngine):
+    """Passes each call's chunks through ``twist``."""
+
+    twist: Callable[[Chunk], list[Chunk]]
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        async for chunk in super().generate(request):
+            for twisted in self.twist(chunk):
+                yield twisted
+
+
+def replaced(chunk: Chunk, **changes: Any) -> Chunk:
+    names = ("token_ids", "logprobs", "policy_version", "kv_version", "finish_reason", "num_prefilled_tokens")
+    return Chunk(**{name: getattr(chunk, name) for name in names} | changes)
+
+
+@pytest.mark.parametrize(
+    ("twist", "message"),
+    [
+        (lambda c: [replaced(c, policy_version=-1)], "labels tokens of .* with version -1, though 0"),
+        (lambda c: [replaced(c, token_ids=(1,) * 61, logprobs=(0.0,) * 61)], "decoded 61 tokens .* most 60"),
+        (lambda c: [] if c.finish_reason else [c], "without a finish reason"),
+    ],
+)
+def test_an_engine_that_breaks_its_contract_is_told_so(twist: Any, message: str) -> None:
+    async def work() -> None:
+        engine = make_engine(Lying, length=of("g", 1))
+        engine.twist = twist
+        rig = make_rig("sync", engine=engine)
+        with pytest.raises(EngineError, match=message):
+            await with_stop(rig, rig.driver.next_batch())
+        assert not [e for e in rig.events if isinstance(e, BatchConsumed)]
+
+    run(work())
+
+
+@pytest.mark.parametrize(("length", "stop"), [(60, ()), (9, (7,))])
+def test_a_last_token_without_its_reason_is_still_the_last(length: int, stop: tuple[int, ...]) -> None:
+    """The reason comes in a chunk of its own and is lost: nothing is decoded behind the end."""
+
+    def split(chunk: Chunk) -> list[Chunk]:
+        return [replaced(chunk, finish_reason=None)]
+
+    async def work() -> None:
+        engine = make_engine(Lying, length=of("g", length))
+        engine.twist = split
+        rig = make_rig("sync", engine=engine, stop_token_ids=stop)
+        batches = await with_stop(rig, rig.train(1))
+        reason = FinishReason.STOP if stop else FinishReason.LENGTH
+        for trajectory in batches[0].trajectories:
+            assert trajectory.finish_reason is reason
+            assert_exact(trajectory, rig.sampling)
+        assert len(engine.requests) == 4
+
+    run(work())
+
+
+# -- aborts -------------------------------------------------------------------------------------------------
+
+
+class DeafEngine(FakeEngine):
+    """Never acknowledges an abort of some calls."""
+
+    deaf_to = ("g2.", "g3.")
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        heard = [
+            r.request_id
+            for r in self.requests
+            if r.request_id in request_ids and not r.sample_key.startswith(self.deaf_to)
+        ]
+        await super().abort(heard)
+
+
+def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
+    async def work() -> None:
+        engine = make_engine(DeafEngine, length=of("g2", 9999, 3), tick_s=0.5)
+        rig = make_rig(
+            "april",
+            engine=engine,
+            over_sampling_batch_size=3,
+            max_new_tokens=4000,
+            limits=Limits(abort_timeout_s=30, save_every_tokens=10**6),
+        )
+        with pytest.raises(EngineTimeout, match=r"the abort of g2\.0, g2\.1 within 30 s"):
+            await rig.driver.next_batch()
+        await rig.driver.stop()
+        rig.ledger.check()
+        # what it had streamed until then is kept
+        assert not rig.ledger.running and set(rig.ledger.parked) == {SampleId(2, 0), SampleId(2, 1)}
+        assert rig.ledger.sample(SampleId(2, 0)).num_tokens >= 60
+
+    run(work())
+
+
+def test_calls_started_in_the_same_turn_are_aborted_too() -> None:
+    """New weights let samples start; the run ends before the loop has turned once."""
+
+    async def work() -> None:
+        rig = make_rig("bounded_async", limits=Limits(abort_timeout_s=1), length=of("g", 50))
+        rig.engine.tick_s = 0.01
+        await rig.driver.next_batch()
+        await rig.publish(1)
+        assert rig.ledger.running
+        await rig.driver.stop()
+        assert not rig.ledger.running and rig.engine.stats().num_running == 0
+
+    run(work())
+
+
+def test_a_sample_aborted_before_its_first_token_starts_afresh() -> None:
+    """Four groups, places for five samples: whoever gets a place in the last tick is stopped at once."""
+    rig, batches = play(6, "april", max_running=5, length=of("g", 6))
+    empty = [
+        e.sample_id
+        for e in rig.events
+        if isinstance(e, SegmentEnded)
+        and e.segment.finish_reason is FinishReason.ABORT
+        and not e.segment.token_ids
+    ]
+    assert_trainable(batches, rig)
+    assert empty or rig.ledger.num_unconsumed
+
+
+def test_a_finish_that_races_with_the_abort_wins() -> None:
+    """All samples of a round end in the same tick: nobody is parked, the surplus is ready."""
+    rig, _ = play(1, "april", length=of("g", 8))
+    assert not rig.ledger.parked and not rig.ledger.waiting and len(rig.ledger.ready) == 2
+    reasons = Counter(e.segment.finish_reason for e in rig.events if isinstance(e, SegmentEnded))
+    assert reasons == {FinishReason.STOP: 8}
+
+
+def test_a_cancelled_next_batch_can_be_stopped_and_gone_on_with() -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(name=st.sampled_from(NAMES), cancel_s=st.floats(0.0, 40.0), stop=st.booleans())
+    def law(name: str, cancel_s: float, stop: bool) -> None:
+        async def work() -> None:
+            rig = make_rig(name)
+            batches = {}
+            try:
+                async with asyncio.timeout(cancel_s):
+                    while True:
+                        batch = await rig.driver.next_batch()
+                        batches[batch.step] = batch
+                        await rig.publish(batch.step + 1)
+            except TimeoutError:
+                pass
+            if stop:
+                await rig.driver.stop()
+                rig = make_rig(name, ledger=rig.ledger)
+            # a step whose weights were never published goes on with the old ones
+            goal = rig.ledger.next_step + 3
+            if rig.ledger.policy_version < rig.ledger.next_step:
+                rig.engine.version = rig.ledger.policy_version
+                await rig.publish(rig.ledger.next_step)
+            batches |= await with_stop(rig, rig.train(goal))
+            assert list(batches) == list(range(goal))
+            assert_trainable(batches, rig)
+
+        run(work())
+
+    law()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_leaves_no_task_behind(name: str) -> None:
+    async def work() -> None:
+        rig = make_rig(name, scorer=ParityScorer(5.0))
+        await rig.train(2)
+        await rig.driver.stop()
+        await rig.driver.stop()  # a second time changes nothing
+        rig.engine.auto = False
+        await asyncio.sleep(100)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not rig.ledger.running
+
+    run(work())
+
+
+# -- exactness ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["april", "concurrency", "bounded_async"]),
+    salt=st.integers(0, 1000),
+    max_running=st.integers(2, 12),
+    stream_interval=st.integers(1, 9),
+    save_every=st.integers(1, 20),
+    budget=st.integers(3, 40),
+    in_flight=st.booleans(),
+    stop=st.sampled_from([(), (7,)]),
+)
+def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
+    name: str,
+    salt: int,
+    max_running: int,
+    stream_interval: int,
+    save_every: int,
+    budget: int,
+    in_flight: bool,
+    stop: tuple[int, ...],
+) -> None:
+    """Ids, log-probs, versions, budget: ``kit.assert_exact``. Every request carries exactly what came before."""
+
+    async def work() -> None:
+        engine = make_engine(
+            length=lognormal(15, 0.8, cap=80, salt=salt),
+            max_running=max_running,
+            stream_interval_tokens=stream_interval,
+        )
+        rig = make_rig(
+            name,
+            engine=engine if in_flight else without_in_flight_update(engine),
+            max_new_tokens=budget,
+            stop_token_ids=stop,
+            limits=Limits(save_every_tokens=save_every),
+        )
+        batches = await with_stop(rig, rig.train(4, train_s=3.0))
+        assert_trainable(batches, rig)
+        assert all(len(r.response_ids) < budget for r in engine.requests)
+        for trajectory in (t for b in batches.values() for t in b.trajectories):
+            hops = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]
+            assert len({r.seed for r in hops}) == 1
+            assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in hops)
+
+    run(work())
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
+    async def work() -> None:
+        rig = make_rig("bounded_async", length=of("g0", 20, 5), max_running=8)
+        batches = await with_stop(rig, rig.train(12, train_s=2.0))
+        long = next(t for b in batches.values() for t in b.trajectories if t.sample_id == FIRST)
+        assert [s.finish_reason for s in long.segments] == [None] * (len(long.segments) - 1) + [
+            FinishReason.STOP
+        ]
+        assert len(long.segments) > 2 and long.num_resumes == 0
+        assert [s.policy_version for s in long.segments] == sorted({s.policy_version for s in long.segments})
+        assert {s.kv_version for s in long.segments} == {0}
+        assert_trainable(batches, rig)
+        published = [e.time_s for e in rig.events if isinstance(e, VersionPublished)]
+        aborts = [
+            e
+            for e in rig.events
+            if isinstance(e, SegmentEnded)
+            and e.segment.finish_reason is FinishReason.ABORT
+            and e.time_s < published[-1]
+        ]
+        assert not aborts
+
+    run(work())
+
+
+class StrictEngine(FakeEngine):
+    """Takes new weights only while nothing runs."""
+
+    async def load(self, version: int, source: Any) -> None:
+        assert self.stats().num_running == 0, "weights under a running call"
+        await super().load(version, source)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_without_in_flight_update_is_parked_around_the_load(name: str) -> None:
+    async def work() -> None:
+        engine = without_in_flight_update(make_engine(StrictEngine, length=of("g0", 40, 5)))
+        rig = make_rig(name, engine=engine)
+        batches = await with_stop(rig, rig.train(5, train_s=2.0))
+        assert_trainable(batches, rig)
+        for trajectory in (t for b in batches.values() for t in b.trajectories):
+            assert all(s.kv_version == s.policy_version for s in trajectory.segments)
+        if name == "bounded_async":
+            assert max(t.num_resumes for b in batches.values() for t in b.trajectories) > 0
+
+    run(work())
+
+
+def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
+    async def work() -> None:
+        rig = make_rig("bounded_async", engine=without_in_flight_update(make_engine()))
+        await rig.driver.next_batch()
+
+        async def load() -> None:
+            raise EngineError("weights do not fit")
+
+        with pytest.raises(EngineError):
+            await rig.driver.update_weights(1, load)
+        assert rig.ledger.policy_version == 0
+        await rig.publish(1)
+        assert rig.ledger.running  # generation goes on beside the trainer, as before
+        assert_trainable(await with_stop(rig, rig.train(3)), rig)
+
+    run(work())
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("bounded_async", True), ("april", False), ("sync", False)])
+def test_generation_goes_on_while_the_trainer_trains(name: str, goes_on: bool) -> None:
+    async def work() -> None:
+        rig = make_rig(name, length=of("g", 10), max_running=4)
+        await rig.driver.next_batch()
+        before = rig.engine.decoded_tokens
+        await asyncio.sleep(8.0)
+        assert (rig.engine.decoded_tokens > before) is goes_on
+        await rig.driver.stop()
+
+    run(work())
+
+
+def test_overlapped_generation_hides_behind_training() -> None:
+    """With a trainer as slow as the engine, overlapping needs about half the time of alternating."""
+
+    def total_s(name: str) -> float:
+        rig, _ = play(20, name, train_s=10.0, length=of("g", 10), watched=False)
+        return rig.events[-1].time_s
+
+    assert total_s("sync") == pytest.approx(20 * 20, rel=0.02)
+    assert total_s("bounded_async") == pytest.approx(21 * 10, rel=0.05)
+
+
+# -- deadlines ----------------------------------------------------------------------------------------------
+
+
+class SilentEngine(FakeEngine):
+    """Accepts calls and decodes nothing; an abort works."""
+
+    async def _run(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
+    async def work() -> None:
+        rig = make_rig(
+            name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7)
+        )
+        with pytest.raises(
+            EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"
+        ):
+            await rig.driver.next_batch()
+        assert asyncio.get_running_loop().time() == 7.0
+        await rig.driver.stop()
+        assert len(rig.ledger.waiting) == rig.ledger.num_active and not rig.ledger.running
+
+    run(work())
+
+
+def test_slow_is_not_stalled() -> None:
+    """The limit is on silence, not on the length of a round."""
+    rig, _ = play(1, "sync", length=of("g", 50), limits=Limits(stall_timeout_s=2))
+    assert rig.events[-1].time_s == 50
+
+
+def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
+    async def deaf() -> float:
+        while True:
+            try:
+                await asyncio.sleep(10**6)
+                return 0.0
+            except asyncio.CancelledError:
+                continue
+
+    async def work() -> None:
+        scorer = SelectiveScorer(lambda i: i == FIRST, deaf)
+        rig = make_rig("april", scorer=scorer, max_staleness=9, limits=Limits(abort_timeout_s=5))
+        await rig.train(2)
+        before = asyncio.get_running_loop().time()
+        await rig.driver.stop()
+        assert asyncio.get_running_loop().time() - before <= 10
+        await asyncio.sleep(10**6)
+
+    run(work())
+
+
+# -- around it ----------------------------------------------------------------------------------------------
+
+
+def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None:
+    async def work() -> None:
+        alone = make_rig("april")
+        expected = await with_stop(alone, alone.train(3))
+        engine = make_engine(max_running=64)
+        rigs = [make_rig("april", engine=engine, watched=False) for _ in range(2)]
+        both = await asyncio.gather(*(with_stop(rig, rig.driver.next_batch()) for rig in rigs))
+        ids = [r.request_id for r in engine.requests]
+        assert len(set(ids)) == len(ids)
+        for rig, batch in zip(rigs, both, strict=True):
+            assert [t.token_ids for t in batch.trajectories] == [
+                t.token_ids for t in expected[0].trajectories
+            ]
+            assert rig.ledger.tokens.decoded < engine.decoded_tokens
+
+    run(work())
+
+
+def test_events_reach_the_observer_in_the_order_of_the_journal(tmp_path: Any) -> None:
+    async def work() -> None:
+        journal = Journal(tmp_path / "journal.sqlite")
+        rig = make_rig("bounded_async", journal=journal)
+        await with_stop(rig, rig.train(3, train_s=1.0, checkpoint_every=2))
+        assert [event for _, event in journal.read()] == rig.events
+        journal.close()
+
+    run(work())
+
+
+class FullDisk(Journal):
+    full = False
+
+    def append(self, events: Any) -> None:
+        if self.full:
+            raise ResourceError("cannot write: disk is full")
+        super().append(events)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> None:
+    async def work() -> None:
+        journal = FullDisk(tmp_path / "journal.sqlite")
+        rig = make_rig("april", journal=journal)
+        await rig.train(1)
+        journal.full = True
+        with pytest.raises(ResourceError):
+            await rig.train(2)
+        with pytest.raises(ResourceError):
+            await rig.driver.stop()
+        assert [event for _, event in journal.read()] == rig.events[: journal.last_seq]
+        journal.full = False
+        await rig.driver.stop()  # somebody made room
+        assert [event for _, event in journal.read()] == rig.events
+        Ledger(rig.events).check()
+        journal.close()
+
+    run(work())
+
+
+def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
+    """With a slow scorer the engine stands still; two finishes in one tick are scored one after the other."""
+    rig, _ = play(
+        1,
+        "april",
+        length=of("g0", 4, 9),
+        scorer=ParityScorer(100.0),
+        rollout_batch_size=1,
+        engine_type=LockstepEngine,
+        lockstep=True,
+    )
+    times = [e.time_s for e in rig.events if isinstance(e, SampleScored)]
+    assert times == [104.0, 204.0]
+    assert rig.engine.num_ticks == 4

@@ -1,7 +1,8 @@
 """Which sequences share a forward pass, and where each token lies in it.
 
-Pure: numbers in, numpy arrays out. Kept true: every response token of every sample appears in exactly one
-row, rows hold no padding, and a sample is never split.
+Pure: numbers in, numpy arrays out. Kept true: every response token of every sample is predicted in exactly
+one row, rows hold no padding, a sample is never split, and siblings in a row share the positions of their
+prompt.
 """
 
 from __future__ import annotations
@@ -29,15 +30,11 @@ class TrainingSample:
                 f"got {len(self.prompt_ids)} and {len(self.response_ids)}"
             )
 
-    @property
-    def num_inputs(self) -> int:
-        """Tokens fed to the model: all but the last, which predicts nothing that trains."""
-        return len(self.prompt_ids) + len(self.response_ids) - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """``B`` samples laid end to end: ``N`` input positions, of which ``T`` predict response tokens."""
+    """``B`` samples in ``N`` input positions, each prompt followed by its responses, less their last tokens
+    (which predict nothing that trains). ``T`` response tokens are predicted."""
 
     samples_B: tuple[int, ...]
     """Which samples, by their number in the batch."""
@@ -45,7 +42,8 @@ class PackedRow:
     position_ids_N: Ints
     """Counted from 0 in each sample."""
     predict_T: Ints
-    """Input positions whose logits predict a response token, sample after sample."""
+    """Input position whose logits predict each response token, sample after sample; that of the first one is
+    the prompt's last, shared by siblings."""
     target_T: Ints
     """The response tokens they predict."""
     token_T: Ints
@@ -53,8 +51,9 @@ class PackedRow:
     sample_T: Ints
     """Which of the B samples each target belongs to."""
     buckets: tuple[Ints, ...]
-    """Attention layout: each ``[S, L]`` block lists the input positions of S samples of similar length; a
-    shorter one repeats its last position to the right, where causal attention cannot look."""
+    """Attention layout: each ``[S, L]`` block lists, for S samples of similar length, the input positions of
+    prompt and response. A shorter one repeats its last position to the right, where causal attention cannot
+    look."""
     unpad_N: Ints
     """Where each input position stands in the flattened, concatenated blocks."""
 
@@ -91,53 +90,84 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(b) for b in buckets)
 
 
+def families(
+    samples: Sequence[TrainingSample], members: Sequence[int], budget: int
+) -> tuple[tuple[int, ...], ...]:
+    """Members with the same prompt, which a row holds once; cut where the ``budget`` would be exceeded."""
+    siblings: dict[tuple[int, ...], list[list[int]]] = {}
+    for index in members:
+        prompt = samples[index].prompt_ids
+        parts = siblings.setdefault(prompt, [[]])
+        if parts[-1] and _num_positions(samples, (*parts[-1], index)) > budget:
+            parts.append([])
+        parts[-1].append(index)
+    return tuple(tuple(part) for parts in siblings.values() for part in parts)
+
+
 def pack(
     samples: Sequence[TrainingSample], budget: int, *, members: Sequence[int] | None = None
 ) -> tuple[PackedRow, ...]:
     """Rows of at most ``budget`` input positions (a longer sample is a row of its own), of all samples of a
     batch or of ``members`` alone; samples and tokens keep their numbers in the batch."""
-    chosen = range(len(samples)) if members is None else members
+    parts = families(samples, range(len(samples)) if members is None else members, budget)
     first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
-    bins = first_fit_decreasing([samples[i].num_inputs for i in chosen], budget)
-    return tuple(_row(samples, tuple(chosen[j] for j in b), first_token_B) for b in bins)
+    bins = first_fit_decreasing([_num_positions(samples, part) for part in parts], budget)
+    return tuple(_row(samples, [parts[i] for i in b], first_token_B) for b in bins)
 
 
-def _row(samples: Sequence[TrainingSample], members: tuple[int, ...], first_token_B: Ints) -> PackedRow:
-    parts = [samples[i] for i in members]
-    lengths = np.array([s.num_inputs for s in parts])
-    starts = np.cumsum(lengths) - lengths
-    answers = [len(s.response_ids) for s in parts]
-    prompts = [len(s.prompt_ids) for s in parts]
-    buckets, unpad_N = _attention_layout(lengths, starts)
+def _num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
+    """Input positions of siblings that share their prompt; the last response token is no input."""
+    return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
+
+
+def _row(
+    samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], first_token_B: Ints
+) -> PackedRow:
+    input_ids: list[int] = []
+    position_ids: list[Ints] = []
+    lines: list[Ints] = []
+    predict: list[Ints] = []
+    for family in parts:
+        prompt_ids = samples[family[0]].prompt_ids
+        prompt_P = np.arange(len(input_ids), len(input_ids) + len(prompt_ids))
+        input_ids.extend(prompt_ids)
+        position_ids.append(np.arange(len(prompt_ids)))
+        for index in family:
+            fed_ids = samples[index].response_ids[:-1]
+            line = np.concatenate([prompt_P, np.arange(len(input_ids), len(input_ids) + len(fed_ids))])
+            input_ids.extend(fed_ids)
+            position_ids.append(np.arange(len(prompt_ids), len(line)))
+            lines.append(line)
+            predict.append(line[len(prompt_ids) - 1 :])
+    members = tuple(i for family in parts for i in family)
+    buckets, unpad_N = _attention_layout(lines, len(input_ids))
+    answers = [len(samples[i].response_ids) for i in members]
+    tokens = [first_token_B[i] + np.arange(n) for i, n in zip(members, answers, strict=True)]
     return PackedRow(
         samples_B=members,
-        input_ids_N=np.array(
-            [t for s in parts for t in (*s.prompt_ids, *s.response_ids[:-1])], dtype=np.int64
-        ),
-        position_ids_N=_ranges([0] * len(parts), lengths),
-        predict_T=_ranges(starts + np.array(prompts) - 1, answers),
-        target_T=np.array([t for s in parts for t in s.response_ids], dtype=np.int64),
-        token_T=_ranges([first_token_B[i] for i in members], answers),
-        sample_T=np.repeat(np.arange(len(parts), dtype=np.int64), answers),
+        input_ids_N=np.array(input_ids, dtype=np.int64),
+        position_ids_N=np.concatenate(position_ids),
+        predict_T=np.concatenate(predict),
+        target_T=np.array([t for i in members for t in samples[i].response_ids], dtype=np.int64),
+        token_T=np.concatenate(tokens),
+        sample_T=np.repeat(np.arange(len(members)), answers),
         buckets=buckets,
         unpad_N=unpad_N,
     )
 
 
-def _attention_layout(lengths: Ints, starts: Ints) -> tuple[tuple[Ints, ...], Ints]:
-    unpad_N = np.empty(int(lengths.sum()), dtype=np.int64)
+def _attention_layout(lines: Sequence[Ints], num_positions: int) -> tuple[tuple[Ints, ...], Ints]:
+    unpad_N = np.empty(num_positions, dtype=np.int64)
     blocks: list[Ints] = []
     offset = 0
-    for bucket in length_buckets(lengths.tolist()):
-        members = np.array(bucket)
-        columns = np.arange(int(lengths[members[0]]))
-        blocks.append(starts[members, None] + np.minimum(columns, lengths[members, None] - 1))
-        real = columns < lengths[members, None]
-        unpad_N[blocks[-1][real]] = offset + np.flatnonzero(real)
-        offset += real.size
+    for bucket in length_buckets([len(line) for line in lines]):
+        width = len(lines[bucket[0]])
+        block = np.empty((len(bucket), width), dtype=np.int64)
+        for slot, line in enumerate(lines[i] for i in bucket):
+            block[slot, : len(line)] = line
+            block[slot, len(line) :] = line[-1]
+            # All siblings attend alike over their prompt: whichever comes last provides its outputs.
+            unpad_N[line] = offset + slot * width + np.arange(len(line))
+        blocks.append(block)
+        offset += block.size
     return tuple(blocks), unpad_N
-
-
-def _ranges(starts: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Ints:
-    """``[s, s + 1, ..., s + n - 1]`` for each start and length, concatenated."""
-    return np.concatenate([np.arange(s, s + n, dtype=np.int64) for s, n in zip(starts, lengths, strict=True)])

@@ -144,7 +144,7 @@ class Trainer:
             "learning_rate": rate,
             "time/step_s": elapsed_s,
             "tokens/per_s": data.num_tokens / elapsed_s,
-            **_batch_metrics(data),
+            **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
 
@@ -263,10 +263,10 @@ class Trainer:
         return float(total), metrics
 
 
-def _batch_metrics(data: BatchTensors) -> dict[str, float]:
+def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str, float]:
     return {
         "reward/mean": float(data.rewards_B.mean()),
         "reward/std": float(data.rewards_B.std(correction=0)),
         "tokens/response": float(data.num_tokens),
-        "tokens/forward": float(sum(s.num_inputs for s in data.samples)),
+        "tokens/forward": float(sum(len(row.input_ids_N) for mini in minis for row in mini.rows)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def make_model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Any:
     raise AssertionError(family)
 
 
+def to_float64(model: Any) -> Any:
+    """In place, norms included: transformers computes those in float32 whatever the model's dtype."""
+
+    def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return norm.weight * x * (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(normed, module)
+    return model
+
+
 def make_folder(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_model(make_model(family, **changes), folder, files_from=None)
@@ -61,16 +74,18 @@ def make_folder(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
 
 
 def make_samples(num: int, *, seed: int = 0, max_response: int = 30) -> list[TrainingSample]:
+    """About three samples to a prompt, scattered."""
     rng = random.Random(seed)
 
     def tokens(n: int) -> tuple[int, ...]:
         return tuple(rng.randrange(2, VOCAB) for _ in range(n))
 
+    prompts = [tokens(rng.randint(1, 8)) for _ in range(num // 3)]
     return [
         TrainingSample(
-            prompt_ids=tokens(rng.randint(1, 8)), response_ids=tokens(rng.randint(1, max_response))
+            prompt_ids=prompts[i % len(prompts)], response_ids=tokens(rng.randint(1, max_response))
         )
-        for _ in range(num)
+        for i in range(num)
     ]
 
 

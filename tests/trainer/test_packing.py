@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.trainer.packing import TrainingSample, first_fit_decreasing, length_buckets, pack
+from rollover.trainer.packing import PackedRow, TrainingSample, first_fit_decreasing, length_buckets, pack
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -41,8 +41,15 @@ def test_a_bucket_holds_lengths_alike(lengths: list[int]) -> None:
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[TrainingSample]:
     ids = st.lists(st.integers(0, 99), min_size=1, max_size=25).map(tuple)
-    pairs = draw(st.lists(st.tuples(ids, ids), min_size=1, max_size=12))
+    prompts = draw(st.lists(ids, min_size=1, max_size=4))
+    pairs = draw(st.lists(st.tuples(st.sampled_from(prompts), ids), min_size=1, max_size=12))
     return [TrainingSample(prompt_ids=p, response_ids=r) for p, r in pairs]
+
+
+def lines_of(row: PackedRow) -> list[list[int]]:
+    """The positions of each sample, as attention sees them, without the repeated last ones."""
+    lines = [line.tolist() for block in row.buckets for line in block]
+    return [line[: line.index(line[-1]) + 1] for line in lines]
 
 
 @settings(deadline=None)
@@ -52,13 +59,14 @@ def test_each_response_token_is_predicted_once_from_its_own_prefix(
 ) -> None:
     seen: dict[int, int] = {}
     for row in pack(samples, budget):
-        for place, (position, target, token) in enumerate(
-            zip(row.predict_T, row.target_T, row.token_T, strict=True)
+        lines = lines_of(row)
+        for position, target, token, place in zip(
+            row.predict_T, row.target_T, row.token_T, row.sample_T, strict=True
         ):
-            sample = samples[row.samples_B[row.sample_T[place]]]
-            start = position - row.position_ids_N[position]
-            prefix = tuple(row.input_ids_N[start : position + 1].tolist())
-            assert (*sample.prompt_ids, *sample.response_ids)[: len(prefix) + 1] == (*prefix, target)
+            sample = samples[row.samples_B[place]]
+            line = next(line for line in lines if position in line)
+            prefix = row.input_ids_N[line[: line.index(position) + 1]].tolist()
+            assert [*sample.prompt_ids, *sample.response_ids][: len(prefix) + 1] == [*prefix, target]
             assert len(prefix) >= len(sample.prompt_ids)
             assert token not in seen
             seen[int(token)] = int(target)
@@ -68,18 +76,40 @@ def test_each_response_token_is_predicted_once_from_its_own_prefix(
 
 @settings(deadline=None)
 @given(sample_lists())
-def test_attention_blocks_hold_each_sample_in_one_line_and_give_it_back(
+def test_attention_sees_each_sample_whole_and_gives_every_position_back(
     samples: list[TrainingSample],
 ) -> None:
     (row,) = pack(samples, 10**6)
     flat = np.concatenate([b.reshape(-1) for b in row.buckets])
     assert flat[row.unpad_N].tolist() == list(range(len(row.input_ids_N)))
-    lines = [line for block in row.buckets for line in block]
-    assert len(lines) == len(samples)
-    for line in lines:
-        length = len(np.unique(line))
-        assert line[:length].tolist() == list(range(line[0], line[0] + length))
-        assert row.position_ids_N[line[:length]].tolist() == list(range(length))
+    found = []
+    for line in lines_of(row):
+        assert row.position_ids_N[line].tolist() == list(range(len(line)))
+        found.append(tuple(row.input_ids_N[line].tolist()))
+    assert sorted(found) == sorted((*s.prompt_ids, *s.response_ids[:-1]) for s in samples)
+
+
+@settings(deadline=None)
+@given(sample_lists(), st.integers(1, 90))
+def test_rows_keep_the_budget_and_hold_a_prompt_once(samples: list[TrainingSample], budget: int) -> None:
+    for row in pack(samples, budget):
+        members = [samples[i] for i in row.samples_B]
+        fed = sum(len(s.response_ids) - 1 for s in members)
+        if len(members) > 1:
+            assert len(row.input_ids_N) <= budget
+        if len(row.input_ids_N) < budget // 2:
+            assert len(row.input_ids_N) == fed + sum(len(p) for p in {s.prompt_ids for s in members})
+
+
+def test_siblings_share_the_positions_of_their_prompt() -> None:
+    samples = [TrainingSample(prompt_ids=(7, 8), response_ids=r) for r in ((1, 2), (3,), (4, 5, 6))]
+    (row,) = pack(samples, 100)
+    assert row.input_ids_N.tolist() == [7, 8, 1, 4, 5]
+    assert row.position_ids_N.tolist() == [0, 1, 2, 2, 3]
+    assert row.predict_T.tolist() == [1, 2, 1, 1, 3, 4]
+    assert row.target_T.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.sample_T.tolist() == [0, 0, 1, 2, 2, 2]
+    assert [b.tolist() for b in row.buckets] == [[[0, 1, 3, 4], [0, 1, 2, 2], [0, 1, 1, 1]]]
 
 
 def test_members_alone_are_packed_and_keep_their_numbers_in_the_batch() -> None:

@@ -11,7 +11,6 @@ import json
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,14 +36,20 @@ _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
     """(kind, JSON body, blob): the blob holds a segment's token ids (int32) and log-probs (float32)."""
-    body, blob = asdict(event), b""
+    body, blob = _shallow(event), b""
+    if isinstance(event, GroupOpened):
+        body["prompt"] = _shallow(event.prompt)
     if isinstance(event, SegmentEnded):
-        segment = body["segment"]
+        segment = body["segment"] = _shallow(event.segment)
         blob = (
             array("i", segment.pop("token_ids")).tobytes()
             + array("f", segment.pop("rollout_logprobs")).tobytes()
         )
     return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
+
+
+def _shallow(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}  # asdict copies every token
 
 
 def _decode(kind: str, body: str, blob: bytes) -> Event:
@@ -60,7 +65,7 @@ def _decode(kind: str, body: str, blob: bytes) -> Event:
             fields["segment"] = _decode_segment(fields["segment"], blob)
         case GroupDropped.__name__:
             fields["cause"] = WasteCause(fields["cause"])
-        case "BatchConsumed":
+        case BatchConsumed.__name__:
             fields["group_ids"] = tuple(fields["group_ids"])
     event: Event = _KINDS[kind](**fields)
     return event
@@ -100,16 +105,19 @@ class Journal:
                 " (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, blob BLOB NOT NULL)"
             )
             _check_format(self._db, path, create=True)
+        except sqlite3.OperationalError as e:
+            raise ResourceError(
+                f"cannot open {path}: {e}; is its folder there, writable and not full?"
+            ) from e
         except sqlite3.DatabaseError as e:
             raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e
 
     def append(self, events: Sequence[Event]) -> None:
         """Write all of ``events`` durably, or none."""
+        rows = [_encode(event) for event in events]
         try:
             self._db.execute("BEGIN")
-            self._db.executemany(
-                "INSERT INTO events (kind, body, blob) VALUES (?, ?, ?)", map(_encode, events)
-            )
+            self._db.executemany("INSERT INTO events (kind, body, blob) VALUES (?, ?, ?)", rows)
             self._db.execute("COMMIT")
         except sqlite3.OperationalError as e:
             if self._db.in_transaction:
@@ -131,13 +139,18 @@ class Journal:
         return 0.0 if row is None else float(json.loads(row[0])["time_s"])
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        for seq, kind, body, blob in self._db.execute(
-            "SELECT seq, kind, body, blob FROM events ORDER BY seq"
-        ):
-            yield seq, _decode(kind, body, blob)
+        try:
+            yield from _select(self._db)
+        except sqlite3.DatabaseError as e:
+            raise RunError(f"{self.path} is not a journal: {e}") from e
 
     def close(self) -> None:
         self._db.close()
+
+
+def _select(db: sqlite3.Connection) -> Iterator[tuple[int, Event]]:
+    for seq, kind, body, blob in db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
+        yield seq, _decode(kind, body, blob)
 
 
 def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
@@ -164,8 +177,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
         db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         try:
             _check_format(db, path, create=False)
-            for seq, kind, body, blob in db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
-                yield seq, _decode(kind, body, blob)
+            yield from _select(db)
         finally:
             db.close()
     except sqlite3.DatabaseError as e:

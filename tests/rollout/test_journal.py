@@ -1,0 +1,414 @@
+"""The journal: bit for bit, all or nothing, and a run that goes on from wherever it was cut."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.errors import ResourceError, RunError
+from rollover.rollout.driver import Limits
+from rollover.rollout.events import (
+    BatchConsumed,
+    CheckpointSaved,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    Restarted,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.journal import Journal, effective, fold, read_events, restart
+from rollover.rollout.ledger import Ledger
+from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
+from tests.engine.fake import FakeEngine
+from tests.rollout.kit import (
+    NAMES,
+    LockstepEngine,
+    ParityScorer,
+    Rig,
+    assert_trainable,
+    content,
+    lognormal,
+    make_rig,
+    with_stop,
+)
+from tests.rollout.test_ledger import state_of
+from tests.virtual_time import run
+
+# -- the file -----------------------------------------------------------------------------------------------
+
+texts = st.text()
+times = st.floats(0, 1e9)
+sizes = st.integers(0, 2**31 - 1)
+sample_ids = st.builds(SampleId, sizes, st.integers(0, 10**6))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+token_ids = st.lists(sizes, max_size=20).map(tuple)
+prompts = st.builds(
+    Prompt,
+    prompt_id=texts,
+    token_ids=token_ids,
+    text=texts,
+    source=texts,
+    columns=st.dictionaries(texts, json_values, max_size=3),
+)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    ids = draw(token_ids)
+    floats = st.floats(width=32, allow_nan=False, max_value=0.0)
+    return Segment(
+        policy_version=draw(sizes),
+        token_ids=ids,
+        rollout_logprobs=tuple(draw(st.lists(floats, min_size=len(ids), max_size=len(ids)))),
+        finish_reason=draw(st.sampled_from([*FinishReason, None])),
+        kv_version=draw(sizes),
+        start_s=draw(times),
+        end_s=draw(times),
+        num_prefilled_tokens=draw(sizes),
+    )
+
+
+events = st.one_of(
+    st.builds(GroupOpened, time_s=times, group_id=sizes, prompt=prompts, group_size=sizes, cursor=sizes),
+    st.builds(SampleStarted, time_s=times, sample_id=sample_ids, policy_version=sizes),
+    st.builds(SegmentEnded, time_s=times, sample_id=sample_ids, segment=segments()),
+    st.builds(SampleScored, time_s=times, sample_id=sample_ids, reward=st.floats(allow_nan=False)),
+    st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts),
+    st.builds(
+        GroupDropped,
+        time_s=times,
+        group_id=sizes,
+        cause=st.sampled_from(WasteCause),
+        prompt_returned=st.booleans(),
+    ),
+    st.builds(BatchConsumed, time_s=times, step=sizes, group_ids=st.lists(sizes).map(tuple)),
+    st.builds(VersionPublished, time_s=times, policy_version=sizes, pause_s=times),
+    st.builds(CheckpointSaved, time_s=times, step=sizes),
+    st.builds(Restarted, time_s=times, step=sizes, redo_from=st.none() | sizes, lost_tokens=sizes),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(events, min_size=1, max_size=6))
+def test_every_event_comes_back_bit_for_bit(tmp_path_factory: Any, written: list[Event]) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal.sqlite"
+    journal = Journal(path)
+    journal.append(written)
+    back = [event for _, event in journal.read()]
+    assert back == written
+    assert [repr(event) for event in back] == [repr(event) for event in written]  # -0.0, types
+    assert [seq for seq, _ in read_events(path)] == list(range(1, len(written) + 1))
+    journal.close()
+
+
+def some_events(n: int) -> list[Event]:
+    return [CheckpointSaved(time_s=float(i), step=i) for i in range(n)]
+
+
+def test_opening_again_goes_on_behind_the_last_event(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    for n in (1, 2):
+        journal = Journal(path)
+        journal.append(some_events(n))
+        journal.close()
+    journal = Journal(path)
+    assert journal.last_seq == 3 and journal.last_time_s == 1.0
+    journal.close()
+
+
+def test_what_is_appended_together_is_there_together_or_not_at_all(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append(some_events(2))
+    prompt = Prompt(prompt_id="p", token_ids=(1,), text="", source="s", columns={"no": {1, 2}})
+    opened = GroupOpened(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1)
+    with pytest.raises(TypeError):
+        journal.append([*some_events(1), opened])
+    assert journal.last_seq == 2
+    journal.append(some_events(1))  # and the file can still be written
+    assert journal.last_seq == 3
+    journal.close()
+
+
+def test_a_reader_sees_what_a_writer_has_appended_so_far(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append(some_events(2))
+    reading = read_events(journal.path)
+    assert next(reading)[0] == 1
+    journal.append(some_events(1))
+    assert len(list(reading)) == 1  # one snapshot
+    assert len(list(read_events(journal.path))) == 3
+    journal.close()
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("this is no journal, but long enough to look like a file of some sort" * 40)
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as db:
+        db.execute("CREATE TABLE format (version INTEGER NOT NULL)")
+        db.execute("INSERT INTO format VALUES (99)")
+    db.close()
+    empty = tmp_path / "empty.sqlite"
+    sqlite3.connect(empty).execute("CREATE TABLE cats (name TEXT)").connection.close()
+    for opened in (Journal, lambda path: list(read_events(path))):
+        with pytest.raises(RunError, match=r"notes\.txt is not a journal"):
+            opened(text)
+        with pytest.raises(RunError, match=r"other\.sqlite has journal format 99, .* reads 1"):
+            opened(other)
+    with pytest.raises(RunError, match=r"empty\.sqlite is not a journal"):
+        list(read_events(empty))
+    with pytest.raises(RunError, match=r"missing\.sqlite does not exist"):
+        list(read_events(tmp_path / "missing.sqlite"))
+    with pytest.raises(ResourceError, match=r"cannot open .*is its folder there"):
+        Journal(tmp_path / "no such folder" / "journal.sqlite")
+
+
+def test_a_full_disk_is_a_clear_error_and_writes_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append(some_events(3))
+    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(ResourceError, match=r"journal\.sqlite.*full.*free some disk space"):
+        journal.append(some_events(2000))
+    assert journal.last_seq == 3
+    journal._db.execute("PRAGMA max_page_count = 100000")
+    journal.append(some_events(2000))
+    assert journal.last_seq == 2003
+    journal.close()
+
+
+def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    journal.append(some_events(5000))
+    journal.close()
+    with path.open("r+b") as file:
+        file.seek(20 * 4096)
+        file.write(b"\xff" * 4096 * 8)
+    with pytest.raises(RunError, match="is not a journal"):
+        list(read_events(path))
+    journal = Journal(path)
+    with pytest.raises(RunError, match="is not a journal"):
+        list(journal.read())
+    journal.close()
+
+
+# -- restarts -----------------------------------------------------------------------------------------------
+
+STEPS = 5
+
+
+def journal_of(written: Iterable[Event]) -> Journal:
+    journal = Journal(Path(":memory:"))
+    journal.append(list(written))
+    return journal
+
+
+def rig_for(name: str, ledger: Ledger, journal: Journal, *, lockstep: bool = False) -> Rig:
+    return make_rig(
+        name,
+        ledger=ledger,
+        journal=journal,
+        engine_type=LockstepEngine if lockstep else FakeEngine,
+        length=lognormal(5, 1.0),
+        max_running=10,
+        max_new_tokens=40,
+        stream_interval_tokens=3,
+        limits=Limits(save_every_tokens=4),
+        scorer=ParityScorer(1.5),
+        lockstep=lockstep,
+    )
+
+
+@functools.cache
+def whole_run(name: str, *, lockstep: bool = False) -> tuple[list[Event], dict[int, Batch]]:
+    """A run that nothing interrupts."""
+
+    async def work() -> tuple[list[Event], dict[int, Batch]]:
+        journal = journal_of([])
+        rig = rig_for(name, Ledger(), journal, lockstep=lockstep)
+        batches = await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2))
+        assert_trainable(batches, rig)
+        journal.close()
+        return rig.events, batches
+
+    return run(work())
+
+
+def go_on(name: str, journal: Journal, step: int, *, redo: bool = False) -> tuple[Rig, dict[int, Batch]]:
+    """A new process takes over: the ledger from the journal, a new engine with the weights of ``step``."""
+
+    async def work() -> tuple[Rig, dict[int, Batch]]:
+        ledger = restart(journal, step=step, redo_round=redo)
+        ledger.check()
+        rig = rig_for(name, ledger, journal, lockstep=redo)
+        return rig, await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2))
+
+    return run(work())
+
+
+def checkpoints(written: list[Event]) -> list[int]:
+    """Steps a checkpoint may stand at when ``written`` is all the journal has: the last one it knows, or one that was
+    saved while the news of it was lost."""
+    known = max((e.step for e in written if isinstance(e, CheckpointSaved)), default=0)
+    trained = max((e.step + 1 for e in written if isinstance(e, BatchConsumed)), default=0)
+    return sorted({known, trained})
+
+
+def lineage(journal: Journal) -> list[Event]:
+    return [event for _, event in effective(journal.read())]
+
+
+def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> None:
+    """Over all processes: every prompt is somewhere, every group was trained at most once."""
+    history = lineage(journal)
+    ledger = fold(journal)
+    ledger.check()
+    assert state_of(ledger) == state_of(rig.ledger)
+    rows = {e.group_id: e.prompt.columns["row"] for e in history if isinstance(e, GroupOpened)}
+    returned = Counter(rows[e.group_id] for e in history if isinstance(e, GroupDropped) and e.prompt_returned)
+    held = Counter(rows.values()) - returned + Counter(p.columns["row"] for p in ledger.returned)
+    assert held == Counter(range(ledger.cursor)), "a prompt was lost or admitted twice"
+    final = {e.step: e.group_ids for e in history if isinstance(e, BatchConsumed)}
+    ids = [i for group_ids in final.values() for i in group_ids]
+    assert sorted(final) == list(range(STEPS)) and len(set(ids)) == len(ids)
+    assert_trainable(batches, rig)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
+    written, _ = whole_run(name)
+    stride = 1 if name == "april" else 3
+    for cut in range(0, len(written) + 1, stride):
+        prefix = written[:cut]
+        before = Ledger(prefix)
+        steps = checkpoints(prefix)
+        step = steps[cut % len(steps)]
+        handed_out = {s: content(before.batch(s)) for s in before.batches if s >= step}
+        journal = journal_of(prefix)
+        rig, batches = go_on(name, journal, step)
+        assert set(batches) == set(range(step, STEPS))
+        for s, expected in handed_out.items():
+            assert content(batches[s]) == expected, f"batch {s} was not replayed as it was"
+        assert_conserved(journal, batches, rig)
+        journal.close()
+
+
+@pytest.mark.parametrize("name", ["sync", "april"])
+def test_a_deterministic_run_repeats_itself_from_any_cut(name: str) -> None:
+    """Lockstep and the interrupted round decoded again: the batches are those of the run that nothing interrupted."""
+    written, whole = whole_run(name, lockstep=True)
+    expected = {step: content(batch) for step, batch in whole.items()}
+    for cut in range(len(written) + 1):
+        prefix = written[:cut]
+        steps = checkpoints(prefix)
+        step = steps[cut % len(steps)]
+        journal = journal_of(prefix)
+        rig, batches = go_on(name, journal, step, redo=True)
+        assert {s: content(b) for s, b in batches.items()} == {s: expected[s] for s in range(step, STEPS)}
+        assert_conserved(journal, batches, rig)
+        journal.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "redo"), [("april", False), ("april", True), ("bounded_async", False), ("oversample", False)]
+)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_a_restart_of_a_restart_of_a_restart(name: str, redo: bool, data: st.DataObject) -> None:
+    """Cut again and again, also while batches are being replayed; with ``redo`` the outcome is that of no cut."""
+    written, whole = whole_run(name, lockstep=redo)
+    batches: dict[int, Batch] = {}
+    for _ in range(4):
+        prefix = written[: data.draw(st.integers(0, len(written)))]
+        step = data.draw(st.sampled_from(checkpoints(lineage_of(prefix))))
+        journal = journal_of(prefix)
+        rig, batches = go_on(name, journal, step, redo=redo)
+        assert_conserved(journal, batches, rig)
+        written = [event for _, event in journal.read()]
+        journal.close()
+    if redo:
+        assert all(content(batch) == content(whole[step]) for step, batch in batches.items())
+
+
+def lineage_of(written: list[Event]) -> list[Event]:
+    return [event for _, event in effective(enumerate(written, start=1))]
+
+
+def test_voided_tokens_are_counted_as_waste() -> None:
+    written, _ = whole_run("april", lockstep=True)
+    *_, round_before, last = (i for i, e in enumerate(written) if isinstance(e, BatchConsumed))
+    prefix = written[:last]
+    lost = sum(len(e.segment.token_ids) for e in prefix[round_before + 1 :] if isinstance(e, SegmentEnded))
+    assert lost > 0
+    journal = journal_of(prefix)
+    for _ in range(3):  # restarting again loses nothing more
+        ledger = restart(journal, step=STEPS - 1, redo_round=True)
+        assert ledger.tokens.wasted[WasteCause.FAILED] == lost
+        assert ledger.tokens.decoded == Ledger(prefix).tokens.decoded
+        ledger.check()
+    journal.close()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
+    written, _ = whole_run("sync")
+    journal = journal_of(written)
+    for step in (STEPS + 1, 1):  # from the future; from before the last checkpoint
+        with pytest.raises(RunError, match=f"does not fit a checkpoint at step {step}"):
+            restart(journal, step=step, redo_round=False)
+    assert journal.last_seq == len(written)
+    journal.close()
+
+
+# -- kill -9 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [("april", 1), ("april", 2), ("bounded_async", 3), ("oversample", 4)]
+)
+def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path: Path) -> None:
+    """A real process, killed at an event drawn by lot; what its trainer got is what the next process replays."""
+    path, seen = tmp_path / "journal.sqlite", tmp_path / "handed_out"
+    root = Path(__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.victim", name, str(seed), str(path), str(seen)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=60,
+    )
+    assert child.returncode == -signal.SIGKILL
+    handed_out = [line.split() for line in seen.read_text().splitlines()]
+    journal = Journal(path)
+    history = lineage(journal)
+    consumed = {str(e.step): [str(i) for i in e.group_ids] for e in history if isinstance(e, BatchConsumed)}
+    for step, *ids in handed_out:
+        assert consumed[step] == ids
+    step = checkpoints(history)[0]
+    before = Ledger(history)
+    rig, batches = go_on(name, journal, step)
+    for s in before.batches:
+        if s >= step:
+            assert content(batches[s]) == content(before.batch(s))
+    assert_conserved(journal, batches, rig)
+    journal.close()

@@ -110,8 +110,6 @@ def test_a_greatest_common_divisor_ends_at_the_first_remainder_of_zero() -> None
 
 def test_an_unknown_dataset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        DataError, match=r"'chainsum'.*did you mean 'chain_sum'.*known: chain_sum, gcd, products"
+        DataError, match="'chainsum' has no worked solutions .*; known: chain_sum, gcd, products"
     ):
         worked_solution("chainsum", {})
-    with pytest.raises(DataError, match="known: chain_sum, gcd, products"):
-        worked_solution("sudoku", {})

@@ -54,36 +54,46 @@ def _sections(cls: type, path: str, described: dict[type, str]) -> Iterator[list
     """The section of ``cls``, then those of the tables within it; a class is described once."""
     described[cls] = path
     hints, documents = get_type_hints(cls), _field_docstrings(cls)
-    tables: list[tuple[str, type, bool]] = []
-    lines = [f"## `{path}`" if path else "## Outside all sections", "", _prose(inspect.getdoc(cls) or ""), ""]
+    tables: list[tuple[str, type]] = []
+    lines = [f"## {_heading(cls, path)}", "", _prose(inspect.getdoc(cls) or ""), ""]
     for field in dataclasses.fields(cls):
-        table, is_list = _table(hints[field.name])
-        if table is None:
+        classes, is_list = _tables(hints[field.name])
+        if not classes:
             about = f"{_type(hints[field.name])}; {_default(field)}"
             lines.append(f"- **`{field.name}`** ({about}). {_prose(documents.get(field.name, ''))}".rstrip())
             continue
         name = f"{path.strip('[]')}.{field.name}".strip(".")
         name = f"[[{name}]]" if is_list else f"[{name}]"
         note = _prose(documents.get(field.name, ""))
-        as_before = f" Keys as in `{described[table]}`." if table in described else ""
+        known = [described[table] for table in classes if table in described]
+        as_before = f" Keys as in `{known[0]}`." if known else ""
         if path or note or as_before:
             lines.append(f"- **`{name}`** ({'tables' if is_list else 'table'}). {note}{as_before}".rstrip())
-        if table not in described:
-            described[table] = name
-            tables.append((name, table, is_list))
+        tables += [(name, table) for table in classes if table not in described]
+        described.update((table, name) for table in classes if table not in described)
     yield [*lines, ""]
-    for name, table, _ in tables:
+    for name, table in tables:
         yield from _sections(table, name, described)
 
 
-def _table(annotation: Any) -> tuple[type | None, bool]:
-    """The dataclass behind a key, if it is a table, and whether the key holds a list of them."""
+def _heading(cls: type, path: str) -> str:
+    """Tables of several kinds have a section for each."""
+    kind = get_type_hints(cls).get("kind")
+    of_one_kind = get_origin(kind) is Literal and len(get_args(kind)) == 1
+    suffix = f' of kind `"{get_args(kind)[0]}"`' if of_one_kind else ""
+    return f"`{path}`{suffix}" if path else "Outside all sections"
+
+
+def _tables(annotation: Any) -> tuple[list[type], bool]:
+    """The dataclasses behind a key, if it is a table, and whether the key holds a list of them."""
+    classes: list[type] = []
+    is_list = False
     for option in _options(annotation):
         is_list = get_origin(option) is tuple
         inner = get_args(option)[0] if is_list else option
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            return inner, is_list
-    return None, False
+            classes.append(inner)
+    return classes, is_list
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rollover import toml
 from rollover.algorithms.config import AlgorithmConfig
+from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
-from rollover.schema import build, parse_overrides
+from rollover.schema import ByKind, build, parse_overrides
 from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
@@ -112,7 +113,7 @@ class RunConfig:
     deterministic: bool = False
     """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    engine: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -159,10 +160,15 @@ def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunC
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Table by table; one whose ``kind`` changes takes nothing over."""
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(change, Mapping):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(change, Mapping)
+            and change.get("kind") in (None, old.get("kind"))
+        ):
             merged[key] = _merged(old, change)
         else:
             merged[key] = change

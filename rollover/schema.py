@@ -8,6 +8,7 @@ and all are reported together.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import tomllib
@@ -20,6 +21,23 @@ from rollover.errors import ConfigError, nearest
 from rollover.toml import Document, KeyPath
 
 T = TypeVar("T")
+
+
+class ByKind:
+    """Annotates a union of dataclasses that each have a literal ``kind``: it tells which of them a table makes, and
+    where it is missing the first is meant."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        choices = {kind: handler(option) for option in get_args(source) for kind in _kinds(option)}
+        return {"type": "tagged-union", "discriminator": "kind", "choices": choices}
+
+
+def _kinds(annotation: Any) -> tuple[str, ...]:
+    """The values of ``kind`` that stand for a dataclass; none where it has no such key."""
+    if not is_dataclass(annotation):
+        return ()
+    kind = get_type_hints(annotation).get("kind")
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +79,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
     data = copy.deepcopy(document.data)
     overridden = {_lay(data, schema, override) for override in overrides}
+    _fill_kinds(data, schema)
     try:
         # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
         return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
@@ -88,6 +107,19 @@ def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
         else:
             here = here.setdefault(part, [] if override.path[depth + 1].isdigit() else {})
     return path
+
+
+def _fill_kinds(table: dict[str, Any], schema: Any) -> None:
+    """Write down the ``kind`` of each table that may be of several and does not say."""
+    for name, annotation in get_type_hints(schema).items():
+        inner = table.get(name)
+        options = [option for option in _members(annotation) if is_dataclass(option)]
+        if not isinstance(inner, dict) or not options:
+            continue
+        if len(options) > 1 and all(map(_kinds, options)):
+            inner.setdefault("kind", _kinds(options[0])[0])
+        for option in _of_kind(options, inner)[:1]:
+            _fill_kinds(inner, option)
 
 
 def _index(override: Override, part: str, length: int, array: str) -> int:
@@ -120,12 +152,22 @@ def _is_text(annotation: Any) -> bool:
     return annotation is types.NoneType or (isinstance(annotation, type) and issubclass(annotation, str))
 
 
-def types_at(schema: Any, path: Sequence[str | int]) -> list[Any]:
-    """The types that a value at ``path`` may have, unions taken apart; none when there is no such key."""
+def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[Any]:
+    """The types that a value at ``path`` may have, unions taken apart; none when there is no such key. With the
+    ``data`` that the schema describes, only those of the kinds it names."""
     here = _members(schema)
     for key in path:
-        here = [member for annotation in here for member in _inner(annotation, key)]
-    return here
+        here = [member for annotation in _of_kind(here, data) for member in _inner(annotation, key)]
+        data = data.get(key) if isinstance(data, dict) else None
+    return _of_kind(here, data)
+
+
+def _of_kind(annotations: list[Any], data: Any) -> list[Any]:
+    """Those that ``data`` can be by its ``kind``."""
+    if len(annotations) < 2 or not isinstance(data, dict) or "kind" not in data:
+        return annotations
+    chosen = [annotation for annotation in annotations if data["kind"] in _kinds(annotation)]
+    return chosen or annotations
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -197,7 +239,7 @@ class _Report:
                 tag, tags = context["tag"], _quoted(context["expected_tags"])
                 message = f"{tag!r} is not allowed{nearest(tag, tags)}"
             case kind if kind.endswith("_type") or kind == "int_from_float":
-                expected = dict.fromkeys(_name(annotation) for annotation in types_at(self.schema, path))
+                expected = dict.fromkeys(map(_name, types_at(self.schema, path, self.data)))
                 message = f"expected {' or '.join(expected)}, got {_show(seen)}"
             case _:
                 message = f"{error['msg']}, got {_show(seen)}"
@@ -210,15 +252,20 @@ class _Report:
         for key in loc:
             if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
                 path, here = (*path, key), here[key]  # type: ignore[index]
-            elif isinstance(here, dict) and key in field_names(types_at(self.schema, path)):
+            elif isinstance(here, dict) and key in field_names(types_at(self.schema, path, self.data)):
                 return (*path, key)
         return path
 
     def _suggestion(self, path: KeyPath) -> str:
+        others = [a for a in types_at(self.schema, path[:-1]) if path[-1] in field_names([a])]
+        if others:
+            kinds = " or ".join(repr(kind) for a in others for kind in _kinds(a))
+            here: Any = functools.reduce(lambda table, key: table[key], path[:-1], self.data)  # type: ignore[index]
+            return f" of kind {here['kind']!r}; it belongs to kind {kinds}"
         elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]
         if elsewhere:
             return f"; did you mean {_dotted(min(elsewhere, key=len))!r}?"
-        return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1])))
+        return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
         """A dataclass complained: point at the first key it mentions, an overridden one before all others."""

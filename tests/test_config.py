@@ -19,6 +19,7 @@ from rollover.config import (
     to_toml,
     variant,
 )
+from rollover.engine.config import EmbeddedConfig, VLLMConfig
 from rollover.errors import ConfigError
 
 TEXT = """\
@@ -146,3 +147,58 @@ def test_a_config_cannot_be_changed(tmp_path: Path) -> None:
 def test_no_run_has_less_than_one_step() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         RunConfig(model=ModelConfig(path="x"), steps=0)
+
+
+ENGINE = TEXT + "[engine]\n"
+
+
+def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
+    assert load(written(tmp_path, TEXT)).engine == EmbeddedConfig()
+    assert load(written(tmp_path, f"{ENGINE}max_running = 3")).engine == EmbeddedConfig(max_running=3)
+    chosen = load(written(tmp_path, TEXT), ["--engine.kind", "vllm", "--engine.launch", "true"])
+    assert chosen.engine == VLLMConfig(launch=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("kind = 'vlm'", r"run\.toml:11: engine\.kind: 'vlm' is not allowed; did you mean 'vllm'\?$"),
+        (
+            "kind = 'vllm'\nlaunch = true\nkv_cache_bytes = 3",
+            r"run\.toml:13: engine\.kv_cache_bytes: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
+        ),
+        (
+            "launch = true",
+            r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'",
+        ),
+        (
+            "kind = 'vllm'\nlaunch = true\nmax_runing = 3",
+            r"run\.toml:13: engine\.max_runing: unknown key; did you mean 'max_running'\?$",
+        ),
+        (
+            "kind = 'vllm'\nlaunch = true\nmax_running = 'x'",
+            r"run\.toml:13: engine\.max_running: expected a whole number, got the string",
+        ),
+        ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
+        (
+            "kind = 'vllm'\nurls = ['http://u:p@h']",
+            r"run\.toml:12: engine\.urls must look like 'http://host:8000'",
+        ),
+        (
+            "kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2",
+            r"run\.toml:13: engine\.num_servers has no effect without launch",
+        ),
+    ],
+)
+def test_a_mistake_in_an_engine_is_judged_by_its_kind(tmp_path: Path, lines: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, ENGINE + lines))
+
+
+def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path: Path) -> None:
+    text = f"{ENGINE}max_running = 3\n[variants.v.engine]\nkind = 'vllm'\nlaunch = true\n[variants.w.engine]\nblock_size_tokens = 8\n"
+    config = load(written(tmp_path, text))
+    assert variant(config, "v", model=Path("policy")).engine == VLLMConfig(launch=True)
+    assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(
+        max_running=3, block_size_tokens=8
+    )

@@ -13,6 +13,8 @@ class EmbeddedConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (slots: a plain class attribute, not a field)
 
+    kind: Literal["embedded"] = "embedded"
+    """``"embedded"`` chooses this engine; so does leaving ``kind`` out."""
     device: str = "auto"
     """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes the first GPU when there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,0 +1,9 @@
+"""Which engine a run uses: the configs of all kinds. Torch-free."""
+
+from __future__ import annotations
+
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.vllm.config import VLLMConfig
+
+EngineConfig = EmbeddedConfig | VLLMConfig
+"""Told apart by ``kind``; the first is meant where it is left out."""

@@ -1,0 +1,1 @@
+"""What engines behind HTTP share: a client with deadlines, calls that stream, servers that are started and stopped."""

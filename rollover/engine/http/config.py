@@ -1,0 +1,109 @@
+"""Settings that every engine behind HTTP shares: where its servers are and how long to wait for them. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Servers to use, or to start; all serve the same model."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    urls: tuple[str, ...] = ()
+    """Servers that are running already, as in `http://10.0.0.5:8000`. Give these or set `launch`."""
+    launch: bool = False
+    """Start servers on this machine and stop them at the end; their logs are kept in the run directory."""
+    num_servers: int = 1
+    """Servers to start with `launch`."""
+    launch_command: tuple[str, ...] = ("python",)
+    """Program that starts a server, with the interpreter of the environment that the server is installed in."""
+    launch_args: tuple[str, ...] = ()
+    """Further arguments for it: `["--tensor-parallel-size", "2"]`, say."""
+    launch_env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables for it, beside this program's own."""
+    launch_devices: tuple[str, ...] = ()
+    """`CUDA_VISIBLE_DEVICES` of each server that is started; all see every device when left out."""
+    launch_timeout_s: float = 900.0
+    """Longest wait for a started server to load its model and answer."""
+    stop_timeout_s: float = 20.0
+    """How long a started server may take to stop before it is killed."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key, sent as a bearer token."""
+    verify_tls: bool = True
+    """Check the certificate of an `https` server."""
+    ca_file: str | None = None
+    """Certificates to check it against (PEM); the system's when left out."""
+    max_running: int = 64
+    """Samples decoded at the same time by each server. Its own limit should be no lower, or calls queue there."""
+    weights_dir: str | None = None
+    """Folder through which weights reach the servers, at the same path on their machines; `weights` in the run
+    directory when left out."""
+    connect_timeout_s: float = 10.0
+    """Longest wait for a connection."""
+    first_token_timeout_s: float = 300.0
+    """Longest wait for the first token of a call: prefill, and the server's queue."""
+    token_timeout_s: float = 60.0
+    """Longest silence of a call that has begun."""
+    busy_timeout_s: float = 120.0
+    """How long a call is offered again to a server that answers 429 or 503."""
+    control_timeout_s: float = 30.0
+    """Longest wait for the answer to any other call."""
+    abort_timeout_s: float = 5.0
+    """How long a server may take to hand over stopped calls before all its calls are stopped, and then again before
+    their connections are closed."""
+    load_timeout_s: float = 300.0
+    """Longest wait for weights to load."""
+    health_interval_s: float = 5.0
+    """Time between two health checks of a server."""
+    health_timeout_s: float = 10.0
+    """Longest wait for the answer to a health check; two late ones in a row and the server is taken out."""
+    rejoin_max_interval_s: float = 60.0
+    """A server that was taken out is tried again after twice the time each time, up to this."""
+    all_down_timeout_s: float = 120.0
+    """How long calls wait for a server to come back when all are out."""
+
+    def __post_init__(self) -> None:
+        if self.launch == bool(self.urls):
+            seen = "both" if self.launch else "neither"
+            raise ValueError(f"urls or launch = true: one of the two says where the servers are, got {seen}")
+        for url in self.urls:
+            if not _URL.fullmatch(url):
+                raise ValueError(
+                    f"urls must look like 'http://host:8000', without user, password or query, got {url!r}"
+                )
+        if repeated := {url for url in self.urls if self.urls.count(url) > 1}:
+            raise ValueError(f"urls names {min(repeated)!r} more than once")
+        for key in (
+            "max_running",
+            "num_servers",
+            *(k for k in self.__dataclass_fields__ if k.endswith("_s")),
+        ):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.launch and not self.launch_command:
+            raise ValueError("launch_command must name a program, got an empty list")
+        if self.launch_devices and len(self.launch_devices) != self.num_servers:
+            raise ValueError(
+                f"launch_devices names the devices of {len(self.launch_devices)} servers,"
+                f" but num_servers is {self.num_servers}"
+            )
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
+            raise ValueError("api_key_env must be the name of an environment variable, never the key itself")
+        self._check_idle_settings()
+
+    def _check_idle_settings(self) -> None:
+        """A setting that has no effect is a mistake."""
+        fields = self.__dataclass_fields__
+        of_launch = [key for key in fields if key.startswith("launch_") and key != "launch_timeout_s"]
+        for key in (*of_launch, "num_servers"):
+            default = fields[key].default_factory() if key == "launch_env" else fields[key].default
+            if not self.launch and getattr(self, key) != default:
+                raise ValueError(f"{key} has no effect without launch = true: leave it out")
+        if self.ca_file is not None and not self.verify_tls:
+            raise ValueError("ca_file has no effect with verify_tls = false: leave it out")

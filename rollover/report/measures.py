@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rollover.report.timeline import SampleTrace, Timeline, TrainedStep, WastePoint
 from rollover.rollout.events import WasteCause
+from rollover.types import SampleId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +150,23 @@ def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[Wi
     if len(cuts) > max_windows:
         picks = max(1, max_windows - 1)
         cuts = [cuts[round(i * (len(cuts) - 1) / picks)] for i in range(max_windows)]
-    found = []
-    for cut in cuts:
-        last = min(cut + num_steps, len(steps)) - 1
-        start_s = steps[cut - 1].consumed_s if cut else timeline.start_s
-        end_s = steps[last].consumed_s if last + 1 < len(steps) else timeline.end_s
-        found.append(_window(timeline, steps[cut].step, steps[last].step, start_s, end_s))
-    return tuple(found)
+    ends = [min(cut + num_steps, len(steps)) - 1 for cut in cuts]
+    return tuple(window_of(timeline, steps[a].step, steps[b].step) for a, b in zip(cuts, ends, strict=True))
+
+
+def window_of(timeline: Timeline, first_step: int, last_step: int) -> Window:
+    """From the end of the rollout before ``first_step`` to the end of ``last_step``; both must exist."""
+    consumed = {s.step: s.consumed_s for s in timeline.steps}
+    start_s = max((t for s, t in consumed.items() if s < first_step), default=timeline.start_s)
+    is_last = last_step == timeline.steps[-1].step
+    end_s = _last_activity_s(timeline) if is_last else consumed[last_step]
+    return _window(timeline, first_step, last_step, start_s, end_s)
+
+
+def _last_activity_s(timeline: Timeline) -> float:
+    """When the last token was decoded or the last weights published: later events only close the books."""
+    spans = (p.end_s for s in timeline.samples for p in s.spans)
+    return max((*spans, *(p.time_s for p in timeline.publishes), *(s.consumed_s for s in timeline.steps)))
 
 
 def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> Window:
@@ -171,15 +182,18 @@ def visible(samples: Iterable[SampleTrace], window: Window) -> tuple[SampleTrace
 
 
 def lanes(samples: Iterable[SampleTrace], window: Window) -> dict[int, list[SampleTrace]]:
-    """Samples packed into as few rows as keep them from overlapping: row number to its samples, in time order.
+    """Samples packed into few rows without overlap: row number to its samples, in time order.
 
     A sample keeps its row from its first token to its end, parked time included.
     """
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     rows: dict[int, list[SampleTrace]] = {}
-    bounded = [(b, s) for s in samples if (b := _bounds(s, window)) is not None]
-    for (start_s, end_s), sample in sorted(bounded, key=lambda pair: (pair[0][0], pair[1].sample_id)):
+    bounded: list[tuple[float, SampleId, float, SampleTrace]] = []
+    for sample in samples:
+        if (bounds := _bounds(sample, window)) is not None:
+            bounded.append((bounds[0], sample.sample_id, bounds[1], sample))
+    for start_s, _, end_s, sample in sorted(bounded, key=lambda entry: entry[:2]):
         while busy and busy[0][0] <= start_s:
             heapq.heappush(free, heapq.heappop(busy)[1])
         lane = heapq.heappop(free) if free else len(rows)
@@ -190,7 +204,7 @@ def lanes(samples: Iterable[SampleTrace], window: Window) -> dict[int, list[Samp
 
 def _bounds(sample: SampleTrace, window: Window) -> tuple[float, float] | None:
     """From when to when the sample is inside the window; ``None`` when it never is."""
-    parts = [(p.start_s, p.end_s) for p in (*sample.spans, *sample.gaps)]
+    parts = [(p.start_s, p.end_s) for p in sample.spans] + [(g.start_s, g.end_s) for g in sample.gaps]
     inside = [(a, b) for a, b in parts if b > window.start_s and a < window.end_s]
     if not inside:
         return None

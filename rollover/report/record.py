@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,9 @@ def read_run(run_dir: Path) -> RunRecord:
         metrics=read_metrics(run_dir),
         timeline=Timeline.of(event for _, event in events),
     )
+
+
+def distinct_names(records: Sequence[RunRecord]) -> list[str]:
+    """Names of the runs; those that repeat are numbered."""
+    count = Counter(r.name for r in records)
+    return [r.name if count[r.name] == 1 else f"{r.name} ({i})" for i, r in enumerate(records, start=1)]

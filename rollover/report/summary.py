@@ -1,7 +1,8 @@
 """The closing numbers of a run, and their table for the terminal.
 
-Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come from
-the journal, times and memory from the metrics; what a run has not measured is ``None`` and shows as a dash.
+Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come
+from the journal, times and memory from the metrics; what a run has not measured is ``None`` and shows as a
+dash.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RunSummary:
 
     num_steps: int
     loop_s: float | None
-    """Wall time of all training steps: rollout, reward, training, publishing, idling. No warm-up, no evaluation."""
+    """Wall time of all training steps, idling included; no warm-up, no evaluation."""
     accuracy_before: Accuracy | None
     accuracy_after: Accuracy | None
     """The last evaluation; ``None`` while there has been only one."""
@@ -155,22 +156,25 @@ def _phases(rows: Sequence[MetricRow], loop_s: float) -> dict[str, float]:
     return {**spent, "other": max(0.0, other)} if loop_s else {}
 
 
-# -- for the terminal -----------------------------------------------------------------------------------------
+# -- for the terminal -----------------------------------------------------------------------------------
 
 
 def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
     """(what, value) as text, in reading order."""
     rows = [
-        ("accuracy before", _accuracy(s.accuracy_before)),
-        ("accuracy after", _accuracy(s.accuracy_after)),
+        ("accuracy before", accuracy_text(s.accuracy_before)),
+        ("accuracy after", accuracy_text(s.accuracy_after)),
     ]
     if len(s.accuracy_by_dataset) > 1:
         for name, (first, last) in s.accuracy_by_dataset.items():
-            rows.append((f"  {name}", f"{_accuracy(first)} → {_accuracy(last)}"))
+            rows.append((f"  {name}", f"{accuracy_text(first)} → {accuracy_text(last)}"))
     rows += [
         ("reward, first → last tenth", f"{number(s.reward_first, '.3f')} → {number(s.reward_last, '.3f')}"),
         ("rollout throughput", number(s.rollout_tokens_per_s, ",.0f", " decoded tokens/s")),
-        ("training throughput", number(s.trained_tokens_per_s, ",.0f", " trained tokens/s of the whole loop")),
+        (
+            "training throughput",
+            number(s.trained_tokens_per_s, ",.0f", " trained tokens/s of the whole loop"),
+        ),
         ("lag", lag_text(s.lag)),
         ("off-policy tokens", number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
         ("wasted tokens", waste_text(s)),
@@ -201,7 +205,7 @@ def number(value: float | None, spec: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{spec}}{unit}"
 
 
-def _accuracy(accuracy: Accuracy | None) -> str:
+def accuracy_text(accuracy: Accuracy | None) -> str:
     if accuracy is None:
         return "–"
     se = "" if accuracy.se is None else f" ± {accuracy.se:.3f}"

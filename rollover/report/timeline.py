@@ -1,7 +1,7 @@
 """What happened to every sample, read off the journal's events.
 
-``Timeline.of`` is one pass over the events that count (``rollover.rollout.journal.effective``). It keeps counts
-and times, never token ids, so the timeline of a long run stays small. The token account closes:
+``Timeline.of`` is one pass over the events that count (``rollover.rollout.journal.effective``). It keeps
+counts and times, never token ids, so the timeline of a long run stays small. The token account closes:
 ``decoded = trained + wasted (by cause) + live``.
 """
 

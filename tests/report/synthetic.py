@@ -60,13 +60,20 @@ class Simulation:
         self._eval(self.num_steps)
         for group in [*self.open, *self.ready]:
             self.events.append(
-                GroupDropped(time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False)
+                GroupDropped(
+                    time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False
+                )
             )
 
     def _eval(self, step: int) -> None:
         accuracy = 0.22 + 0.55 * step / (step + 6)
         self.now_s += 1.0
-        values = {"accuracy/sums": accuracy, "accuracy_se/sums": 0.02, "accuracy": accuracy, "accuracy_se": 0.02}
+        values = {
+            "accuracy/sums": accuracy,
+            "accuracy_se/sums": 0.02,
+            "accuracy": accuracy,
+            "accuracy_se": 0.02,
+        }
         self.rows.append(("eval", step, self.now_s, values))
 
     def _step(self, step: int) -> None:
@@ -138,10 +145,15 @@ class Simulation:
     def _open(self) -> None:
         group, self.num_groups = self.num_groups, self.num_groups + 1
         prompt = Prompt(
-            prompt_id=f"sums/{group}@0", token_ids=(1, 2), text=f"What is {group} + {group * 7 % 10}?", source="sums"
+            prompt_id=f"sums/{group}@0",
+            token_ids=(1, 2),
+            text=f"What is {group} + {group * 7 % 10}?",
+            source="sums",
         )
         self.events.append(
-            GroupOpened(time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1)
+            GroupOpened(
+                time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1
+            )
         )
         self.open[group] = {SampleId(group, i) for i in range(GROUP_SIZE)}
         for sample_id in sorted(self.open[group]):

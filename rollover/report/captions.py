@@ -1,0 +1,38 @@
+"""What to look for in each figure."""
+
+from __future__ import annotations
+
+LEARNING = (
+    "Left over training steps, right over wall-clock, evaluations included: a method that learns the same per"
+    " step but steps faster is ahead on the right only. Bars on the accuracy are standard errors."
+)
+TIMELINE = (
+    "Each bar is a sample, coloured by the policy version that sampled it; a thin line is a sample parked"
+    " until a later step. A row that changes colour without ending was rolled over to newer weights. A cross:"
+    " never trained. Shaded: training and publishing. Below, the samples decoding at each moment: the area"
+    " missing under a falling curve is idle engine. Drag to zoom, double-click to go back."
+)
+ALIGNED = (
+    "The same training steps of every run on time axes of equal length: the shorter picture is the faster run."
+    " Bars are samples coloured by the policy version that sampled them, thin lines are parked samples, shaded"
+    " is training and publishing; below, the samples decoding at each moment."
+)
+LAG = (
+    "How many versions older than the weights they trained the tokens were; 0 is on-policy. Head lag is the"
+    " age of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
+    " and again."
+)
+TOKENS = (
+    "Every decoded token is trained, wasted with a cause, or still alive. If the trained lengths fall short of"
+    " the generated ones, the schedule favours short answers. Mean trained over mean generated here: {drift}."
+)
+TIME = (
+    "What a training step waits for. A high first part says that rollout is the bottleneck; the gap between"
+    " the two throughputs is what training, publishing and idling cost."
+)
+HEALTH = "Signals to glance at when learning stalls."
+COMPARED = (
+    "Ratios are to the first run. Throughput counts trained tokens only, and never stands alone: read lag,"
+    " waste and re-prefilled tokens with it."
+)
+SPENT = "Seconds of the whole run by phase, and the trained lengths: faster must not mean shorter answers."

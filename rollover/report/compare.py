@@ -1,0 +1,225 @@
+"""Runs side by side: a table for the terminal and a page of overlaid curves and aligned timelines.
+
+Throughput is a ratio to the first run and always has lag and waste beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from rollover.report import captions, measures, overlays
+from rollover.report.gantt import gantt
+from rollover.report.html import WINDOW_STEPS, most_parked, window_label, write_page
+from rollover.report.page import Page, details, header, preformatted, table, tiles
+from rollover.report.record import RunRecord, distinct_names, read_run
+from rollover.report.summary import (
+    RunSummary,
+    accuracy_text,
+    bytes_text,
+    duration_text,
+    number,
+    summarize,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """One measure of all runs."""
+
+    name: str
+    texts: tuple[str, ...]
+    values: tuple[float | None, ...] = ()
+    """Empty where a ratio would say nothing."""
+
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """Of every run but the first, to the first."""
+        base, *others = self.values or (None,)
+        return tuple(v / base if v is not None and base else None for v in others)
+
+
+def comparison(summaries: Sequence[RunSummary]) -> tuple[ComparisonRow, ...]:
+    """The measures side by side, throughput first, its price below it."""
+
+    def row(
+        name: str,
+        text: Callable[[RunSummary], str],
+        value: Callable[[RunSummary], float | None] | None = None,
+    ) -> ComparisonRow:
+        values = tuple(map(value, summaries)) if value is not None else ()
+        return ComparisonRow(name=name, texts=tuple(map(text, summaries)), values=values)
+
+    return (
+        row("steps", lambda s: str(s.num_steps)),
+        row(
+            "trained tokens/s, whole loop",
+            lambda s: number(s.trained_tokens_per_s, ",.0f"),
+            lambda s: s.trained_tokens_per_s,
+        ),
+        row(
+            "decoded tokens/s, rollout",
+            lambda s: number(s.rollout_tokens_per_s, ",.0f"),
+            lambda s: s.rollout_tokens_per_s,
+        ),
+        row("loop time", lambda s: duration_text(s.loop_s), lambda s: s.loop_s),
+        row("time per step", lambda s: duration_text(_step_s(s)), _step_s),
+        row("accuracy before", lambda s: accuracy_text(s.accuracy_before)),
+        row("accuracy after", lambda s: accuracy_text(s.accuracy_after)),
+        row("lag, mean (versions)", lambda s: number(s.lag.mean if s.lag else None, ".2f")),
+        row("lag, p95 / max", lambda s: f"{s.lag.p95} / {s.lag.max}" if s.lag else "–"),
+        row("head lag, mean", lambda s: number(s.lag.head_mean if s.lag else None, ".2f")),
+        row("off-policy tokens", lambda s: number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
+        row("wasted tokens", lambda s: f"{sum(s.wasted_tokens.values()):,} ({s.wasted_fraction:.1%})"),
+        row("re-prefilled tokens", lambda s: f"{s.reprefilled_tokens:,}"),
+        row("resumes per sample", lambda s: number(s.resumes_per_sample, ".2f")),
+        row("trained length, mean", lambda s: number(s.trained.mean if s.trained else None, ".1f")),
+        row("length, trained / generated", lambda s: number(s.length_drift, ".2f")),
+        row("time in rollout", lambda s: _share(s, "rollout")),
+        row("time in training", lambda s: _share(s, "train")),
+        row("peak memory", lambda s: bytes_text(s.peak_memory_bytes)),
+    )
+
+
+def _share(s: RunSummary, phase: str) -> str:
+    return f"{s.phase_s[phase] / s.loop_s:.0%}" if s.phase_s and s.loop_s else "–"
+
+
+def _step_s(s: RunSummary) -> float | None:
+    return s.loop_s / s.num_steps if s.loop_s and s.num_steps else None
+
+
+def compare_table(records: Sequence[RunRecord]) -> Table:
+    """For the terminal; the last columns are ratios to the first run."""
+    names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
+    found = Table(title=" against ".join(names), title_justify="left", title_style="bold")
+    found.add_column("", style="dim")
+    for name in names:
+        found.add_column(name, justify="right")
+    for name in names[1:]:
+        found.add_column(f"{name} / {names[0]}", justify="right", style="bold")
+    for row in comparison(summaries):
+        found.add_row(row.name, *row.texts, *_ratio_texts(row, len(records)))
+    return found
+
+
+def _ratio_texts(row: ComparisonRow, num_runs: int) -> list[str]:
+    ratios = row.ratios or (None,) * (num_runs - 1)
+    return ["" if r is None else f"{r:.2f}×" for r in ratios]
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write the side-by-side page of two or more runs to ``out``; the first run is the baseline.
+
+    Raises:
+        ValueError: fewer than two runs.
+        RunError: one of them is no run directory, or a file of it is damaged.
+    """
+    if len(run_dirs) < 2:
+        raise ValueError(f"a comparison needs at least two runs, got {len(run_dirs)}")
+    return write_page(out, render_comparison([read_run(d) for d in run_dirs]))
+
+
+def render_comparison(records: Sequence[RunRecord]) -> str:
+    names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
+    page = Page(" against ".join(names) + " · Rollover")
+    facts = [
+        f"{name}: {s.num_steps} steps in {duration_text(s.loop_s)}"
+        for name, s in zip(names, summaries, strict=True)
+    ]
+    page.add(header("Rollover comparison", " against ".join(names), facts))
+    page.add(tiles(_headline(names, summaries)))
+    page.section(
+        "Learning",
+        captions.LEARNING,
+        page.figure("Over steps", overlays.learning(records, over_time=False), "Nothing measured yet."),
+        page.figure("Over wall-clock", overlays.learning(records, over_time=True), "Nothing measured yet."),
+    )
+    _timelines(page, records, names)
+    page.section(
+        "Lag",
+        captions.LAG,
+        page.figure(
+            "Age of trained tokens", overlays.lag_histograms(records), "No batch has been trained yet."
+        ),
+        page.figure("Head lag over steps", overlays.head_lag(records), "No batch has been trained yet."),
+    )
+    page.section(
+        "Time and lengths",
+        captions.SPENT,
+        page.figure("Where the time went", overlays.time_spent(names, summaries), "No step has ended yet."),
+        page.figure(
+            "Trained response lengths", overlays.trained_lengths(records), "No batch has been trained yet."
+        ),
+    )
+    head = ["", *names, *(f"{name} / {names[0]}" for name in names[1:])]
+    rows = [(row.name, *row.texts, *_ratio_texts(row, len(records))) for row in comparison(summaries)]
+    page.section("Side by side", captions.COMPARED, f'<div class="card">{table(rows, head)}</div>')
+    for name, record in zip(names, records, strict=True):
+        page.add(details(f"Resolved configuration of {name}", preformatted(record.config)))
+    return page.render()
+
+
+def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tuple[str, str, str, str]]:
+    """The last run against the first."""
+    base, last = summaries[0], summaries[-1]
+    rows = {row.name: row for row in comparison((base, last))}
+
+    def ratio(label: str, name: str) -> tuple[str, str, str, str]:
+        row = rows[name]
+        return label, number(row.ratios[0], ".2f", "×"), "", f"{row.texts[1]} against {row.texts[0]}"
+
+    def pair(label: str, name: str) -> tuple[str, str, str, str]:
+        row = rows[name]
+        return label, row.texts[1], "", f"{names[0]}: {row.texts[0]}"
+
+    accuracy = last.accuracy_after or last.accuracy_before
+    base_accuracy = base.accuracy_after or base.accuracy_before
+    return [
+        ratio("Training throughput", "trained tokens/s, whole loop"),
+        ratio("Rollout throughput", "decoded tokens/s, rollout"),
+        (
+            "Final accuracy",
+            number(accuracy.value if accuracy else None, ".1%"),
+            "",
+            f"{names[0]}: {accuracy_text(base_accuracy)}",
+        ),
+        pair("Lag, versions", "lag, mean (versions)"),
+        pair("Off-policy tokens", "off-policy tokens"),
+        ("Wasted tokens", f"{last.wasted_fraction:.1%}", "", f"{names[0]}: {base.wasted_fraction:.1%}"),
+    ]
+
+
+def _timelines(page: Page, records: Sequence[RunRecord], names: Sequence[str]) -> None:
+    """The same steps of every run on axes of the same length."""
+    steps = _common_window(records)
+    if steps is None:
+        cards = [page.figure("", None, "The runs have no training step in common yet.")]
+    else:
+        shown = [measures.window_of(r.timeline, *steps) for r in records]
+        length_s = max(w.end_s - w.start_s for w in shown)
+        cards = [
+            page.figure(
+                f"{name}, {window_label(w)}: {duration_text(w.end_s - w.start_s)}",
+                gantt(record.timeline, w, origin_s=w.start_s, length_s=length_s, time_title="seconds"),
+                "",
+            )
+            for name, record, w in zip(names, records, shown, strict=True)
+        ]
+    page.section("Timelines", captions.ALIGNED, *cards, layout="column")
+
+
+def _common_window(records: Sequence[RunRecord]) -> tuple[int, int] | None:
+    """Steps that all runs have: of the last run's stretches the one in which it parks most."""
+    common = set.intersection(*({s.step for s in r.timeline.steps} for r in records))
+    if not common:
+        return None
+    stretches = measures.windows(records[-1].timeline, num_steps=WINDOW_STEPS, max_windows=len(common))
+    found = [w for w in stretches if {w.first_step, w.last_step} <= common]
+    if not found:
+        return min(common), max(common)
+    chosen = found[most_parked(found)]
+    return chosen.first_step, chosen.last_step

@@ -1,0 +1,339 @@
+"""Figures as plain Plotly dictionaries.
+
+Colours are names of the page's CSS variables (``--blue``); the page's script fills them in, so one figure
+serves the light and the dark theme. Text that comes from data is HTML-escaped, because Plotly reads markup in
+labels.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollover.report import measures
+from rollover.report.metrics import Kind, series
+from rollover.report.record import RunRecord
+from rollover.report.summary import PHASES
+from rollover.rollout.events import WasteCause
+
+Figure = dict[str, Any]
+"""``{"data": [...], "layout": {...}}``"""
+
+PHASE_COLOURS = {
+    "rollout": "--blue",
+    "reward": "--green",
+    "train": "--orange",
+    "publish": "--violet",
+    "other": "--soft",
+}
+WASTE_COLOURS = {
+    WasteCause.SURPLUS_GROUP: "--orange",
+    WasteCause.DISCARDED_ON_ABORT: "--red",
+    WasteCause.RESTARTED: "--violet",
+    WasteCause.EVICTED_STALE: "--pink",
+    WasteCause.MASKED_STALE: "--yellow",
+    WasteCause.FILTER_ZERO_SIGNAL: "--cyan",
+    WasteCause.FAILED: "--brown",
+    WasteCause.END_OF_RUN: "--soft",
+}
+LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11.5}}
+_MAX_BARS = 120
+"""Steps drawn one by one; longer runs are drawn as means over stretches."""
+
+
+def axis(title: str = "", **extra: Any) -> dict[str, Any]:
+    named = {"title": {"text": title, "standoff": 8, "font": {"size": 12, "color": "--muted"}}}
+    return {
+        **(named if title else {}),
+        "gridcolor": "--grid",
+        "linecolor": "--line",
+        "zeroline": False,
+        "automargin": True,
+        "tickfont": {"size": 11, "color": "--muted"},
+        **extra,
+    }
+
+
+def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> Figure:
+    base = {
+        "height": height,
+        "margin": {"l": 48, "r": 14, "t": 30, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {
+            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
+            "size": 12,
+            "color": "--ink",
+        },
+        "hoverlabel": {
+            "bgcolor": "--surface",
+            "bordercolor": "--line",
+            "align": "left",
+            "font": {"size": 12, "color": "--ink"},
+        },
+        "legend": LEGEND,
+        "barcornerradius": 2,
+    }
+    return {"data": list(data), "layout": {**base, **layout}}
+
+
+def line(x: Sequence[float], y: Sequence[float], name: str, colour: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(x),
+        "y": list(y),
+        "name": label(name),
+        "line": {"color": colour, "width": 2.2},
+        **extra,
+    }
+
+
+def bar(x: Sequence[float], y: Sequence[Any], name: str, colour: str) -> dict[str, Any]:
+    marker = {"color": colour, "line": {"width": 0}}
+    return {"type": "bar", "x": list(x), "y": list(y), "name": label(name), "marker": marker}
+
+
+def label(text: str) -> str:
+    """Text from outside as Plotly may show it."""
+    return html.escape(text)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Centred moving mean over a tenth of the run, at least five steps: it does not lag behind a rise."""
+    half = max(2, len(values) // 20)
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in around]
+
+
+def origin_s(record: RunRecord) -> float:
+    """Where wall-clock axes start: the first evaluation or rollout. Warm-up lies before it."""
+    times = [r.time_s for r in record.metrics if r.kind != "warmup"]
+    return min([*times[:1], *([record.timeline.start_s] if record.timeline.samples else [])], default=0.0)
+
+
+def time_unit(span_s: float) -> tuple[str, float]:
+    """(name, seconds) of the unit a wall-clock axis of this length reads best in."""
+    if span_s < 300:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if span_s < 3 * 3600 else ("hours", 3600.0)
+
+
+def points(
+    record: RunRecord, kind: Kind, name: str, *, unit_s: float | None = None
+) -> tuple[list[float], list[float]]:
+    """(x, y) of a metric over wall-clock in units of ``unit_s`` seconds, or over steps without it."""
+    found = series(record.metrics, kind, name)
+    if unit_s is None:
+        return [float(s) for s, _, _ in found], [v for _, _, v in found]
+    start_s = origin_s(record)
+    return [(t - start_s) / unit_s for _, t, _ in found], [v for _, _, v in found]
+
+
+def span_s(record: RunRecord) -> float:
+    return max([r.time_s for r in record.metrics] + [record.timeline.end_s]) - origin_s(record)
+
+
+def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
+    """Held-out accuracy above, training reward below."""
+    unit, seconds = time_unit(span_s(record))
+    unit_s = seconds if over_time else None
+    x, reward = points(record, "step", "reward/mean", unit_s=unit_s)
+    names = [n for r in record.metrics if r.kind == "eval" for n in r.values if n.startswith("accuracy/")]
+    data = _accuracy_traces(record, list(dict.fromkeys(names)), unit_s)
+    both = bool(data) and bool(reward)
+    if reward:
+        at = {"yaxis": "y2"} if both else {}
+        faint = {
+            "line": {"color": "--blue", "width": 1},
+            "opacity": 0.35,
+            "showlegend": False,
+            "hoverinfo": "skip",
+        }
+        data.append(line(x, reward, "per step", "--blue", **{**at, **faint}))
+        data.append(line(x, smoothed(reward), "reward (smoothed)", "--blue", **at))
+    if not data:
+        return None
+    x_title = f"wall-clock {unit}" if over_time else "training step"
+    axes: dict[str, Any] = {
+        "yaxis": axis("accuracy" if not both and not reward else "reward", rangemode="tozero")
+    }
+    if both:
+        axes = {
+            "yaxis": axis("accuracy", domain=[0.56, 1.0], rangemode="tozero"),
+            "yaxis2": axis("reward", domain=[0.0, 0.44], anchor="x"),
+        }
+    x_axis = axis(x_title, rangemode="tozero", showgrid=False, **({"anchor": "y2"} if both else {}))
+    return figure(data, height=420 if both else 280, xaxis=x_axis, **axes)
+
+
+def _accuracy_traces(record: RunRecord, names: Sequence[str], unit_s: float | None) -> list[dict[str, Any]]:
+    traces = []
+    colours = ("--green", "--violet", "--orange", "--cyan", "--pink")
+    if len(names) != 1:
+        x, y = points(record, "eval", "accuracy", unit_s=unit_s)
+        traces += [_accuracy_trace(record, x, y, "accuracy, all sets", "accuracy_se", "--ink")] if y else []
+    for i, name in enumerate(names):
+        x, y = points(record, "eval", name, unit_s=unit_s)
+        dataset = name.removeprefix("accuracy/")
+        colour = colours[i % len(colours)]
+        traces.append(_accuracy_trace(record, x, y, f"accuracy, {dataset}", f"accuracy_se/{dataset}", colour))
+    return traces
+
+
+def _accuracy_trace(
+    record: RunRecord, x: Sequence[float], y: Sequence[float], name: str, se: str, colour: str
+) -> dict[str, Any]:
+    errors = [v for _, _, v in series(record.metrics, "eval", se)]
+    bars = {"error_y": {"type": "data", "array": errors, "thickness": 1.2, "width": 4, "color": colour}}
+    marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
+    return line(x, y, name, colour, **marks, **(bars if len(errors) == len(y) else {}))
+
+
+def lag_histogram(record: RunRecord) -> Figure | None:
+    ages = measures.lag_histogram(record.timeline.steps)
+    total = sum(ages.values())
+    if not total:
+        return None
+    every_age = list(range(max(ages) + 1))
+    shares = bar(every_age, [ages.get(a, 0) / total for a in every_age], "trained tokens", "--blue")
+    shares |= {
+        "customdata": [ages.get(a, 0) for a in every_age],
+        "marker": {"color": ["--blue" if a == 0 else "--orange" for a in every_age]},
+        "hovertemplate": "%{x} versions old<br>%{y:.1%} of trained tokens (%{customdata:,})<extra></extra>",
+    }
+    x_axis = axis("token staleness, versions", dtick=1 if len(every_age) <= 16 else None, showgrid=False)
+    y_axis = axis("share of trained tokens", tickformat=".0%")
+    return figure([shares], height=270, xaxis=x_axis, yaxis=y_axis, bargap=0.25)
+
+
+def lag_over_steps(record: RunRecord) -> Figure | None:
+    steps = [s for s in record.timeline.steps if s.head_ages]
+    if not steps:
+        return None
+    x = [float(s.step) for s in steps]
+    mean = [sum(a * n for a, n in s.ages.items()) / s.num_tokens for s in steps]
+    head = [sum(s.head_ages) / len(s.head_ages) for s in steps]
+    oldest = [float(max(s.head_ages)) for s in steps]
+    data = [
+        line(x, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
+        line(x, head, "head lag, mean over samples", "--violet"),
+        line(x, mean, "token lag, mean", "--orange"),
+    ]
+    y_axis = axis("versions", rangemode="tozero")
+    return figure(
+        data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified"
+    )
+
+
+def lengths(record: RunRecord) -> Figure | None:
+    """Both histograms as shares of their own samples, over the same bins."""
+    generated = measures.generated_lengths(record.timeline.samples)
+    trained = measures.trained_lengths(record.timeline.samples)
+    if not generated:
+        return None
+    found = (("generated", generated, "--soft"), ("trained", trained, "--blue"))
+    data = [
+        {
+            **length_curve(values, f"{name} ({len(values):,})", colour, max(generated)),
+            **({"fill": "tozeroy"} if name == "generated" else {}),
+        }
+        for name, values, colour in found
+        if values
+    ]
+    y_axis = axis("share of samples", tickformat=".0%", rangemode="tozero")
+    x_axis = axis("response tokens", showgrid=False, rangemode="tozero")
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")
+
+
+def length_curve(values: Sequence[int], name: str, colour: str, longest: int) -> dict[str, Any]:
+    """Histogram as a stepped line: share of ``values`` in some forty bins from 0 to ``longest``."""
+    width = max(1, -(-longest // 40))
+    starts = range(0, longest + 1, width)
+    counts = [0] * len(starts)
+    for value in values:
+        counts[value // width] += 1
+    y = [c / len(values) for c in counts]
+    extra = {
+        "line": {"color": colour, "width": 2, "shape": "hvh"},
+        "customdata": [f"{s}–{s + width - 1}" if width > 1 else str(s) for s in starts],
+        "hovertemplate": "%{customdata} tokens: %{y:.1%}",
+    }
+    return line([s + (width - 1) / 2 for s in starts], y, name, colour, **extra)
+
+
+def waste_over_time(record: RunRecord) -> Figure | None:
+    curves = measures.waste_curves(record.timeline.waste)
+    if not curves:
+        return None
+    start_s, (unit, unit_s) = origin_s(record), time_unit(span_s(record))
+    end = (record.timeline.end_s - start_s) / unit_s
+    data = []
+    for cause, curve in curves.items():
+        x = [0.0, *((t - start_s) / unit_s for t, _ in curve), end]
+        y = [0.0, *(float(n) for _, n in curve), float(curve[-1][1])]
+        colour = WASTE_COLOURS[cause]
+        shape = {"line": {"color": colour, "width": 2.2, "shape": "hv"}}
+        data.append(line(x, y, cause.value.replace("_", " "), colour, showlegend=True, **shape))
+    y_axis = axis("tokens wasted so far", rangemode="tozero")
+    return figure(data, height=270, xaxis=axis(f"wall-clock {unit}", showgrid=False), yaxis=y_axis)
+
+
+def time_split(record: RunRecord) -> Figure | None:
+    steps = [r for r in record.metrics if r.kind == "step" and "time/step_s" in r.values]
+    if not steps:
+        return None
+    size = -(-len(steps) // _MAX_BARS)
+    chunks = [steps[i : i + size] for i in range(0, len(steps), size)]
+    data = []
+    spent = [[sum(r.values.get(f"time/{p}_s", 0.0) for r in c) / len(c) for c in chunks] for p in PHASES]
+    whole = [sum(r.values["time/step_s"] for r in c) / len(c) for c in chunks]
+    other = [max(0.0, w - sum(parts)) for w, parts in zip(whole, zip(*spent, strict=True), strict=True)]
+    for phase, seconds in zip((*PHASES, "other"), (*spent, other), strict=True):
+        stack = bar([c[0].step for c in chunks], seconds, phase, PHASE_COLOURS[phase])
+        data.append({**stack, "hovertemplate": "%{y:.2f} s"})
+    x_title = "training step" if size == 1 else f"training step (means over {size})"
+    return figure(
+        data,
+        height=270,
+        barmode="stack",
+        bargap=0.15,
+        barcornerradius=0,
+        legend={**LEGEND, "traceorder": "normal"},
+        xaxis=axis(x_title, showgrid=False),
+        yaxis=axis("seconds per step"),
+        hovermode="x unified",
+    )
+
+
+def throughput(record: RunRecord) -> Figure | None:
+    data = []
+    for name, label, colour in (
+        ("rollout/tokens_per_s", "decoded, of rollout time", "--blue"),
+        ("perf/trained_tokens_per_s", "trained, of the whole loop", "--orange"),
+    ):
+        x, y = points(record, "step", name)
+        data += [line(x, y, label, colour)] if y else []
+    if not data:
+        return None
+    y_axis = axis("tokens per second", rangemode="tozero")
+    return figure(
+        data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified"
+    )
+
+
+def small(record: RunRecord, name: str) -> Figure | None:
+    """One metric over steps, small."""
+    x, y = points(record, "step", name)
+    if not y:
+        return None
+    margin = {"l": 40, "r": 8, "t": 8, "b": 28}
+    return figure(
+        [line(x, y, name, "--blue", line={"color": "--blue", "width": 1.6})],
+        height=150,
+        margin=margin,
+        showlegend=False,
+        xaxis=axis(showgrid=False, nticks=5),
+        yaxis=axis(nticks=4),
+    )

@@ -1,0 +1,232 @@
+"""The rollout timeline: each sample a bar coloured by policy version, parked time a thin line."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollover.report import measures
+from rollover.report.figures import Figure, axis, figure
+from rollover.report.measures import Window
+from rollover.report.timeline import SampleTrace, Span, Timeline
+from rollover.types import FinishReason
+
+MAX_SPANS = 1500
+"""Bars per picture; of a larger window every k-th group is drawn."""
+
+_RAMP = ("#4453b8", "#2c86cc", "#1fa79b", "#6cb64e", "#dcb03a", "#e8853b", "#d2504f")
+"""Oldest version in sight to newest: cold to warm, readable on light and on dark."""
+
+
+def gantt(
+    timeline: Timeline,
+    window: Window,
+    *,
+    origin_s: float,
+    length_s: float | None = None,
+    time_title: str = "seconds since the first rollout",
+) -> Figure:
+    """One window's samples above, the active-batch curve below, on one time axis.
+
+    ``length_s`` sets the axis' length, so that windows of several runs can be compared.
+    """
+    samples, every = thinned(measures.visible(timeline.samples, window))
+    rows = measures.lanes(samples, window)
+    placed = [(lane, sample) for lane, there in rows.items() for sample in there]
+    data = [_parked(placed, window, origin_s)]
+    data += _by_version(placed, window, origin_s)
+    data += _wasted(placed, window, origin_s)
+    active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
+    data.append(_active(active, window, origin_s))
+    start, stop = window.start_s - origin_s, window.end_s - origin_s
+    right = start + length_s if length_s is not None else stop
+    unit = "group" if every == 1 else f"every {every}th group"
+    return figure(
+        data,
+        height=max(320, min(680, 230 + 8 * len(rows))),
+        barmode="overlay",
+        bargap=0,
+        margin={"l": 48, "r": 14, "t": 44, "b": 40},
+        xaxis=axis(time_title, showgrid=False, anchor="y2", range=[start, right]),
+        yaxis=axis(
+            f"samples ({unit})" if every > 1 else "samples",
+            domain=[0.24, 1.0],
+            showticklabels=False,
+            showgrid=False,
+            range=[len(rows) - 0.3, -0.7],
+        ),
+        yaxis2=axis("active", domain=[0.0, 0.2], anchor="x", rangemode="tozero", nticks=4),
+        shapes=_training(timeline, window, origin_s),
+    )
+
+
+def thinned(samples: Sequence[SampleTrace]) -> tuple[list[SampleTrace], int]:
+    """Samples of every k-th group, with the smallest k that keeps within ``MAX_SPANS``."""
+    every = -(-sum(len(s.spans) for s in samples) // MAX_SPANS) or 1
+    return [s for s in samples if s.sample_id.group % every == 0], every
+
+
+def version_colours(versions: Iterable[int]) -> dict[int, str]:
+    """Versions in sight spread over the ramp, oldest coldest."""
+    ordered = sorted(set(versions))
+    last = len(_RAMP) - 1
+    steps = max(1, len(ordered) - 1)
+    return {v: _mixed(i / steps * last) for i, v in enumerate(ordered)}
+
+
+def _mixed(place: float) -> str:
+    low = min(int(place), len(_RAMP) - 2)
+    part = place - low
+    a, b = (tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in _RAMP[low : low + 2])
+    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(a, b, strict=True))
+
+
+def _bar(name: str, colour: str, width: float, **extra: Any) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": [],
+        "y": [],
+        "base": [],
+        "width": width,
+        "marker": {"color": colour, "line": {"width": 0}},
+        **extra,
+    }
+
+
+def _add(
+    bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: Window, origin_s: float
+) -> bool:
+    """Put the part of an interval inside the window on the bar."""
+    start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)
+    if end_s <= start_s:
+        return False
+    bar["y"].append(lane)
+    bar["base"].append(round(start_s - origin_s, 3))
+    bar["x"].append(round(end_s - start_s, 3))
+    return True
+
+
+def _parked(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> dict[str, Any]:
+    bar = _bar("parked", "--gap", 0.22, hovertemplate="parked<extra></extra>", legendrank=2000)
+    for lane, sample in placed:
+        for gap in sample.gaps:
+            _add(bar, lane, gap.start_s, gap.end_s, window, origin_s)
+    return bar
+
+
+def _by_version(
+    placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float
+) -> list[dict[str, Any]]:
+    inside = [
+        (lane, sample, span)
+        for lane, sample in placed
+        for span in sample.spans
+        if span.end_s > window.start_s and span.start_s < window.end_s
+    ]
+    colours = version_colours(span.policy_version for _, _, span in inside)
+    bars = {
+        version: _bar(
+            f"v{version}",
+            colour,
+            0.84,
+            customdata=[],
+            hovertemplate="%{customdata}<extra></extra>",
+            legendrank=i,
+        )
+        for i, (version, colour) in enumerate(colours.items())
+    }
+    for lane, sample, span in inside:
+        bar = bars[span.policy_version]
+        if _add(bar, lane, span.start_s, span.end_s, window, origin_s):
+            bar["customdata"].append(_hover(sample, span))
+    return list(bars.values())
+
+
+def _hover(sample: SampleTrace, span: Span) -> str:
+    ends = {
+        FinishReason.ABORT: "parked",
+        FinishReason.STOP: "finished",
+        FinishReason.LENGTH: "ran into its limit",
+    }
+    end = ends[span.finish_reason] if span.finish_reason is not None else "went on under new weights"
+    fate = "not trained yet"
+    if sample.waste is not None:
+        fate = f"wasted: {sample.waste}"
+    elif sample.trained_step is not None:
+        fate = f"trained at step {sample.trained_step}"
+    reward = "" if sample.reward is None else f", reward {sample.reward:g}"
+    prompt = html.escape(sample.prompt if len(sample.prompt) <= 60 else sample.prompt[-60:])
+    return (
+        f"<b>{sample.sample_id}</b> under v{span.policy_version}:"
+        f" {span.num_tokens} of {sample.num_tokens} tokens, {end}<br>{fate}{reward}<br>{prompt}"
+    )
+
+
+def _wasted(
+    placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float
+) -> list[dict[str, Any]]:
+    """A cross where a sample ended that was never trained."""
+    ends = [
+        (sample.spans[-1].end_s, lane, sample.waste)
+        for lane, sample in placed
+        if sample.waste is not None and window.start_s < sample.spans[-1].end_s <= window.end_s
+    ]
+    if not ends:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "never trained",
+            "x": [round(t - origin_s, 3) for t, _, _ in ends],
+            "y": [lane for _, lane, _ in ends],
+            "customdata": [str(cause) for _, _, cause in ends],
+            "hovertemplate": "wasted: %{customdata}<extra></extra>",
+            "marker": {"symbol": "x-thin", "size": 7, "line": {"color": "--ink", "width": 1.6}},
+            "legendrank": 2001,
+        }
+    ]
+
+
+def _active(active: Sequence[tuple[float, int]], window: Window, origin_s: float) -> dict[str, Any]:
+    closed = [*active, (window.end_s, active[-1][1])]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [round(t - origin_s, 3) for t, _ in closed],
+        "y": [n for _, n in closed],
+        "yaxis": "y2",
+        "showlegend": False,
+        "fill": "tozeroy",
+        "fillcolor": "--wash",
+        "line": {"color": "--blue", "width": 1.4, "shape": "hv"},
+        "hovertemplate": "%{y} samples decoding<extra></extra>",
+    }
+
+
+def _training(timeline: Timeline, window: Window, origin_s: float) -> list[dict[str, Any]]:
+    """Bands from the batch's consumption to the publication of the weights it made."""
+    published = {p.policy_version: p.time_s for p in timeline.publishes}
+    bands = []
+    for step in timeline.steps:
+        start_s = max(step.consumed_s, window.start_s)
+        end_s = min(published.get(step.step + 1, step.consumed_s), window.end_s)
+        if end_s > start_s:
+            bands.append(
+                {
+                    "type": "rect",
+                    "xref": "x",
+                    "yref": "paper",
+                    "x0": round(start_s - origin_s, 3),
+                    "x1": round(end_s - origin_s, 3),
+                    "y0": 0,
+                    "y1": 1,
+                    "fillcolor": "--band",
+                    "line": {"width": 0},
+                    "layer": "below",
+                }
+            )
+    return bands

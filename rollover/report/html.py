@@ -1,0 +1,212 @@
+"""The report of one run: ``report.html`` beside its metrics, for a person to look at and pass on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollover.report import captions, figures, measures
+from rollover.report.gantt import gantt
+from rollover.report.measures import Window
+from rollover.report.page import Page, choices, details, fate_bar, header, preformatted, table, tiles
+from rollover.report.record import RunRecord, read_run
+from rollover.report.summary import (
+    Accuracy,
+    RunSummary,
+    bytes_text,
+    duration_text,
+    number,
+    summarize,
+    summary_rows,
+)
+from rollover.report.timeline import Timeline
+from rollover.rollout.events import WasteCause
+
+FILE_NAME = "report.html"
+WINDOW_STEPS = 6
+_MAX_WINDOWS = 6
+
+HEALTH = (
+    ("loss", "Loss"),
+    ("grad_norm", "Gradient norm"),
+    ("reward/std", "Reward spread"),
+    ("response/mean_tokens", "Response length, mean"),
+    ("response/truncated", "Share cut at the limit"),
+    ("rollout/resumes_per_sample", "Resumes per sample"),
+)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``run_dir/report.html`` from what the directory holds so far, and return its path.
+
+    Raises:
+        RunError: it is no run directory, or one of its files is damaged.
+    """
+    return write_page(run_dir / FILE_NAME, render_report(read_run(run_dir)))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Replace ``path`` in one move, so that a reader never sees half a page."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def render_report(record: RunRecord) -> str:
+    summary = summarize(record.metrics, record.timeline)
+    page = Page(f"{record.name} · Rollover")
+    page.add(header("Rollover run", record.name, run_facts(record, summary)))
+    page.add(tiles(_key_numbers(summary)))
+    _learning(page, record)
+    _timeline(page, record)
+    _lag(page, record)
+    _tokens(page, record, summary)
+    _time(page, record)
+    _health(page, record)
+    page.add("<section><h2>Everything in numbers</h2>")
+    page.add(f'<div class="card">{table(summary_rows(summary))}</div>')
+    page.add(details("Resolved configuration", preformatted(record.config)))
+    page.add("</section>")
+    return page.render()
+
+
+def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
+    facts = [f"{summary.num_steps} steps in {duration_text(summary.loop_s)}"]
+    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items()]
+    return facts
+
+
+def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
+    lag = s.lag
+    wasted = sum(s.wasted_tokens.values())
+    return [
+        ("Held-out accuracy", *_accuracy_tile(s.accuracy_before, s.accuracy_after)),
+        (
+            "Training throughput",
+            number(s.trained_tokens_per_s, ",.0f"),
+            "tokens/s",
+            f"trained, of the whole loop; rollout decodes {number(s.rollout_tokens_per_s, ',.0f')}/s",
+        ),
+        (
+            "Lag",
+            number(lag.mean if lag else None, ".2f"),
+            "versions",
+            f"p95 {lag.p95}, max {lag.max}; {lag.off_policy_fraction:.0%} of tokens off-policy"
+            if lag
+            else "no batch yet",
+        ),
+        ("Wasted tokens", f"{s.wasted_fraction:.1%}", "", f"{wasted:,} of {s.decoded_tokens:,} decoded"),
+        (
+            "Resumes",
+            number(s.resumes_per_sample, ".2f"),
+            "per sample",
+            f"{s.reprefilled_tokens:,} tokens prefilled again",
+        ),
+        (
+            "Peak memory",
+            bytes_text(s.peak_memory_bytes).removesuffix(" GiB"),
+            "GiB",
+            "of the training process",
+        ),
+    ]
+
+
+def _accuracy_tile(before: Accuracy | None, after: Accuracy | None) -> tuple[str, str, str]:
+    if before is None:
+        return "–", "", "no evaluation yet"
+    if after is None:
+        return f"{before.value:.1%}", "", f"{_se(before)} (standard error) at step {before.step}"
+    note = f"{_se(before)} and {_se(after)} (standard errors)"
+    return f"{100 * before.value:.1f} → {after.value:.1%}", "", note
+
+
+def _se(accuracy: Accuracy) -> str:
+    return "± ?" if accuracy.se is None else f"± {100 * accuracy.se:.1f}"
+
+
+def _learning(page: Page, record: RunRecord) -> None:
+    page.section(
+        "Learning",
+        captions.LEARNING,
+        page.figure("Over steps", figures.learning(record, over_time=False), "Nothing measured yet."),
+        page.figure("Over wall-clock", figures.learning(record, over_time=True), "Nothing measured yet."),
+    )
+
+
+def _timeline(page: Page, record: RunRecord) -> None:
+    found = measures.windows(record.timeline, num_steps=WINDOW_STEPS, max_windows=_MAX_WINDOWS)
+    origin_s = figures.origin_s(record)
+    drawn = [gantt(record.timeline, w, origin_s=origin_s) for w in found]
+    shown = most_parked(found)
+    pick = choices([page.next_figure], [window_label(w) for w in found], shown) if len(found) > 1 else ""
+    page.section(
+        "Rollout timeline",
+        captions.TIMELINE,
+        page.figure("", drawn, "No sample has been decoded yet.").replace("<div id", f"{pick}<div id", 1),
+    )
+
+
+def most_parked(found: Sequence[Window]) -> int:
+    """The window that shows the most rolling over."""
+    return max(range(len(found)), key=lambda i: found[i].parked_s, default=0)
+
+
+def window_label(window: Window) -> str:
+    if window.first_step < 0:
+        return "before the first step"
+    return f"steps {window.first_step}–{window.last_step}"
+
+
+def _lag(page: Page, record: RunRecord) -> None:
+    page.section(
+        "Lag",
+        captions.LAG,
+        page.figure("Age of trained tokens", figures.lag_histogram(record), "No batch has been trained yet."),
+        page.figure("Lag over steps", figures.lag_over_steps(record), "No batch has been trained yet."),
+    )
+
+
+def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
+    fate = fate_bar(_fates(record.timeline, summary))
+    cards = [
+        f'<div class="card"><h3>Where {summary.decoded_tokens:,} decoded tokens went</h3>{fate}</div>',
+        page.figure("Response lengths", figures.lengths(record), "No sample has been decoded yet."),
+    ]
+    # What the end of the run cuts off is one jump at the right edge: the bar says it better.
+    if set(summary.wasted_tokens) - {str(WasteCause.END_OF_RUN)}:
+        cards.append(
+            page.figure("Waste by cause", figures.waste_over_time(record), "Nothing was wasted so far.")
+        )
+    page.section(
+        "Tokens",
+        captions.TOKENS.format(drift=number(summary.length_drift, ".2f")),
+        *cards,
+    )
+
+
+def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]]:
+    masked = summary.wasted_tokens.get(str(WasteCause.MASKED_STALE), 0)
+    fates = [("trained", "--blue", timeline.trained_tokens - masked)]
+    if timeline.live_tokens:
+        fates.append(("alive: parked or ready", "--green", timeline.live_tokens))
+    for cause, tokens in summary.wasted_tokens.items():
+        fates.append((f"wasted: {cause.replace('_', ' ')}", figures.WASTE_COLOURS[WasteCause(cause)], tokens))
+    return fates
+
+
+def _time(page: Page, record: RunRecord) -> None:
+    page.section(
+        "Time",
+        captions.TIME,
+        page.figure("Time per step", figures.time_split(record), "No step has ended yet."),
+        page.figure("Throughput", figures.throughput(record), "No step has ended yet."),
+    )
+
+
+def _health(page: Page, record: RunRecord) -> None:
+    drawn = [(title, figures.small(record, name)) for name, title in HEALTH]
+    cards = [page.figure(title, figure, "") for title, figure in drawn if figure is not None]
+    if cards:
+        page.section("Health", captions.HEALTH, *cards, layout="grid small")

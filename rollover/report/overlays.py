@@ -1,0 +1,112 @@
+"""Figures that lay several runs over one another, one colour per run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+
+from rollover.report import figures, measures
+from rollover.report.figures import LEGEND, PHASE_COLOURS, Figure, axis, figure, line
+from rollover.report.record import RunRecord, distinct_names
+from rollover.report.summary import RunSummary
+
+COLOURS = ("--soft", "--blue", "--orange", "--green", "--violet", "--red")
+"""The first run is the baseline and stays in the background."""
+
+
+def _coloured(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, RunRecord]]:
+    return zip(distinct_names(records), cycle(COLOURS), records, strict=False)
+
+
+def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
+    """Accuracy above, smoothed reward below."""
+    unit, unit_s = figures.time_unit(max(map(figures.span_s, records)))
+    data = []
+    for name, colour, record in _coloured(records):
+        scale = unit_s if over_time else None
+        x, accuracy = figures.points(record, "eval", "accuracy", unit_s=scale)
+        marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
+        if accuracy:
+            data.append(line(x, accuracy, name, colour, legendgroup=name, **marks))
+        x, reward = figures.points(record, "step", "reward/mean", unit_s=scale)
+        if reward:
+            extra = {"yaxis": "y2", "legendgroup": name, "showlegend": not accuracy}
+            data.append(line(x, figures.smoothed(reward), name, colour, **extra))
+    if not data:
+        return None
+    x_title = f"wall-clock {unit}" if over_time else "training step"
+    return figure(
+        data,
+        height=420,
+        xaxis=axis(x_title, rangemode="tozero", showgrid=False, anchor="y2"),
+        yaxis=axis("accuracy", domain=[0.56, 1.0], rangemode="tozero"),
+        yaxis2=axis("reward (smoothed)", domain=[0.0, 0.44], anchor="x"),
+    )
+
+
+def lag_histograms(records: Sequence[RunRecord]) -> Figure | None:
+    data = []
+    for name, colour, record in _coloured(records):
+        ages = measures.lag_histogram(record.timeline.steps)
+        if total := sum(ages.values()):
+            x = list(range(max(ages) + 1))
+            bar = figures.bar(x, [ages.get(a, 0) / total for a in x], name, colour)
+            data.append({**bar, "hovertemplate": "%{y:.1%} of tokens %{x} versions old"})
+    if not data:
+        return None
+    x_axis = axis("token staleness, versions", showgrid=False, dtick=1)
+    y_axis = axis("share of trained tokens", tickformat=".0%")
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, barmode="group", bargap=0.25)
+
+
+def head_lag(records: Sequence[RunRecord]) -> Figure | None:
+    data = []
+    for name, colour, record in _coloured(records):
+        steps = [s for s in record.timeline.steps if s.head_ages]
+        heads = [sum(s.head_ages) / len(s.head_ages) for s in steps]
+        if steps:
+            data.append(line([float(s.step) for s in steps], heads, name, colour))
+    if not data:
+        return None
+    y_axis = axis("versions, mean over samples", rangemode="tozero")
+    x_axis = axis("training step", showgrid=False)
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")
+
+
+def time_spent(names: Sequence[str], summaries: Sequence[RunSummary]) -> Figure | None:
+    """One bar per run, its phases stacked."""
+    if not any(s.phase_s for s in summaries):
+        return None
+    data = []
+    for phase, colour in PHASE_COLOURS.items():
+        x = [s.phase_s.get(phase, 0.0) for s in summaries]
+        bar = figures.bar(x, [figures.label(n) for n in names], phase, colour)
+        data.append({**bar, "orientation": "h", "hovertemplate": "%{x:.1f} s"})
+    return figure(
+        data,
+        height=270,
+        barmode="stack",
+        bargap=0.45,
+        barcornerradius=0,
+        legend={**LEGEND, "traceorder": "normal"},
+        xaxis=axis("seconds"),
+        yaxis=axis(autorange="reversed", showgrid=False),
+    )
+
+
+def trained_lengths(records: Sequence[RunRecord]) -> Figure | None:
+    found = {
+        name: (measures.trained_lengths(record.timeline.samples), colour)
+        for name, colour, record in _coloured(records)
+    }
+    longest = max((max(values) for values, _ in found.values() if values), default=0)
+    if not longest:
+        return None
+    data = [
+        figures.length_curve(values, name, colour, longest)
+        for name, (values, colour) in found.items()
+        if values
+    ]
+    y_axis = axis("share of samples", tickformat=".0%", rangemode="tozero")
+    x_axis = axis("response tokens", showgrid=False, rangemode="tozero")
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")

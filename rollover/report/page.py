@@ -1,0 +1,151 @@
+"""One self-contained HTML page: text, styles, figures and Plotly in a single file that loads nothing.
+
+Everything passed as text is escaped here; only the names of this package's own elements go in raw.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from rollover.report.figures import Figure
+
+
+class Page:
+    """Collects sections top to bottom, and the figures they show."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._body: list[str] = []
+        self._figures: dict[str, list[Figure]] = {}
+
+    def add(self, fragment: str) -> None:
+        """Append ready-made HTML: what the functions of this module return."""
+        self._body.append(fragment)
+
+    def section(self, title: str, caption: str, *cards: str, layout: str = "grid") -> None:
+        inner = "\n".join(cards)
+        self.add(
+            f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
+            f'<div class="{layout}">{inner}</div></section>'
+        )
+
+    def figure(self, title: str, drawn: Figure | Sequence[Figure] | None, missing: str) -> str:
+        """A card with a figure (or the first of several variants), or with ``missing`` when there is none."""
+        heading = f"<h3>{escape(title)}</h3>" if title else ""
+        variants = [drawn] if isinstance(drawn, dict) else list(drawn or ())
+        if not variants:
+            return f'<div class="card">{heading}<p class="empty">{escape(missing)}</p></div>'
+        name = f"figure-{len(self._figures)}"
+        self._figures[name] = variants
+        height = max(v["layout"]["height"] for v in variants)
+        for variant in variants:
+            variant["layout"]["height"] = height
+        return f'<div class="card">{heading}<div id="{name}" style="min-height:{height}px"></div></div>'
+
+    @property
+    def next_figure(self) -> int:
+        """Number of the figure that comes next; its element is ``figure-<number>``."""
+        return len(self._figures)
+
+    def render(self) -> str:
+        from plotly.offline import get_plotlyjs
+
+        assets = resources.files("rollover.report") / "assets"
+        return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
+            title=escape(self._title),
+            css=(assets / "page.css").read_text(encoding="utf-8"),
+            body="\n".join(self._body),
+            figures=script_json(self._figures),
+            plotly=get_plotlyjs(),
+            script=(assets / "page.js").read_text(encoding="utf-8"),
+        )
+
+
+def script_json(value: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element, and no NaN."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def header(eyebrow: str, title: str, facts: Iterable[str]) -> str:
+    return (
+        f'<header><p class="eyebrow">{escape(eyebrow)}</p><h1>{escape(title)}</h1>'
+        f'<p class="facts">{" · ".join(escape(f) for f in facts)}</p></header>'
+    )
+
+
+def tiles(entries: Iterable[tuple[str, str, str, str]]) -> str:
+    """(label, value, unit, note) each."""
+    cells = "\n".join(
+        f'<div class="card tile"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{escape(value)} <small>{escape(unit)}</small></div>'
+        f'<div class="note">{escape(note)}</div></div>'
+        for label, value, unit, note in entries
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def choices(figures: Sequence[int], labels: Sequence[str], pressed: int) -> str:
+    """Buttons that switch the named figures to one of their variants."""
+    names = " ".join(f"figure-{n}" for n in figures)
+    buttons = "".join(
+        f'<button type="button" data-figures="{names}" data-variant="{i}"'
+        f' aria-pressed="{"true" if i == pressed else "false"}">{escape(label)}</button>'
+        for i, label in enumerate(labels)
+    )
+    return f'<div class="choices">{buttons}</div>'
+
+
+def fate_bar(parts: Sequence[tuple[str, str, int]]) -> str:
+    """(name, colour variable, tokens): one bar whose parts add up to everything that was decoded."""
+    total = sum(n for _, _, n in parts) or 1
+    bar = "".join(
+        f'<span style="flex:{n} 0 0;background:var({colour})" title="{escape(name)}: {n:,}"></span>'
+        for name, colour, n in parts
+        if n
+    )
+    keys = "".join(
+        f'<div><i style="background:var({colour})"></i>{escape(name)}</div>'
+        f"<b>{n:,}</b><span>{n / total:.1%}</span>"
+        for name, colour, n in parts
+    )
+    return (
+        f'<div class="fate" role="img" aria-label="tokens by fate">{bar}</div><div class="keys">{keys}</div>'
+    )
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """First cell of a row is its heading."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
+    )
+    top = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def details(title: str, content: str, *, is_open: bool = False) -> str:
+    opened = " open" if is_open else ""
+    return f'<details class="card"{opened}><summary>{escape(title)}</summary><div>{content}</div></details>'
+
+
+def preformatted(value: Any) -> str:
+    """A nested mapping as readable JSON."""
+    return f"<pre>{escape(json.dumps(value, indent=2, ensure_ascii=False, default=str))}</pre>"

@@ -428,10 +428,11 @@ class RolloutDriver:
     def _reached_end(self, sample_id: SampleId) -> FinishReason | None:
         """Why a sample has nothing left to decode: the engine or the process died between its last token and the news
         that it was the last."""
-        token_ids = self.ledger.sample(sample_id).trajectory.token_ids
-        if token_ids and token_ids[-1] in self._sampling.stop_token_ids:
+        sample = self.ledger.sample(sample_id)
+        last = next((s.token_ids[-1] for s in reversed(sample.trajectory.segments) if s.token_ids), None)
+        if last in self._sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self._sampling.max_new_tokens else None
+        return FinishReason.LENGTH if sample.num_tokens >= self._sampling.max_new_tokens else None
 
     def _request(self, sample_id: SampleId) -> GenerateRequest:
         trajectory = self.ledger.sample(sample_id).trajectory

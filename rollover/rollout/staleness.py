@@ -48,17 +48,13 @@ def choose_batch(
     are ready or a demanded one is not."""
     if len(ledger.ready) < batch_size:
         return None
-    due: Counter[int] = Counter()
-    for group in (*ledger.open.values(), *ledger.ready.values()):
-        if group.start_version is not None:
-            due[group.start_version + max_staleness] += 1
+    demands = _demands(ledger, batch_size, max_staleness)
+    if demands is None:
+        return None
     preferred = sorted(ledger.ready.values(), key=order)
     chosen: dict[int, None] = {}
-    num_due = 0
-    for deadline in sorted(due):
-        num_due += due[deadline]
-        demanded = num_due - batch_size * (deadline - ledger.next_step)
-        eligible = [g.group_id for g in preferred if _start(g) + max_staleness <= deadline]
+    for version, demanded in demands.items():
+        eligible = [g.group_id for g in preferred if _start(g) <= version]
         num_chosen_due = sum(i in chosen for i in eligible)
         for group_id in eligible:
             if num_chosen_due >= demanded:
@@ -66,14 +62,34 @@ def choose_batch(
             if group_id not in chosen:
                 chosen[group_id] = None
                 num_chosen_due += 1
-        if num_chosen_due < demanded:
-            return None
     assert len(chosen) <= batch_size, "a deadline was missed: groups were started beyond the headroom"
     for group in preferred:
         if len(chosen) == batch_size:
             break
         chosen[group.group_id] = None
     return tuple(sorted(chosen))
+
+
+def _demands(ledger: Ledger, batch_size: int, max_staleness: int) -> dict[int, int] | None:
+    """Start version to how many groups of it or older the next batch must take, oldest version first; ``None`` while
+    they are not ready."""
+    started: Counter[int] = Counter()
+    ready: Counter[int] = Counter(_start(g) for g in ledger.ready.values())
+    for group in ledger.open.values():
+        if group.start_version is not None:
+            started[group.start_version] += 1
+    started += ready
+    demands: dict[int, int] = {}
+    num_started = num_ready = 0
+    for version in sorted(started):
+        num_started += started[version]
+        num_ready += ready[version]
+        demanded = num_started - batch_size * (version + max_staleness - ledger.next_step)
+        if demanded > num_ready:
+            return None
+        if demanded > 0:
+            demands[version] = demanded
+    return demands
 
 
 def _start(group: GroupEntry) -> int:

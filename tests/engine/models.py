@@ -47,7 +47,7 @@ def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def greedy(model: PreTrainedModel, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+def greedy(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     """transformers' own continuation."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)

@@ -266,7 +266,7 @@ def test_logits_that_are_not_finite_fail_the_step_and_leave_a_usable_engine(fold
     before = run(core, request("a", max_new_tokens=10)).tokens("a#0")
     core.load(1, {k: v * float("nan") for k, v in good.items()})
     core.add(request("b"))
-    with pytest.raises(EngineError, match="version 1.*not finite.*b#0"):
+    with pytest.raises(EngineError, match=r"version 1.*not finite.*b#0"):
         core.step()
     assert core.reset() == ["b#0"]
     core.load(2, good)

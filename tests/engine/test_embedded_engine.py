@@ -101,7 +101,7 @@ def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path
         assert engine.stats().num_waiting == 1 and engine.stats().decode_iterations == 1
         assert (await anext(stream)).token_ids
         assert engine.stats().decode_iterations == 2  # the late call was in the very next iteration
-        await stream.aclose()  # closing processes what is left
+        await stream.aclose()  # type: ignore[attr-defined]  # closing processes what is left
         await asyncio.gather(other, late)
         await engine.close()
 
@@ -190,7 +190,7 @@ def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
         monkeypatch.setattr(EngineCore, "step", lambda core: release.wait(DEADLINE_S) and [])
         call = asyncio.create_task(collect(engine, request("a")))
         await asyncio.sleep(0)
-        with pytest.raises(EngineTimeout, match="'abort'.*0.05"):
+        with pytest.raises(EngineTimeout, match=r"'abort'.*0\.05"):
             while True:  # the first may still slip in before the step
                 await engine.abort(["nobody"])
         release.set()

@@ -150,5 +150,5 @@ def test_sizes_that_cannot_work_are_refused(tmp_path: Path) -> None:
     folder = saved(tiny_model(), tmp_path)
     with pytest.raises(ConfigError, match=r"kv_cache_bytes = 4096 .*max_context_tokens = 512"):
         core_of(folder, kv_cache_bytes=4096)
-    with pytest.raises(ConfigError, match="1000.*512"):
+    with pytest.raises(ConfigError, match=r"1000.*512"):
         core_of(folder, max_context_tokens=1000)

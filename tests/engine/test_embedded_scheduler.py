@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.engine.embedded.cache import BlockManager, CachedPrefix
+from rollover.engine.embedded.cache import BlockManager, CachedPrefix, Kind
 from rollover.engine.embedded.scheduler import Scheduler
 from rollover.engine.embedded.sequence import Sequence
 from tests.engine.contract import request
@@ -89,7 +91,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(OPERATIONS, max_size=40),
     st.integers(MAX_CONTEXT // BLOCK + 1, 30),
@@ -97,7 +99,7 @@ OPERATIONS = st.one_of(
     st.integers(1, 24),
 )
 def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
-    operations: list[tuple], num_blocks: int, max_running: int, chunk: int
+    operations: list[tuple[Any, ...]], num_blocks: int, max_running: int, chunk: int
 ) -> None:
     machine = Machine(num_blocks, max_running, chunk)
     for kind, a, b in operations:
@@ -125,8 +127,8 @@ def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
             break
         machine.step()
     assert not machine.open, "some call never finished"
-    for kind in ("parked", "prompt"):
-        machine.scheduler.blocks.drop_all(kind)
+    for kept in get_args(Kind):
+        machine.scheduler.blocks.drop_all(kept)
     assert machine.scheduler.blocks.num_used == 0
 
 
@@ -144,12 +146,27 @@ def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
     assert machine.finished.index("s2#2") > machine.finished.index("s0#0")
 
 
+def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_write() -> None:
+    machine = Machine(num_blocks=30, max_running=4, chunk=64)
+    prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
+    for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
+        req = request(name, hop=arrival, prompt_ids=ids, max_new_tokens=20)
+        machine.open[req.request_id] = sequence = Sequence(req, arrival)
+        machine.scheduler.add(sequence)
+        machine.step()
+        machine.step()
+        if arrival == 0:
+            machine.end(sequence, park=True)
+    while machine.open:
+        machine.step()
+
+
 def test_eviction_takes_the_least_recently_used_that_frees_anything() -> None:
     blocks = BlockManager(num_blocks=6, block_size=BLOCK)
     for key in ("a", "b"):
         blocks.keep("parked", key, CachedPrefix((1, 2), tuple(blocks.allocate(2) or ()), 0))
     shared = blocks.get("parked", "a")
-    assert shared is not None
+    assert shared is not None and blocks.get("parked", "b") is not None  # "a" was used before "b"
     blocks.share(shared.blocks)  # a running sequence holds them too: evicting "a" would free nothing
     assert blocks.num_available() == 3
     assert len(blocks.allocate(3) or ()) == 3

@@ -105,8 +105,12 @@ def lognormal(
     return lambda request: of_seed(request.seed)
 
 
+def config_of(name: str, **config: Any) -> RolloutConfig:
+    return RolloutConfig(**({"strategy": name} | config))
+
+
 def strategy_of(name: str, *, max_running: int = 64, **config: Any) -> Strategy:
-    return STRATEGIES[name].from_config(RolloutConfig(strategy=name, **config), max_running=max_running)
+    return STRATEGIES[name].from_config(config_of(name, **config), max_running=max_running)
 
 
 @dataclass
@@ -178,7 +182,7 @@ def make_rig(
         version=ledger.policy_version,
     )
     strategy = strategy_of(name, max_running=engine.capabilities.max_running, **config)
-    sampling = RolloutConfig(strategy=name, **config).sampling(stop_token_ids)
+    sampling = config_of(name, **config).sampling(stop_token_ids)
     events: list[Event] = []
 
     def watch(event: Event) -> None:

@@ -52,8 +52,8 @@ def of(sample: str, special: int, others: int = 4) -> Callable[[GenerateRequest]
 
 
 def make_engine(cls: type[FakeEngine] = FakeEngine, **kwargs: Any) -> Any:
-    kwargs = {"length": lognormal(6, 1.0), "auto": True, "clock": VirtualClock()} | kwargs
-    return cls(**kwargs)
+    defaults: dict[str, Any] = {"length": lognormal(6, 1.0), "auto": True, "clock": VirtualClock()}
+    return cls(**(defaults | kwargs))
 
 
 # -- rewards ------------------------------------------------------------------------------------------------

@@ -402,8 +402,8 @@ def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path
     journal = Journal(path)
     history = lineage(journal)
     consumed = {str(e.step): [str(i) for i in e.group_ids] for e in history if isinstance(e, BatchConsumed)}
-    for step, *ids in handed_out:
-        assert consumed[step] == ids
+    for name_of_step, *ids in handed_out:
+        assert consumed[name_of_step] == ids
     step = checkpoints(history)[0]
     before = Ledger(history)
     rig, batches = go_on(name, journal, step)

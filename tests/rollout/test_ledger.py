@@ -302,7 +302,7 @@ TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=60, d
 
 A, B = SampleId(0, 0), SampleId(0, 1)
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
-READY = [opened(0), started(A), ended(A, 3, STOP), scored(A)]
+READY: list[Event] = [opened(0), started(A), ended(A, 3, STOP), scored(A)]
 
 IMPOSSIBLE: dict[str, tuple[list[Event], Event]] = {
     "a group number twice": ([opened(0)], opened(0)),

@@ -84,7 +84,8 @@ class World:
         Raises:
             AssertionError: a group is, or will inevitably be, beyond the bound.
         """
-        ledger, rank = self.ledger, {}
+        ledger = self.ledger
+        rank: dict[int, int] = {}
         reluctant = rng.random() < 0.5  # the trainer lags, or some groups hang on to the end
 
         def order(group: GroupEntry) -> int:

@@ -13,9 +13,9 @@ TIMELINE = (
     " missing under a falling curve is idle engine. Drag to zoom, double-click to go back."
 )
 ALIGNED = (
-    "The same training steps of every run on time axes of equal length: the shorter picture is the faster run."
-    " Bars are samples coloured by the policy version that sampled them, thin lines are parked samples, shaded"
-    " is training and publishing; below, the samples decoding at each moment."
+    "The same training steps of every run on axes of equal length: the shorter picture is the faster run."
+    " Bars are samples coloured by the policy version that sampled them, thin lines parked samples, shaded is"
+    " training and publishing; below, the samples decoding at each moment."
 )
 LAG = (
     "How many versions older than the weights they trained the tokens were; 0 is on-policy. Head lag is the"
@@ -23,8 +23,9 @@ LAG = (
     " and again."
 )
 TOKENS = (
-    "Every decoded token is trained, wasted with a cause, or still alive. If the trained lengths fall short of"
-    " the generated ones, the schedule favours short answers. Mean trained over mean generated here: {drift}."
+    "Every decoded token is trained, wasted with a cause, or still alive. If the trained lengths fall short"
+    " of the generated ones, the schedule favours short answers. Mean trained over mean generated here:"
+    " {drift}."
 )
 TIME = (
     "What a training step waits for. A high first part says that rollout is the bottleneck; the gap between"

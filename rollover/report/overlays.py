@@ -27,10 +27,10 @@ def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
         x, accuracy = figures.points(record, "eval", "accuracy", unit_s=scale)
         marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
         if accuracy:
-            data.append(line(x, accuracy, name, colour, legendgroup=name, **marks))
+            data.append(line(x, accuracy, name, colour, legendgroup=figures.label(name), **marks))
         x, reward = figures.points(record, "step", "reward/mean", unit_s=scale)
         if reward:
-            extra = {"yaxis": "y2", "legendgroup": name, "showlegend": not accuracy}
+            extra = {"yaxis": "y2", "legendgroup": figures.label(name), "showlegend": not accuracy}
             data.append(line(x, figures.smoothed(reward), name, colour, **extra))
     if not data:
         return None

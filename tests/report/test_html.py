@@ -1,0 +1,241 @@
+"""The pages are well-formed, self-contained, safe against what data says, and work for any part of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from rollover.report import figures
+from rollover.report.compare import compare_table, comparison, render_comparison, write_comparison
+from rollover.report.gantt import MAX_SPANS, gantt, thinned, version_colours
+from rollover.report.html import render_report, write_report
+from rollover.report.measures import window_of, windows
+from rollover.report.metrics import MetricRow
+from rollover.report.page import script_json
+from rollover.report.record import RunRecord, read_run
+from rollover.report.summary import summarize
+from rollover.report.timeline import Timeline
+from rollover.rollout.events import Event
+from tests.report.synthetic import Simulation, write_run
+from tests.report.test_timeline import ROLLED_OVER, ended, opened, started
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+_VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class _Checker(HTMLParser):
+    """Fails on an element that is closed out of order; collects what a browser would act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+        self.handlers: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.references += [v or "" for k, v in attrs if k in ("src", "href", "action")]
+        self.handlers += [k for k, _ in attrs if k.startswith("on")]
+        self.ids += [v or "" for k, v in attrs if k == "id"]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes {self.open[-1:]}"
+
+
+def _checked(page: str) -> _Checker:
+    checker = _Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert len(set(checker.ids)) == len(checker.ids)
+    return checker
+
+
+def _figures(page: str) -> dict[str, list[dict[str, Any]]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)
+    assert found is not None
+    parsed: dict[str, list[dict[str, Any]]] = json.loads(found[1])
+    return parsed
+
+
+def _record(events: list[Event], rows: tuple[MetricRow, ...] = (), **config: Any) -> RunRecord:
+    return RunRecord(name="run", config=config, meta={}, metrics=rows, timeline=Timeline.of(events))
+
+
+@pytest.fixture(scope="module")
+def april(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "april", Simulation(num_steps=12))
+
+
+@pytest.fixture(scope="module")
+def sync(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    simulation = Simulation(num_steps=12, over_sampling=1.0)
+    return write_run(tmp_path_factory.mktemp("runs") / "sync", simulation, strategy="sync")
+
+
+def test_the_report_is_one_well_formed_file_that_loads_nothing(april: Path) -> None:
+    path = write_report(april)
+    assert path == april / "report.html" and not (april / "report.html.part").exists()
+    page = path.read_text()
+    checker = _checked(page)
+    assert checker.references == [] and checker.handlers == []
+    assert checker.seen.count("script") == 3
+    assert "default-src 'none'" in page
+
+
+def test_every_figure_has_its_place_and_is_valid_plotly(april: Path) -> None:
+    page = render_report(read_run(april))
+    drawn = _figures(page)
+    assert len(drawn) >= 12
+    assert set(drawn) <= set(_checked(page).ids)
+    for variant in (v for variants in drawn.values() for v in variants):
+        coloured = json.loads(re.sub(r'"--[a-z]+"', '"#123456"', json.dumps(variant)))
+        go.Figure(coloured)
+
+
+def test_colours_named_by_figures_are_known_to_the_page(april: Path) -> None:
+    page = render_report(read_run(april))
+    assets = Path(figures.__file__).parent / "assets"
+    names = set(re.findall(r'"--([a-z]+)"', json.dumps(_figures(page))))
+    css, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
+    for name in names:
+        assert css.count(f"--{name}:") == 2, f"{name} needs a light and a dark value"
+        assert f'"{name}"' in script
+
+
+def test_nothing_from_data_becomes_markup() -> None:
+    rows = (
+        MetricRow(kind="eval", step=0, time_s=0.0, values={f"accuracy/{EVIL}": 0.5, "accuracy/b": 0.5}),
+        MetricRow(kind="step", step=0, time_s=1.0, values={"reward/mean": 0.5}),
+    )
+    group = opened(0, 1)
+    prompt = type(group.prompt)(prompt_id="p", token_ids=(1,), text=EVIL, source=EVIL)
+    events: list[Event] = [
+        type(group)(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1),
+        started(0, 0, 1.0, 0),
+        ended(0, 0, 1.0, 2.0, 0, 5, None),
+    ]
+    record = RunRecord(
+        name=EVIL, config={EVIL: EVIL}, meta={EVIL: EVIL}, metrics=rows, timeline=Timeline.of(events)
+    )
+    for page in (render_report(record), render_comparison([record, record])):
+        checker = _checked(page)
+        assert checker.seen.count("script") == 3 and "img" not in checker.seen and checker.handlers == []
+        shown = json.dumps(_figures(page))
+        assert "<script" not in shown and "<img" not in shown
+
+
+def test_json_inside_a_script_cannot_end_it_and_has_no_nan() -> None:
+    text = script_json({"a": "</script>&<!--", "b": [float("nan"), float("inf"), 1.5]})
+    assert "<" not in text and ">" not in text and "&" not in text
+    assert json.loads(text) == {"a": "</script>&<!--", "b": [None, None, 1.5]}
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "journal.sqlite", "both"])
+def test_a_report_is_made_from_whatever_there_is(april: Path, tmp_path: Path, missing: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(april, run)
+    for name in ("metrics.jsonl", "journal.sqlite"):
+        if missing in (name, "both"):
+            for file in run.glob(name + "*"):
+                file.unlink()
+    page = write_report(run).read_text()
+    _checked(page)
+    if missing == "both":
+        assert _figures(page) == {} and "No sample has been decoded yet." in page
+
+
+@pytest.mark.parametrize("cut", range(len(ROLLED_OVER) + 1))
+def test_a_run_can_be_reported_at_any_moment(cut: int) -> None:
+    _checked(render_report(_record(ROLLED_OVER[:cut])))
+
+
+def test_the_timeline_draws_spans_by_version_and_gaps_as_parked() -> None:
+    timeline = Timeline.of(ROLLED_OVER)
+    drawn = gantt(timeline, window_of(timeline, 0, 1), origin_s=1.0)
+    bars = {d["name"]: d for d in drawn["data"] if d["type"] == "bar"}
+    assert set(bars) == {"parked", "v0", "v1"}
+    assert sorted(zip(bars["v1"]["base"], bars["v1"]["x"], strict=True)) == [(4.5, 0.5), (4.5, 1.5)]
+    assert list(zip(bars["parked"]["base"], bars["parked"]["x"], strict=True)) == [(2.5, 2.0), (2.5, 2.0)]
+    assert bars["v0"]["y"][1:] == bars["v1"]["y"], "a sample keeps its row"
+    assert [(s["x0"], s["x1"]) for s in drawn["layout"]["shapes"]] == [(3.0, 4.0)]
+
+
+def test_a_crowded_window_is_thinned_by_whole_groups() -> None:
+    events: list[Event] = []
+    for group in range(2 * MAX_SPANS):
+        events += [opened(group, 2)]
+        for i in range(2):
+            events += [started(group, i, 0.0, 0), ended(group, i, 0.0, 1.0 + group, 0, 1, None)]
+    timeline = Timeline.of(events)
+    (window,) = windows(timeline, num_steps=6, max_windows=6)
+    kept, every = thinned(timeline.samples)
+    assert every == 4 and len(kept) == MAX_SPANS
+    assert {s.sample_id.group % 4 for s in kept} == {0}
+    assert (
+        gantt(timeline, window, origin_s=0.0)["layout"]["yaxis"]["title"]["text"]
+        == "samples (every 4th group)"
+    )
+
+
+def test_neighbouring_versions_get_different_colours() -> None:
+    for count in (1, 2, 7, 30):
+        assert len(set(version_colours(range(count)).values())) == count
+
+
+def test_smoothing_keeps_a_straight_line_straight_inside() -> None:
+    smooth = figures.smoothed([float(i) for i in range(20)])
+    assert smooth[2:-2] == [float(i) for i in range(2, 18)]
+
+
+def test_a_comparison_gives_ratios_to_the_first_run(sync: Path, april: Path, tmp_path: Path) -> None:
+    records = [read_run(sync), read_run(april)]
+    base, other = (summarize(r.metrics, r.timeline) for r in records)
+    rows = {row.name: row for row in comparison([base, other])}
+    assert base.trained_tokens_per_s is not None and other.trained_tokens_per_s is not None
+    ratio = rows["trained tokens/s, whole loop"].ratios[0]
+    assert ratio == other.trained_tokens_per_s / base.trained_tokens_per_s > 1.2
+    assert rows["lag, mean (versions)"].texts[0] == "0.00" and rows["lag, mean (versions)"].ratios == ()
+    assert compare_table(records).row_count == len(rows)
+
+    page = write_comparison([sync, april], tmp_path / "compare.html").read_text()
+    checker = _checked(page)
+    assert checker.references == [] and "sync against april" in page
+
+
+def test_compared_timelines_show_the_same_steps_on_axes_of_equal_length(sync: Path, april: Path) -> None:
+    drawn = _figures(render_comparison([read_run(sync), read_run(april)]))
+    timelines = [v for (v,) in drawn.values() if any(d["name"] == "parked" for d in v["data"] if "name" in d)]
+    (a, b) = (v["layout"]["xaxis"]["range"] for v in timelines)
+    assert a[0] == b[0] == 0.0 and a[1] == b[1]
+
+
+def test_a_comparison_needs_two_runs(april: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least two runs, got 1"):
+        write_comparison([april], tmp_path / "compare.html")
+
+
+def test_runs_without_a_common_step_are_still_compared() -> None:
+    _checked(render_comparison([_record(ROLLED_OVER), _record([])]))
+
+
+def test_reports_need_no_torch() -> None:
+    code = (
+        "import sys, rollover.report.html, rollover.report.compare, rollover.report.sinks,"
+        " rollover.report.progress; print('torch' in sys.modules, 'plotly' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

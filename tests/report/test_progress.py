@@ -1,0 +1,111 @@
+"""Progress draws seldom, prints plainly without a terminal, and takes messages literally."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rollover.report.progress import Mode, Progress
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _progress(
+    mode: Mode, *, terminal: bool, total: int = 20, every: int = 5
+) -> tuple[Progress, io.StringIO, _Clock]:
+    out, clock = io.StringIO(), _Clock()
+    console = Console(file=out, force_terminal=terminal, width=140)
+    progress = Progress(
+        total_steps=total, mode=mode, plain_every_steps=every, console=console, refresh_hz=8.0, now_s=clock
+    )
+    return progress, out, clock
+
+
+METRICS = {"reward/mean": 0.5, "loss": 0.25, "staleness/mean": 1.5, "perf/trained_tokens_per_s": 1234.0}
+
+
+def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None:
+    progress, out, clock = _progress("auto", terminal=False, total=12)
+    with progress:
+        for step in range(12):
+            progress.rollout(1, 2, 3, 4, 100 * step)
+            clock.now += 10.0
+            progress.step(METRICS)
+    lines = out.getvalue().splitlines()
+    assert [line.split("step ")[1].split("/")[0] for line in lines] == ["1", "5", "10", "12"]
+    assert lines[1] == "[0:00:50] step 5/12  reward 0.500  loss 0.250  lag 1.50  1,234 tok/s trained"
+
+
+def test_a_resumed_run_counts_on() -> None:
+    progress, out, _ = _progress("plain", terminal=False, total=12)
+    progress.resumed(9)
+    progress.step({})
+    assert "step 10/12" in out.getvalue()
+
+
+def test_warm_up_prints_a_tenth_at_a_time() -> None:
+    progress, out, _ = _progress("plain", terminal=False)
+    for step in range(1, 101):
+        progress.warmup(step, 100, 3.0 / step)
+    assert len(out.getvalue().splitlines()) == 10
+    assert out.getvalue().splitlines()[-1].endswith("warm-up 100/100  loss 0.030")
+
+
+def test_bars_are_redrawn_no_more_often_than_the_refresh_rate() -> None:
+    progress, out, clock = _progress("bars", terminal=True)
+    with progress:
+        for tick in range(1000):
+            clock.now = tick / 1000
+            progress.rollout(tick // 100, 16, 40, 8, tick)
+    assert 8 <= out.getvalue().count("rollout") <= 8 + 3
+
+
+def test_the_rollout_rate_counts_from_the_start_of_its_step() -> None:
+    progress, out, clock = _progress("bars", terminal=True)
+    with progress:
+        progress.rollout(0, 4, 8, 0, 1000)
+        clock.now = 2.0
+        progress.rollout(2, 4, 8, 3, 2000)
+        assert "8 running · 3 parked · 500 tok/s" in out.getvalue()
+        progress.step(METRICS)
+        clock.now = 10.0
+        progress.rollout(0, 4, 8, 0, 2000)
+        clock.now = 11.0
+        progress.rollout(1, 4, 8, 0, 2300)
+        assert "300 tok/s" in out.getvalue()
+
+
+def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
+    progress, out, _ = _progress("plain", terminal=False)
+    values = {"accuracy": 0.5, "accuracy_se": 0.02, "accuracy/a": 0.4, "accuracy_se/a": 0.03, "pass@k/a": 0.9}
+    progress.evaluation(7, values)
+    assert (
+        out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@k/a 0.900\n"
+    )
+
+
+def test_messages_are_not_read_as_markup() -> None:
+    progress, out, _ = _progress("plain", terminal=False)
+    progress.message("[red]prompt[/red] [/nonsense]")
+    assert out.getvalue() == "[red]prompt[/red] [/nonsense]\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_off_prints_nothing(terminal: bool) -> None:
+    progress, out, _ = _progress("off", terminal=terminal)
+    with progress:
+        progress.warmup(1, 1, 0.1)
+        progress.evaluating(1, 1)
+        progress.rollout(1, 1, 0, 0, 5)
+        progress.step(METRICS)
+        progress.evaluation(0, {"accuracy": 1.0})
+        progress.message("hello")
+    assert out.getvalue() == ""

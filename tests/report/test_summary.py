@@ -1,0 +1,102 @@
+"""The closing numbers follow the definitions, and say nothing about what was not measured."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollover.errors import RunError
+from rollover.report.metrics import MetricRow
+from rollover.report.record import read_run
+from rollover.report.redact import HIDDEN
+from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
+from rollover.report.timeline import Timeline
+from tests.report.synthetic import Simulation, write_run
+from tests.report.test_timeline import ROLLED_OVER
+
+
+def _step(step: int, time_s: float, **values: float) -> MetricRow:
+    base = {"time/step_s": 4.0, "time/rollout_s": 2.0, "time/train_s": 1.0, "reward/mean": 0.5}
+    return MetricRow(kind="step", step=step, time_s=time_s, values={**base, **values})
+
+
+def _eval(step: int, accuracy: float) -> MetricRow:
+    values = {"accuracy": accuracy, "accuracy_se": 0.02, "accuracy/a": accuracy, "accuracy_se/a": 0.02}
+    return MetricRow(kind="eval", step=step, time_s=0.0, values=values)
+
+
+ROWS = (
+    _eval(0, 0.25),
+    _step(0, 4.5, **{"memory/peak_bytes": 100.0, "reward/mean": 0.25}),
+    _step(1, 8.5, **{"memory/peak_bytes": 90.0, "reward/mean": 0.75}),
+    _eval(2, 0.75),
+)
+
+
+def test_the_closing_numbers_of_a_hand_made_run() -> None:
+    s = summarize(ROWS, Timeline.of(ROLLED_OVER))
+    assert s.num_steps == 2 and s.loop_s == 8.0
+    assert s.accuracy_before == Accuracy(step=0, value=0.25, se=0.02)
+    assert s.accuracy_after == Accuracy(step=2, value=0.75, se=0.02)
+    assert (s.reward_first, s.reward_last) == (0.25, 0.75)
+    assert (s.decoded_tokens, s.trained_tokens, s.live_tokens, s.wasted_tokens) == (46, 46, 0, {})
+    assert s.rollout_tokens_per_s == 46 / 4.0
+    assert s.trained_tokens_per_s == 46 / 8.0
+    assert s.resumes_per_sample == 2 / 3
+    assert s.phase_s == {"rollout": 4.0, "reward": 0.0, "train": 2.0, "publish": 0.0, "other": 2.0}
+    assert s.peak_memory_bytes == 100
+    assert s.length_drift == 1.0
+
+
+def test_throughput_counts_tokens_only_as_far_as_time_was_counted() -> None:
+    s = summarize(ROWS[:2], Timeline.of(ROLLED_OVER))
+    assert s.rollout_tokens_per_s == 35 / 2.0
+    assert s.trained_tokens_per_s == 10 / 4.0
+
+
+def test_masked_tokens_come_from_the_trainers_count() -> None:
+    rows = (*ROWS[:2], _step(1, 8.5, **{"rollout/wasted_tokens/masked_stale": 7.0}))
+    assert summarize(rows, Timeline.of(ROLLED_OVER)).wasted_tokens == {"masked_stale": 7}
+
+
+def test_a_run_that_measured_nothing_shows_dashes() -> None:
+    s = summarize((), Timeline.of(()))
+    assert s.accuracy_before is None and s.lag is None and s.trained_tokens_per_s is None
+    texts = dict(summary_rows(s))
+    assert texts["accuracy before"] == texts["lag"] == texts["time"] == texts["peak memory"] == "–"
+    assert texts["wasted tokens"] == "0 of 0 (0.0%)"
+
+
+def test_one_evaluation_is_before_and_not_after() -> None:
+    s = summarize(ROWS[:1], Timeline.of(()))
+    assert s.accuracy_before is not None and s.accuracy_after is None
+
+
+def test_the_table_shows_every_closing_number(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "april", Simulation(num_steps=4)))
+    summary = summarize(record.metrics, record.timeline)
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(record, summary))
+    for name, value in summary_rows(summary):
+        assert name in out.getvalue() and value[:40] in out.getvalue()
+
+
+def test_a_folder_without_config_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"not a run directory: it holds no config\.json"):
+        read_run(tmp_path)
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match=r"config\.json cannot be read"):
+        read_run(tmp_path)
+
+
+def test_a_run_record_holds_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"engine": {"api_key": "sk-1"}, "meta": {"seed": 3}}))
+    record = read_run(tmp_path)
+    assert record.config == {"engine": {"api_key": HIDDEN}} and record.meta == {"seed": 3}

@@ -1,0 +1,265 @@
+"""The timeline says what the events said, and its token account is the ledger's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from rollover.report import measures
+from rollover.report.measures import Lag, Lengths
+from rollover.report.timeline import Gap, SampleTrace, Span, Timeline
+from rollover.rollout.events import (
+    BatchConsumed,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    Restarted,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.ledger import Ledger
+from rollover.types import FinishReason, Prompt, SampleId, Segment
+from tests.report.synthetic import Simulation
+
+ABORT, STOP = FinishReason.ABORT, FinishReason.STOP
+
+
+def opened(group: int, size: int, t: float = 0.0) -> GroupOpened:
+    prompt = Prompt(prompt_id=f"p/{group}", token_ids=(1,), text=f"prompt {group}", source="p")
+    return GroupOpened(time_s=t, group_id=group, prompt=prompt, group_size=size, cursor=group + 1)
+
+
+def started(group: int, index: int, t: float, version: int) -> SampleStarted:
+    return SampleStarted(time_s=t, sample_id=SampleId(group, index), policy_version=version)
+
+
+def ended(
+    group: int,
+    index: int,
+    start_s: float,
+    end_s: float,
+    version: int,
+    tokens: int,
+    reason: FinishReason | None,
+    prefilled: int = 0,
+) -> SegmentEnded:
+    segment = Segment(
+        policy_version=version,
+        token_ids=(7,) * tokens,
+        rollout_logprobs=(-1.0,) * tokens,
+        finish_reason=reason,
+        kv_version=version,
+        start_s=start_s,
+        end_s=end_s,
+        num_prefilled_tokens=prefilled,
+    )
+    return SegmentEnded(time_s=end_s, sample_id=SampleId(group, index), segment=segment)
+
+
+def scored(group: int, index: int, t: float, reward: float) -> SampleScored:
+    return SampleScored(time_s=t, sample_id=SampleId(group, index), reward=reward)
+
+
+ROLLED_OVER: list[Event] = [
+    opened(0, 1),
+    opened(1, 2),
+    started(0, 0, 1.0, 0),
+    started(1, 0, 1.0, 0),
+    started(1, 1, 1.0, 0),
+    ended(0, 0, 1.0, 3.0, 0, 10, STOP),
+    scored(0, 0, 3.0, 1.0),
+    ended(1, 0, 1.0, 3.5, 0, 12, ABORT),
+    ended(1, 1, 1.0, 3.5, 0, 13, ABORT),
+    BatchConsumed(time_s=4.0, step=0, group_ids=(0,)),
+    VersionPublished(time_s=5.0, policy_version=1, pause_s=0.5),
+    started(1, 0, 5.5, 1),
+    started(1, 1, 5.5, 1),
+    ended(1, 0, 5.5, 6.0, 1, 4, STOP, prefilled=12),
+    ended(1, 1, 5.5, 7.0, 1, 7, STOP, prefilled=13),
+    scored(1, 0, 7.0, 0.0),
+    scored(1, 1, 7.0, 1.0),
+    BatchConsumed(time_s=8.0, step=1, group_ids=(1,)),
+]
+"""Group 0 trains at step 0; group 1 is parked, resumed under version 1 and trains at step 1."""
+
+
+def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
+    trace = Timeline.of(ROLLED_OVER).samples[1]
+    assert trace == SampleTrace(
+        sample_id=SampleId(1, 0),
+        prompt="prompt 1",
+        spans=(
+            Span(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
+            Span(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
+        ),
+        gaps=(Gap(start_s=3.5, end_s=5.5),),
+        reward=0.0,
+        trained_step=1,
+        waste=None,
+        finished=True,
+    )
+    assert (trace.num_tokens, trace.num_resumes, trace.oldest_version) == (16, 1, 0)
+
+
+def test_the_active_curve_counts_samples_at_the_engine() -> None:
+    assert Timeline.of(ROLLED_OVER).active == ((1.0, 3), (3.0, 2), (3.5, 0), (5.5, 2), (6.0, 1), (7.0, 0))
+
+
+def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
+    timeline = Timeline.of(ROLLED_OVER)
+    assert timeline.steps[1].ages == {0: 11, 1: 25}
+    assert timeline.steps[1].head_ages == (1, 1)
+    assert measures.lag_histogram(timeline.steps) == {0: 21, 1: 25}
+    assert measures.lag(timeline.steps) == Lag(
+        mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46
+    )
+
+
+def test_tokens_prefilled_again_are_counted_apart() -> None:
+    timeline = Timeline.of(ROLLED_OVER)
+    assert (timeline.num_reprefilled_tokens, timeline.decoded_tokens, timeline.trained_tokens) == (25, 46, 46)
+    assert timeline.decoded_until(4.0) == 35
+
+
+def test_a_sample_still_parked_has_a_gap_up_to_the_last_event() -> None:
+    timeline = Timeline.of(ROLLED_OVER[:11])
+    assert timeline.samples[1].gaps == (Gap(start_s=3.5, end_s=5.0),)
+    assert timeline.live_tokens == 25 and timeline.wasted_tokens == {}
+
+
+def test_a_version_without_tokens_divides_nothing() -> None:
+    events = [opened(0, 1), started(0, 0, 1.0, 0), ended(0, 0, 1.0, 1.0, 0, 0, ABORT)]
+    timeline = Timeline.of(events)
+    assert timeline.samples[0].gaps == () and timeline.samples[0].oldest_version is None
+    assert measures.lag(timeline.steps) is None
+    assert measures.lengths(measures.generated_lengths(timeline.samples)) is None
+
+
+def test_no_events_make_an_empty_timeline() -> None:
+    timeline = Timeline.of([])
+    assert (timeline.samples, timeline.decoded_tokens, timeline.live_tokens, timeline.end_s) == (
+        (),
+        0,
+        0,
+        0.0,
+    )
+    assert measures.windows(timeline, num_steps=6, max_windows=6) == ()
+
+
+def test_waste_has_the_cause_of_the_drop_and_a_failed_sample_its_own() -> None:
+    events: list[Event] = [
+        opened(0, 2),
+        opened(1, 1),
+        started(0, 0, 1.0, 0),
+        started(0, 1, 1.0, 0),
+        started(1, 0, 1.0, 0),
+        ended(0, 0, 1.0, 2.0, 0, 5, STOP),
+        SampleFailed(time_s=2.5, sample_id=SampleId(0, 0), reason="reward raised"),
+        ended(0, 1, 1.0, 3.0, 0, 8, ABORT),
+        GroupDropped(time_s=4.0, group_id=0, cause=WasteCause.DISCARDED_ON_ABORT, prompt_returned=True),
+        ended(1, 0, 1.0, 5.0, 0, 3, STOP),
+        scored(1, 0, 5.0, 1.0),
+        GroupDropped(time_s=6.0, group_id=1, cause=WasteCause.SURPLUS_GROUP, prompt_returned=False),
+    ]
+    timeline = Timeline.of(events)
+    assert timeline.wasted_tokens == Ledger(events).tokens.wasted
+    assert measures.waste_curves(timeline.waste) == {
+        WasteCause.FAILED: ((2.5, 5),),
+        WasteCause.DISCARDED_ON_ABORT: ((4.0, 8),),
+        WasteCause.SURPLUS_GROUP: ((6.0, 3),),
+    }
+    assert [s.waste for s in timeline.samples] == [
+        WasteCause.FAILED,
+        WasteCause.DISCARDED_ON_ABORT,
+        WasteCause.SURPLUS_GROUP,
+    ]
+    assert timeline.samples[1].gaps == (Gap(start_s=3.0, end_s=4.0),)
+
+
+def test_a_restart_untrains_the_batches_it_repeats_and_empties_the_engine() -> None:
+    before = [*ROLLED_OVER, opened(2, 1, 8.0), started(2, 0, 8.0, 2), ended(2, 0, 8.0, 9.0, 2, 6, None)]
+    crashed = [*before, Restarted(time_s=12.0, step=1, redo_from=None, lost_tokens=5)]
+    timeline = Timeline.of(crashed)
+    assert [s.step for s in timeline.steps] == [0]
+    assert [s.trained_step for s in timeline.samples] == [0, None, None, None]
+    assert timeline.active[-1] == (12.0, 0) and timeline.restarts_s == (12.0,)
+    assert timeline.wasted_tokens == {WasteCause.FAILED: 5}
+    assert timeline.samples[3].gaps == (Gap(start_s=9.0, end_s=12.0),)
+
+    replayed = [*crashed, BatchConsumed(time_s=13.0, step=1, group_ids=(1,)), started(2, 0, 14.0, 2)]
+    again = Timeline.of(replayed)
+    assert [s.step for s in again.steps] == [0, 1] and again.trained_tokens == 46
+    assert again.samples[3].gaps == (Gap(start_s=9.0, end_s=14.0),)
+    ledger = Ledger(replayed)
+    assert (again.decoded_tokens, again.live_tokens) == (ledger.tokens.decoded, ledger.tokens.live)
+
+
+@pytest.mark.parametrize("over_sampling", [1.0, 1.75])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_account_is_the_ledgers_after_every_batch(over_sampling: float, seed: int) -> None:
+    simulation = Simulation(num_steps=6, over_sampling=over_sampling, seed=seed)
+    simulation.run()
+    cuts = [i + 1 for i, e in enumerate(simulation.events) if isinstance(e, BatchConsumed)]
+    for cut in [*cuts, len(simulation.events)]:
+        timeline, tokens = Timeline.of(simulation.events[:cut]), Ledger(simulation.events[:cut]).tokens
+        assert timeline.decoded_tokens == tokens.decoded
+        assert timeline.trained_tokens == tokens.trained
+        assert timeline.wasted_tokens == tokens.wasted
+        assert timeline.live_tokens == tokens.live
+        assert timeline.num_reprefilled_tokens == tokens.reprefilled
+
+
+def test_lengths_of_trained_samples_leave_out_what_never_trained() -> None:
+    timeline = Timeline.of(ROLLED_OVER[:11])
+    assert measures.generated_lengths(timeline.samples) == (10, 12, 13)
+    assert measures.trained_lengths(timeline.samples) == (10,)
+    assert measures.lengths([10, 12, 13, 1]) == Lengths(count=4, mean=9.0, median=10, p95=13, max=13)
+
+
+def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:
+    counts = {0: 94, 1: 1, 2: 5}
+    assert measures.weighted_quantile(counts, 0.94) == 0
+    assert measures.weighted_quantile(counts, 0.95) == 1
+    assert measures.weighted_quantile(counts, 0.951) == 2
+    assert measures.weighted_quantile(counts, 1.0) == 2
+
+
+def test_the_mean_of_a_step_curve_is_weighted_by_time() -> None:
+    active = ((1.0, 4), (3.0, 2), (4.0, 0))
+    assert measures.mean_active(active, 0.0, 5.0) == (2 * 4 + 1 * 2) / 5
+    assert measures.mean_active(active, 2.0, 4.0) == 3.0
+    assert measures.mean_active(active, 4.0, 4.0) == 0.0
+    assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2))
+
+
+def test_windows_tile_the_run_and_count_its_parked_time() -> None:
+    timeline = Timeline.of(ROLLED_OVER)
+    first, second = measures.windows(timeline, num_steps=1, max_windows=6)
+    assert (first.start_s, first.end_s, first.parked_s) == (0.0, 4.0, 1.0)
+    assert (second.start_s, second.end_s, second.parked_s) == (4.0, 8.0, 3.0)
+
+
+def test_of_many_windows_the_first_and_the_last_stay() -> None:
+    simulation = Simulation(num_steps=20)
+    simulation.run()
+    found = measures.windows(Timeline.of(simulation.events), num_steps=2, max_windows=3)
+    assert [(w.first_step, w.last_step) for w in found] == [(0, 1), (8, 9), (18, 19)]
+
+
+def test_samples_of_one_row_never_overlap_and_none_is_missing() -> None:
+    simulation = Simulation(num_steps=8)
+    simulation.run()
+    timeline = Timeline.of(simulation.events)
+    for window in measures.windows(timeline, num_steps=3, max_windows=9):
+        rows = measures.lanes(timeline.samples, window)
+        placed = [s.sample_id for there in rows.values() for s in there]
+        assert sorted(placed) == [s.sample_id for s in measures.visible(timeline.samples, window)]
+        for there in rows.values():
+            for before, after in pairwise(there):
+                ends = [p.end_s for p in before.spans] + [g.end_s for g in before.gaps]
+                assert max(ends) <= after.spans[0].start_s

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollover import toml
+from rollover import consistency, toml
 from rollover.algorithms.config import AlgorithmConfig
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -38,8 +38,6 @@ class ModelConfig:
     """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model."""
     scratch: ScratchConfig | None = None
     """A small decoder with random weights, and a tokenizer made for the tasks."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off, since it is somebody else's program on your machine."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.scratch is None):
@@ -129,6 +127,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        consistency.check(self)
 
 
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -147,8 +148,7 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:
     """The run that ``[variants.<name>]`` of ``config`` stands for, starting from the policy in ``model``."""
     made = _build_variant(config, name, toml.Document(name=f"variants.{name}", data={}))
-    initial = ModelConfig(path=str(model), trust_remote_code=config.model.trust_remote_code)
-    return dataclasses.replace(made, model=initial, sft=None)
+    return dataclasses.replace(made, model=ModelConfig(path=str(model)), sft=None)
 
 
 def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunConfig:

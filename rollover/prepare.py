@@ -83,7 +83,7 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
     texts = [f"{p.text}\n{solution(by_name[p.source], p)}" for p in prompts]
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
-    build_scratch_model(folder, tokenizer, shape)
+    build_scratch_model(folder, tokenizer, shape, seed=config.seed)
     return folder
 
 
@@ -103,7 +103,9 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     wanted = warmup.num_steps * warmup.batch_size
     supervised = islice(examples(source, configs, tokenizer), wanted)
-    run_sft(base, supervised, warmup, output=folder, on_progress=on_progress)
+    run_sft(
+        base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress
+    )
 
 
 def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:

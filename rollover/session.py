@@ -250,25 +250,23 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> Trainer:
     from rollover.trainer.trainer import Trainer
 
-    settings = replace(
-        config.trainer, deterministic=config.deterministic or config.trainer.deterministic, seed=config.seed
+    return Trainer(
+        config.trainer,
+        resolve(config.algorithm),
+        folder,
+        temperature=config.rollout.temperature,
+        max_response_tokens=config.rollout.max_new_tokens,
+        num_steps=config.steps,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        resume_from=checkpoint,
     )
-    shared: dict[str, Any] = {
-        "temperature": config.rollout.temperature,
-        "max_response_tokens": config.rollout.max_new_tokens,
-        "num_steps": config.steps,
-    }
-    algorithm = resolve(config.algorithm)
-    if checkpoint is None:
-        return Trainer(settings, algorithm, folder, **shared)
-    return Trainer.load(checkpoint, settings, algorithm, folder, **shared)
 
 
 def open_engine(config: RunConfig, folder: Path) -> EmbeddedEngine:
     from rollover.engine.embedded.engine import EmbeddedEngine
 
-    settings = replace(config.engine, deterministic=config.deterministic or config.engine.deterministic)
-    return EmbeddedEngine.from_folder(folder, settings)
+    return EmbeddedEngine.from_folder(folder, config.engine, lockstep=config.deterministic)
 
 
 def open_evaluator(

@@ -27,7 +27,7 @@ class SampleId(NamedTuple):
     """One sample: the number of its group (in order of opening) and its place among the siblings."""
 
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a sample
 
     def __str__(self) -> str:
         return f"g{self.group}.{self.index}"

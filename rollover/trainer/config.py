@@ -53,9 +53,6 @@ class StepConfig:
     device: str = "auto"
     """``auto`` takes the first GPU where there is one, else the CPU; or any PyTorch device such as
     ``cuda:1``."""
-    deterministic: bool = False
-    """Refuse kernels whose result varies between runs: on one machine with one thread count a step is then a
-    function of (state, batch), bit for bit."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -84,8 +81,6 @@ class TrainerConfig(StepConfig):
     mini_batches: int = 1
     """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the
     start of the batch, so the clip bounds the movement of the whole step."""
-    seed: int = 0
-    """Deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)"""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -95,7 +90,7 @@ class TrainerConfig(StepConfig):
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
-        passes = ("micro_batch_tokens", "gradient_checkpointing", "device", "deterministic")
+        passes = ("micro_batch_tokens", "gradient_checkpointing", "device")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in passes}
 
 
@@ -153,8 +148,6 @@ class ScratchConfig:
     """One matrix for input and output: at this size the embedding is a large share of the parameters."""
     vocab_size: int = 320
     """Most entries the tokenizer may have: 256 bytes, the special tokens, and merges for the rest."""
-    seed: int = 0
-    """Seed of the initial weights."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 

@@ -43,13 +43,15 @@ def build_tokenizer(
     )
 
 
-def build_scratch_model(folder: Path, tokenizer: PreTrainedTokenizerFast, config: ScratchConfig) -> None:
+def build_scratch_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, config: ScratchConfig, *, seed: int = 0
+) -> None:
     """Write a randomly initialised Qwen3 model with the tokenizer's vocabulary to ``folder`` (float32).
 
-    The same config and vocabulary size give the same weights.
+    The same config, seed and vocabulary size give the same weights.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(seed)
         model = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=len(tokenizer),

@@ -55,6 +55,7 @@ def run_sft(
     config: SFTConfig,
     *,
     output: Path,
+    deterministic: bool = False,
     on_progress: Callable[[SFTProgress], None] = lambda progress: None,
 ) -> dict[str, float]:
     """Train ``config.num_steps`` steps on examples taken in order, ``config.batch_size`` a step, and write
@@ -67,7 +68,7 @@ def run_sft(
     folder = resolve_model(model)
     source = iter(examples)
     started_s = time.perf_counter()
-    with reporting_out_of_memory(config), deterministic_kernels(config.deterministic):
+    with reporting_out_of_memory(config), deterministic_kernels(deterministic):
         policy = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
         optimizer = build_optimizer(policy, config)
         total_tokens, losses = 0, []

@@ -54,6 +54,9 @@ class Trainer:
         temperature: of the sampling; log-probs are taken at it.
         max_response_tokens: the response budget (overlong punishment, Dr.GRPO's divisor).
         num_steps: batches in the run, where the ``linear`` and ``cosine`` schedules end.
+        seed: deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)
+        deterministic: refuse kernels whose result varies between runs: on one machine with one thread count a step is
+            then a function of (state, batch), bit for bit.
         resume_from: a checkpoint to go on from, exactly where ``save`` left off.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
@@ -69,6 +72,8 @@ class Trainer:
         temperature: float,
         max_response_tokens: int,
         num_steps: int,
+        seed: int = 0,
+        deterministic: bool = False,
         resume_from: Path | None = None,
     ) -> None:
         if temperature <= 0:
@@ -80,6 +85,8 @@ class Trainer:
         self._temperature = temperature
         self._max_response_tokens = max_response_tokens
         self._num_steps = num_steps
+        self._seed = seed
+        self._deterministic = deterministic
         self._device = pick_device(config.device)
         self._autocast = config.dtype == "bfloat16"
         self._version = 0
@@ -116,8 +123,8 @@ class Trainer:
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
         started_s = time.perf_counter()
         config = self._config
-        with reporting_out_of_memory(config), deterministic_kernels(config.deterministic):
-            groups = deal(batch.groups, config.mini_batches, seed=config.seed, step=batch.step)
+        with reporting_out_of_memory(config), deterministic_kernels(self._deterministic):
+            groups = deal(batch.groups, config.mini_batches, seed=self._seed, step=batch.step)
             data = BatchTensors.of(groups, self._algorithm, step=batch.step, device=self._device)
             minis = split(
                 data,
@@ -170,11 +177,11 @@ class Trainer:
         """The checkpoint's version."""
         manifest = read_manifest(checkpoint)
         check_identity(checkpoint, manifest, self._identity())
-        if self._config.deterministic and manifest.num_threads != torch.get_num_threads():
+        if self._deterministic and manifest.num_threads != torch.get_num_threads():
             raise ModelError(
                 f"checkpoint {str(checkpoint)!r} was written with {manifest.num_threads} threads, "
                 f"now there are {torch.get_num_threads()}: set OMP_NUM_THREADS={manifest.num_threads}, "
-                "or trainer.deterministic = false"
+                "or deterministic = false"
             )
         check_same_architecture(checkpoint, initial)
         return manifest.version
@@ -182,7 +189,7 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         settings = {f"trainer.{k}": v for k, v in self._config.identity().items()}
         settings |= {f"algorithm.{k}": v for k, v in asdict(self._algorithm).items()}
-        settings |= {"temperature": self._temperature, "max_response_tokens": self._max_response_tokens}
+        settings |= {"seed": self._seed, "temperature": self._temperature, "max_response_tokens": self._max_response_tokens}
         if self._config.schedule != "constant":
             settings["num_steps"] = self._num_steps
         return settings

@@ -22,13 +22,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Embedded(EngineContract):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 
+    lockstep = False
+
     @pytest.fixture(autouse=True)
     def _model(self, folder: Path) -> Iterator[None]:
         self.folder = folder
         yield
 
     def make_engine(self) -> FullEngine:
-        return EmbeddedEngine.from_folder(self.folder, self.config)
+        return EmbeddedEngine.from_folder(self.folder, self.config, lockstep=self.lockstep)
 
     def new_weights(self) -> WeightSource:
         return tiny_model(seed=1).state_dict()
@@ -42,8 +44,9 @@ class TestThreadedEngineKeepsTheContract(Embedded):
 
 
 class TestLockstepEngineKeepsTheContract(Embedded):
+    lockstep = True
     config = EmbeddedConfig(
-        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, deterministic=True
+        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8
     )
 
 

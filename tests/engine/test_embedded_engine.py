@@ -24,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
 
 
-def engine_of(folder: Path, **settings: Any) -> EmbeddedEngine:
-    return EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings))
+def engine_of(folder: Path, *, lockstep: bool = False, **settings: Any) -> EmbeddedEngine:
+    return EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings), lockstep=lockstep)
 
 
 def lockstep_log(folder: Path) -> list[tuple[str, int, int, str | None]]:
@@ -34,7 +34,7 @@ def lockstep_log(folder: Path) -> list[tuple[str, int, int, str | None]]:
     log: list[tuple[str, int, int, str | None]] = []
 
     async def main() -> None:
-        engine = engine_of(folder, deterministic=True, stream_interval_tokens=3)
+        engine = engine_of(folder, lockstep=True, stream_interval_tokens=3)
         tasks: list[asyncio.Task[None]] = []
         heads: dict[str, tuple[int, ...]] = {}
 
@@ -88,7 +88,7 @@ def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
 
 def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:
     async def main() -> None:
-        engine = engine_of(folder, deterministic=True)
+        engine = engine_of(folder, lockstep=True)
         other = asyncio.create_task(collect(engine, request("b", max_new_tokens=50)))
         stream = engine.generate(request("a", max_new_tokens=50))
         await anext(stream)
@@ -110,7 +110,7 @@ def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path
 
 def test_in_lockstep_calls_of_one_turn_are_in_the_first_batch_in_call_order(folder: Path) -> None:
     async def main() -> None:
-        engine = engine_of(folder, deterministic=True, max_running=2, stream_interval_tokens=100)
+        engine = engine_of(folder, lockstep=True, max_running=2, stream_interval_tokens=100)
         order: list[str] = []
 
         async def consume(name: str) -> None:
@@ -125,10 +125,10 @@ def test_in_lockstep_calls_of_one_turn_are_in_the_first_batch_in_call_order(fold
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path, lockstep: bool) -> None:
     async def main() -> None:
-        engine = engine_of(folder, deterministic=deterministic, stream_interval_tokens=8)
+        engine = engine_of(folder, lockstep=lockstep, stream_interval_tokens=8)
         chunks = await collect(engine, request("a", max_new_tokens=20))
         assert [len(c.token_ids) for c in chunks] == [8, 8, 4]
         assert_wellformed(chunks)
@@ -137,7 +137,7 @@ def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path,
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize(
     ("cause", "error", "message"),
     [
@@ -148,14 +148,14 @@ def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path,
 )
 def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
     folder: Path,
-    deterministic: bool,
+    lockstep: bool,
     cause: Exception,
     error: type[Exception],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        engine = engine_of(folder, deterministic=deterministic)
+        engine = engine_of(folder, lockstep=lockstep)
         step = EngineCore.step
 
         def broken(core: EngineCore) -> list[Output]:
@@ -209,8 +209,8 @@ def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:
 
 
 def test_thread_and_lockstep_sample_the_same(folder: Path) -> None:
-    async def main(deterministic: bool) -> list[tuple[int, ...]]:
-        engine = engine_of(folder, deterministic=deterministic, max_running=3)
+    async def main(lockstep: bool) -> list[tuple[int, ...]]:
+        engine = engine_of(folder, lockstep=lockstep, max_running=3)
         requests = [request(f"s{i}", seed=i, max_new_tokens=5 + 4 * i) for i in range(8)]
         results = await asyncio.gather(*(collect(engine, r) for r in requests))
         await engine.close()

@@ -151,6 +151,7 @@ def make_batch(
 def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> Trainer:
     """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
     own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "resume_from": None}
+    own |= {"seed": 0, "deterministic": False}
     own |= {key: settings.pop(key) for key in own.keys() & settings.keys()}
     if isinstance(algorithm, str):
         algorithm = resolve(AlgorithmConfig(name=algorithm))

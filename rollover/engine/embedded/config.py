@@ -39,9 +39,6 @@ class EmbeddedConfig:
     cache."""
     stream_interval_tokens: int = 16
     """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
-    deterministic: bool = False
-    """Run the engine in lockstep with its consumers, on the event loop (see ``engine``): slower, and the same
-    run twice is the same run."""
     command_timeout_s: float = 300.0
     """Longest wait for an iteration to end or weights to load before the engine is called dead."""
 

@@ -30,21 +30,28 @@ class _Stream:
 class EmbeddedEngine:
     """Implements ``Engine`` and ``WeightTarget``. Used from one event loop at a time; the core's thread
     lives until ``close``. ``load`` does not insist on a pause: weights change between two iterations
-    anyway."""
+    anyway.
 
-    def __init__(self, core: EngineCore, config: EmbeddedConfig) -> None:
+    Args:
+        lockstep: decode on the event loop, in step with the consumers (``runner.LockstepRunner``): slower, and the
+            same run twice is the same run.
+    """
+
+    def __init__(self, core: EngineCore, config: EmbeddedConfig, *, lockstep: bool = False) -> None:
         self._core = core
         self._timeout_s = config.command_timeout_s
         self._streams: dict[str, _Stream] = {}
         self._closed = False
-        make: Callable[..., Runner] = LockstepRunner if config.deterministic else ThreadRunner
+        make: Callable[..., Runner] = LockstepRunner if lockstep else ThreadRunner
         self._runner = make(core, self._deliver, self._fail)
 
     @classmethod
-    def from_folder(cls, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0) -> EmbeddedEngine:
+    def from_folder(
+        cls, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0, lockstep: bool = False
+    ) -> EmbeddedEngine:
         """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
         ``EngineCore`` does."""
-        return cls(EngineCore(folder, config, policy_version=policy_version), config)
+        return cls(EngineCore(folder, config, policy_version=policy_version), config, lockstep=lockstep)
 
     @property
     def capabilities(self) -> Capabilities:

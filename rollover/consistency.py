@@ -1,0 +1,85 @@
+"""What no section of a config can see alone: combinations that cannot work. Pure; one sentence per contradiction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rollover.algorithms.registry import resolve
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollover.config import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Raises ``ValueError`` with every contradiction in ``config``, naming the keys and the mend."""
+    if found := list(_contradictions(config)):
+        raise ValueError("; ".join(found))
+
+
+def check_context(config: RunConfig, max_context_tokens: int) -> None:
+    """Raises ``ConfigError`` when the longest admissible prompt and response do not fit the model or engine."""
+    for key in ("rollout", "eval"):
+        budget = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
+        needed = config.tasks.max_prompt_tokens + budget
+        if needed > max_context_tokens:
+            raise ConfigError(
+                f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
+                f" {needed} tokens, but the context holds {max_context_tokens}: lower one of the two"
+            )
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine
+    algorithm = resolve(config.algorithm)
+    if rollout.group_size == 1 and algorithm.advantage != "whitened":
+        yield (
+            f"rollout.group_size is 1, but the advantage {algorithm.advantage!r} of algorithm"
+            f" {algorithm.name!r} compares siblings: raise it, or use algorithm.name = 'reinforce++'"
+        )
+    if rollout.group_size == 1 and algorithm.group_filter == "zero_signal":
+        yield "algorithm.group_filter 'zero_signal' would drop every group with rollout.group_size 1: raise it"
+    if config.trainer.mini_batches > rollout.rollout_batch_size:
+        yield (
+            f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
+            f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
+        )
+    if config.deterministic:
+        yield from _nondeterminism(config)
+    if isinstance(engine, EmbeddedConfig):
+        if rollout.num_running is not None and rollout.num_running > engine.max_running:
+            yield (
+                f"rollout.num_running ({rollout.num_running}) is above engine.max_running"
+                f" ({engine.max_running}): raise the latter or lower the former"
+            )
+        if (context := engine.max_context_tokens) is not None:
+            yield from _too_long(config, context, "engine.max_context_tokens")
+    if config.model.scratch is not None:
+        yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+
+
+def _nondeterminism(config: RunConfig) -> Iterator[str]:
+    if config.rollout.overlaps_training:
+        yield (
+            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy!r}, which trains and"
+            " generates at the same time: use 'sync', 'april', 'oversample' or 'concurrency'"
+        )
+    if not isinstance(config.engine, EmbeddedConfig):
+        yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
+    elif config.engine.kv_on_update == "keep":
+        yield (
+            "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
+            " rebuilt after a restart"
+        )
+
+
+def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:
+    needed = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
+    if needed > context:
+        yield (
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) and tasks.max_prompt_tokens"
+            f" ({config.tasks.max_prompt_tokens}) make {needed} tokens, above {key} ({context}):"
+            " lower one of the first two or raise the last"
+        )

@@ -1,0 +1,408 @@
+"""A scripted vLLM server: its endpoints and its peculiarities, one token per running request and tick, faults on demand.
+
+What it keeps true: the token and the log-prob of a request at position ``i`` of *its own* output are ``token_at(seed, i,
+weights)`` and ``logprob_at(...)``, where ``weights`` is the path that was loaded last; so a test can compute what it should
+see, and see which weights a token really came from.
+
+``ScriptedTransport`` puts it behind an ``httpx`` client without a network, which also works in virtual time; ``serve`` puts it
+behind a real socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import httpx
+
+VOCAB = 64
+CONTEXT = 512
+MODEL = "policy"
+
+
+def token_at(seed: int, position: int, weights: str) -> int:
+    return zlib.crc32(f"t{seed}/{position}/{weights}".encode()) % VOCAB
+
+
+def logprob_at(seed: int, position: int, weights: str, temperature: float = 1.0) -> float:
+    return -(1 + zlib.crc32(f"p{seed}/{position}/{weights}".encode()) % 1024) / 256 / temperature
+
+
+@dataclass
+class Answer:
+    """What a request gets: a body, or a stream of pieces."""
+
+    status: int = 200
+    body: Any = None
+    stream: AsyncIterator[bytes] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def content(self) -> bytes:
+        return (
+            self.body
+            if isinstance(self.body, bytes)
+            else b""
+            if self.body is None
+            else json.dumps(self.body).encode()
+        )
+
+
+class Broken(Exception):
+    """The connection is gone."""
+
+
+class _Running:
+    """A request as the server knows it."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.decoded = 0
+        self.unsent: list[tuple[int, float]] = []
+        self.first = True
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.finished = False
+
+    def flush(self, reason: str | None, stop_reason: Any = None) -> None:
+        pieces, self.unsent = self.unsent, []
+        if not pieces and reason is None:
+            return
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": [t for t, _ in pieces],
+            "logprobs": {
+                "token_logprobs": [p for _, p in pieces],
+                "tokens": [f"token_id:{t}" for t, _ in pieces],
+            },
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        }
+        self.first = False
+        self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
+        if reason is not None:
+            self.finished = True
+            self.events.put_nowait(None)
+
+
+class ScriptedVLLM:
+    """The server. Public attributes are the script; ``log`` holds (method, path, query, body) of every call."""
+
+    def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
+        self.tick_s = tick_s
+        self.weights = weights
+        self.version = "default"
+        self.paused = False
+        self.max_model_len = CONTEXT
+        self.vocab = VOCAB
+        self.eos: int | None = None
+        """Ends requests that do not ignore it."""
+        self.dev_mode = True
+        self.aborts_by_id = True
+        """False is a release in which the inner id has another form: an abort is acknowledged and does nothing."""
+        self.raw_logprobs = False
+        self.caches = True
+        """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
+        self.held_resets = 0
+        """So many resets of the prefix cache fail."""
+        self.reload_error: str | None = None
+        self.api_key: str | None = None
+        self.text: dict[int, str] = {}
+        """What tokens spell, for stop strings."""
+        self.network_delay_s = 0.0
+        """How late events reach the client."""
+        self.mangle: Callable[[bytes], bytes] = lambda event: event
+        """Applied to each event of a stream."""
+        self.break_after: int | None = None
+        """Streams break after so many events."""
+        self.scripted: dict[str, deque[Answer]] = {}
+        """Answers by path that are given, once each, in place of the right one."""
+        self.log: list[tuple[str, str, dict[str, str], Any]] = []
+        self.num_aborted = self.decoded_tokens = self.most_running = 0
+        self.requests: dict[str, _Running] = {}
+        self._alive = asyncio.Event()
+        self._alive.set()
+        self._dead = False
+        self._ticker: asyncio.Task[None] | None = None
+
+    # -- what can befall it ----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """As SIGSTOP: connections are accepted, nothing moves."""
+        self._alive.clear()
+
+    def thaw(self) -> None:
+        self._alive.set()
+
+    def kill(self) -> None:
+        """As SIGKILL: connections break, new ones are refused."""
+        self._dead = True
+        for running in self.requests.values():
+            running.events.put_nowait(None)
+        self.requests.clear()
+
+    def restart(self) -> None:
+        """A new process with the weights it was started with."""
+        self.kill()
+        self._dead = self.paused = False
+        self.version, self.weights = "default", "initial"
+        self._alive.set()
+
+    def answer_once(self, path: str, *answers: Answer) -> None:
+        self.scripted.setdefault(path, deque()).extend(answers)
+
+    # -- HTTP ------------------------------------------------------------------------------------------------
+
+    async def handle(self, method: str, target: str, headers: dict[str, str], content: bytes) -> Answer:
+        if self._dead:
+            raise Broken
+        await self._alive.wait()
+        parts = urlsplit(target)
+        query = dict(parse_qsl(parts.query))
+        body = json.loads(content) if content else None
+        self.log.append((method, parts.path, query, body))
+        if self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}":
+            return Answer(401, {"error": "Unauthorized"})
+        if self.scripted.get(parts.path):
+            return self.scripted[parts.path].popleft()
+        route = getattr(self, f"_{method.lower()}{parts.path.replace('/', '_')}", None)
+        in_dev_mode = parts.path not in ("/v1/models", "/v1/completions", "/health")
+        if route is None or (in_dev_mode and not self.dev_mode):
+            return Answer(404, {"detail": "Not Found"})
+        answer: Answer = await route(query, body)
+        if self._dead:
+            raise Broken
+        return answer
+
+    async def _get_health(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer()
+
+    async def _get_v1_models(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"data": [{"id": MODEL, "max_model_len": self.max_model_len}]})
+
+    async def _get_is_paused(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"is_paused": self.paused})
+
+    async def _get_weight_info(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"weight_version": self.version})
+
+    async def _post_update_weight_version(self, query: dict[str, str], body: Any) -> Answer:
+        self.version = body["new_version"]
+        return Answer(body={"success": True})
+
+    async def _post_pause(self, query: dict[str, str], body: Any) -> Answer:
+        if query.get("mode", "abort") == "abort":
+            self._abort(list(self.requests))
+        self.paused = True
+        return Answer(body={"status": "paused"})
+
+    async def _post_resume(self, query: dict[str, str], body: Any) -> Answer:
+        self.paused = False
+        return Answer(body={"status": "resumed"})
+
+    async def _post_abort_requests(self, query: dict[str, str], body: Any) -> Answer:
+        ids = body.get("request_ids") or list(self.requests)
+        if self.aborts_by_id:
+            self._abort(ids)
+        return Answer(body={"status": "aborted", "aborted": len(ids)})
+
+    async def _post_reset_prefix_cache(self, query: dict[str, str], body: Any) -> Answer:
+        self.held_resets -= self.held_resets > 0
+        return Answer(body={"success": not self.requests and not self.held_resets})
+
+    async def _post_collective_rpc(self, query: dict[str, str], body: Any) -> Answer:
+        assert body["method"] == "reload_weights"
+        if self.reload_error is not None:
+            self.weights = "broken"
+            return Answer(500, {"error": {"message": self.reload_error}})
+        self.weights = body["kwargs"]["weights_path"]
+        return Answer(body={"results": [None]})
+
+    async def _post_v1_completions(self, query: dict[str, str], body: Any) -> Answer:
+        refusal = self._refusal(body)
+        if refusal is not None:
+            return Answer(400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}})
+        if not body.get("stream"):
+            while self.paused:
+                await asyncio.sleep(self.tick_s)
+            await asyncio.sleep(self.tick_s * body["max_tokens"])
+            return Answer(body={"choices": [{"text": "x", "finish_reason": "length"}]})
+        return Answer(stream=self._stream(body), headers={"content-type": "text/event-stream"})
+
+    def _refusal(self, body: dict[str, Any]) -> str | None:
+        if body["model"] != MODEL:
+            return f"The model `{body['model']}` does not exist."
+        if max(body["prompt"]) >= self.vocab:
+            return f"Token id {max(body['prompt'])} is out of vocabulary"
+        if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
+            return f"This model's maximum context length is {self.max_model_len} tokens."
+        return None
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """A request comes to exist only when its stream is read: after the head of the answer has been sent."""
+        running = _Running(body)
+        name = f"cmpl-{body['request_id']}-0"
+        self.requests[name] = running
+        self.most_running = max(self.most_running, len(self.requests))
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        sent = 0
+        try:
+            while (event := await running.events.get()) is not None:
+                await asyncio.sleep(self.network_delay_s)
+                await self._alive.wait()
+                if self._dead or sent == self.break_after:
+                    raise Broken
+                yield self.mangle(f"data: {json.dumps(event)}\n\n".encode())
+                sent += 1
+            if self._dead:
+                raise Broken
+            usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
+            if self.caches:
+                usage["prompt_tokens_details"] = {"cached_tokens": len(body["prompt"]) // 2}
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+        finally:
+            if not running.finished:
+                self.num_aborted += 1
+            self.requests.pop(name, None)
+
+    async def _tick(self) -> None:
+        while self.requests:
+            await asyncio.sleep(self.tick_s)
+            await self._alive.wait()
+            if not self.paused:
+                for name, running in list(self.requests.items()):
+                    self._decode(name, running)
+
+    def _decode(self, name: str, running: _Running) -> None:
+        body, position = running.body, running.decoded
+        token = token_at(body["seed"], position, self.weights)
+        temperature = 1.0 if self.raw_logprobs else body["temperature"] or 1.0
+        running.unsent.append((token, logprob_at(body["seed"], position, self.weights, temperature)))
+        running.decoded += 1
+        self.decoded_tokens += 1
+        text = "".join(
+            self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded)
+        )
+        matched = next((s for s in body["stop"] if s in text), None)
+        if token in body["stop_token_ids"] or (token == self.eos and not body["ignore_eos"]):
+            self._finish(name, "stop", token)
+        elif matched is not None:
+            self._finish(name, "stop", matched)
+        elif running.decoded == body["max_tokens"]:
+            self._finish(name, "length")
+        elif running.first or len(running.unsent) >= body.get("stream_interval", 1):
+            running.flush(None)
+
+    def _finish(self, name: str, reason: str, stop_reason: Any = None) -> None:
+        if (running := self.requests.pop(name, None)) is not None:
+            running.flush(reason, stop_reason)
+
+    def _abort(self, names: list[str]) -> None:
+        for name in names:
+            if name in self.requests:
+                self.num_aborted += 1
+                self._finish(name, "abort")
+
+
+class ScriptedTransport(httpx.AsyncBaseTransport):
+    """A network of scripted servers by host name; what is not among them cannot be reached."""
+
+    def __init__(self, servers: dict[str, ScriptedVLLM]) -> None:
+        self.servers = servers
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        server = self.servers.get(request.url.host)
+        if server is None:
+            raise httpx.ConnectError("connection refused", request=request)
+        headers = {k.lower(): v for k, v in request.headers.items()}
+        target = request.url.raw_path.decode()
+        try:
+            answer = await server.handle(request.method, target, headers, await request.aread())
+        except Broken:
+            raise httpx.ConnectError("connection refused", request=request) from None
+        if answer.stream is None:
+            return httpx.Response(
+                answer.status, headers=answer.headers, content=answer.content, request=request
+            )
+        stream = _ByteStream(answer.stream, request)
+        return httpx.Response(answer.status, headers=answer.headers, stream=stream, request=request)
+
+
+class _ByteStream(httpx.AsyncByteStream):
+    def __init__(self, pieces: AsyncIterator[bytes], request: httpx.Request) -> None:
+        self._pieces = pieces
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._pieces:
+                yield piece
+        except Broken:
+            raise httpx.ReadError("connection reset by peer", request=self._request) from None
+
+    async def aclose(self) -> None:
+        await self._pieces.aclose()  # type: ignore[attr-defined]
+
+
+@asynccontextmanager
+async def serve(server: ScriptedVLLM, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """``server`` on a port of the loopback interface, one request per connection."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(Broken, ConnectionError, asyncio.IncompleteReadError):
+            await _answer_one(server, reader, writer)
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
+
+
+async def _answer_one(
+    server: ScriptedVLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    method, target, _ = head[0].split(" ")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+    content = await reader.readexactly(int(headers.get("content-length", 0)))
+    answer = await server.handle(method, target, headers, content)
+    lines = [
+        f"HTTP/1.1 {answer.status} X",
+        "Connection: close",
+        *(f"{k}: {v}" for k, v in answer.headers.items()),
+    ]
+    if answer.stream is None:
+        lines.append(f"Content-Length: {len(answer.content)}")
+    writer.write("\r\n".join([*lines, "", ""]).encode() + answer.content)
+    if answer.stream is None:
+        await writer.drain()
+        return
+    gone = asyncio.create_task(reader.read(1))  # ends when the client hangs up
+    pieces = answer.stream
+    try:
+        while True:
+            piece = asyncio.ensure_future(anext(pieces))
+            await asyncio.wait([piece, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not piece.done():
+                piece.cancel()
+                await asyncio.gather(piece, return_exceptions=True)
+                return
+            writer.write(piece.result())
+            await writer.drain()
+    except StopAsyncIteration:
+        return
+    finally:
+        gone.cancel()
+        await pieces.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,52 @@
+"""vLLM engines before scripted servers, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.engine import VLLMEngine
+from tests.engine.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
+
+
+def model_folder(folder: Path, *, hidden: int = 4, vocab: int = VOCAB, **config: Any) -> Path:
+    """A folder that looks like a model's, small enough to make for every test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"model_type": "qwen3", "vocab_size": vocab, "max_position_embeddings": CONTEXT, **config}
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = {
+        "model.embed_tokens.weight": np.zeros((vocab, hidden), np.float32),
+        "lm_head.weight": np.zeros((vocab, hidden), np.float32),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def settings(url: str = "http://one", **changes: Any) -> VLLMConfig:
+    return replace(VLLMConfig(urls=(url,), stream_interval_tokens=1), **changes)
+
+
+def make_engine(server: ScriptedVLLM, folder: Path, url: str = "http://one", **changes: Any) -> VLLMEngine:
+    config = settings(url, **changes)
+    host = url.removeprefix("http://")
+    client = HTTPClient(url, config, transport=ScriptedTransport({host: server}))
+    return VLLMEngine(client, config, folder)
+
+
+@asynccontextmanager
+async def opened(server: ScriptedVLLM, folder: Path, **changes: Any) -> AsyncIterator[VLLMEngine]:
+    engine = make_engine(server, folder, **changes)
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()

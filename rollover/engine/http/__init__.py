@@ -1,1 +1,2 @@
-"""What engines behind HTTP share: a client with deadlines, calls that stream, servers that are started and stopped."""
+"""What engines behind HTTP share: a client with deadlines, calls that stream, servers that are started and
+stopped."""

@@ -1,4 +1,5 @@
-"""Settings that every engine behind HTTP shares: where its servers are and how long to wait for them. Torch-free."""
+"""Settings that every engine behind HTTP shares: where its servers are and how long to wait for them.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class ServerConfig:
     num_servers: int = 1
     """Servers to start with `launch`."""
     launch_command: tuple[str, ...] = ("python",)
-    """Program that starts a server, with the interpreter of the environment that the server is installed in."""
+    """Program that starts a server, with the interpreter of the environment that the server is installed
+    in."""
     launch_args: tuple[str, ...] = ()
     """Further arguments for it: `["--tensor-parallel-size", "2"]`, say."""
     launch_env: Mapping[str, str] = field(default_factory=dict)
@@ -40,10 +42,11 @@ class ServerConfig:
     ca_file: str | None = None
     """Certificates to check it against (PEM); the system's when left out."""
     max_running: int = 64
-    """Samples decoded at the same time by each server. Its own limit should be no lower, or calls queue there."""
+    """Samples decoded at the same time by each server. Its own limit should be no lower, or calls queue
+    there."""
     weights_dir: str | None = None
-    """Folder through which weights reach the servers, at the same path on their machines; `weights` in the run
-    directory when left out."""
+    """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
+    run directory when left out."""
     connect_timeout_s: float = 10.0
     """Longest wait for a connection."""
     first_token_timeout_s: float = 300.0
@@ -55,8 +58,8 @@ class ServerConfig:
     control_timeout_s: float = 30.0
     """Longest wait for the answer to any other call."""
     abort_timeout_s: float = 5.0
-    """How long a server may take to hand over stopped calls before all its calls are stopped, and then again before
-    their connections are closed."""
+    """How long a server may take to hand over stopped calls before all its calls are stopped, and then again
+    before their connections are closed."""
     load_timeout_s: float = 300.0
     """Longest wait for weights to load."""
     health_interval_s: float = 5.0
@@ -100,10 +103,10 @@ class ServerConfig:
     def _check_idle_settings(self) -> None:
         """A setting that has no effect is a mistake."""
         fields = self.__dataclass_fields__
-        of_launch = [key for key in fields if key.startswith("launch_") and key != "launch_timeout_s"]
-        for key in (*of_launch, "num_servers"):
-            default = fields[key].default_factory() if key == "launch_env" else fields[key].default
-            if not self.launch and getattr(self, key) != default:
+        of_launch = ("launch_command", "launch_args", "launch_devices", "num_servers")
+        changed = [key for key in of_launch if getattr(self, key) != fields[key].default]
+        for key in (*changed, *(["launch_env"] if self.launch_env else [])):
+            if not self.launch:
                 raise ValueError(f"{key} has no effect without launch = true: leave it out")
         if self.ca_file is not None and not self.verify_tls:
             raise ValueError("ca_file has no effect with verify_tls = false: leave it out")

@@ -10,7 +10,8 @@ from rollover.engine.http.config import ServerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMConfig(ServerConfig):
-    """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode processed_logprobs`."""
+    """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode
+    processed_logprobs`."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -21,18 +22,18 @@ class VLLMConfig(ServerConfig):
     served_model: str | None = None
     """Name under which the servers serve the policy; the one they list first when left out."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to running samples. `recompute` stops them before it and resumes them after it, so that
-    every token is sampled from the one policy it is labelled with. `keep` freezes them with their cache: nothing is
-    computed again, later tokens come from new weights over old cache, and the border between the two versions is drawn
-    where the stream falls silent (`drain_s`)."""
+    """What a weight update does to running samples. `recompute` stops them before it and resumes them after
+    it, so that every token is sampled from the one policy it is labelled with. `keep` freezes them with their
+    cache: nothing is computed again, later tokens come from new weights over old cache, and the border
+    between the two versions is drawn where the stream falls silent (`drain_s`)."""
     drain_s: float = 0.25
-    """With running calls, a pause waits until nothing has arrived for this long: with `keep`, a token that the network
-    holds back for longer would be labelled with the version after it."""
+    """With running calls, a pause waits until nothing has arrived for this long: with `keep`, a token that
+    the network holds back for longer would be labelled with the version after it."""
     stream_interval_tokens: int = 16
-    """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token is
-    streamed."""
+    """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
+    is streamed."""
 
     def __post_init__(self) -> None:
-        super(VLLMConfig, self).__post_init__()  # noqa: UP008  (slots make a second class of this one)
+        super(VLLMConfig, self).__post_init__()  # slots make a second class: plain super() fails
         if self.stream_interval_tokens < 1:
             raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")

@@ -1,0 +1,102 @@
+"""What a server must agree with: a model folder's sizes and the shapes of its weights. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollover.errors import EngineError, ModelError
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER_BYTES = 1 << 27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One entry of a safetensors header."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name of it where it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A Hugging Face folder, as far as a client needs to know it."""
+
+    path: Path
+    vocab_size: int
+    max_context_tokens: int
+    tied_embeddings: bool
+    weights: Mapping[str, TensorInfo]
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFolder:
+        """Raises ``ModelError`` when config or weights cannot be read."""
+        file = path / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ModelError(f"{file} does not say vocab_size and max_position_embeddings: {e}") from None
+        return cls(
+            path=path,
+            vocab_size=vocab_size,
+            max_context_tokens=context,
+            tied_embeddings=bool(config.get("tie_word_embeddings")),
+            weights=read_weight_infos(path),
+        )
+
+    def check_fits(self, folder: Path) -> None:
+        """Whether the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
+        is not."""
+        try:
+            given = read_weight_infos(folder)
+        except ModelError as e:
+            raise EngineError(str(e)) from None
+        twin = {"lm_head.weight"} if self.tied_embeddings else set()
+        for problem, names in (
+            ("are missing", self.weights.keys() - given.keys() - twin),
+            ("are unknown", given.keys() - self.weights.keys() - twin),
+        ):
+            if names:
+                raise EngineError(
+                    f"weights in {folder} do not fit: {len(names)} {problem}, first {min(names)!r}"
+                )
+        for name, info in given.items():
+            expected = self.weights.get(name, info)
+            if info.shape != expected.shape:
+                raise EngineError(
+                    f"weights in {folder} do not fit: {name!r} has shape {list(info.shape)},"
+                    f" expected {list(expected.shape)}"
+                )
+
+
+def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
+    """Shapes and dtypes by name, of all ``*.safetensors`` files. Raises ``ModelError`` when there is none
+    that can be read."""
+    infos: dict[str, TensorInfo] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors files")
+    for file in files:
+        try:
+            infos |= _header(file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ModelError(f"{file} is not a safetensors file: {e}") from None
+    return infos
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if not 2 <= size <= _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(stream.read(size))
+    return {
+        name: TensorInfo(shape=tuple(entry["shape"]), dtype=_DTYPES.get(entry["dtype"], entry["dtype"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,41 @@
+"""Server-sent events from the bytes of a response, however the network has cut them. Pure."""
+
+from __future__ import annotations
+
+import codecs
+
+MAX_EVENT_CHARS = 1 << 24
+"""An event longer than this is no stream of tokens."""
+
+
+class EventDecoder:
+    """The ``data`` of each complete event; an event that the end of the stream cuts off never happened.
+
+    Raises ``ValueError`` when the bytes are no event stream.
+    """
+
+    def __init__(self) -> None:
+        self._text = codecs.getincrementaldecoder("utf-8")()
+        self._rest = ""
+        self._data: list[str] = []
+
+    @property
+    def inside_event(self) -> bool:
+        """Whether the bytes so far end in the middle of an event."""
+        return bool(self._rest or self._data)
+
+    def feed(self, received: bytes) -> list[str]:
+        """The data of the events that ``received`` completes."""
+        self._rest += self._text.decode(received)
+        if len(self._rest) > MAX_EVENT_CHARS:
+            raise ValueError(f"a line of more than {MAX_EVENT_CHARS} characters")
+        *lines, self._rest = self._rest.split("\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix("\r")
+            if line.startswith("data:"):
+                self._data.append(line[5:].removeprefix(" "))
+            elif not line and self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+        return events

@@ -1,22 +1,20 @@
 """What the command line does with a config and a run directory: train, compare, fine-tune, evaluate, plan.
 
-Each job leaves its results in the directory and says on the terminal what it found. Importing this module needs no torch.
+Each job leaves its results in the directory and says on the terminal what it found. Importing this module needs no
+torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from rollover import rundir
 from rollover.config import RunConfig, variant
-from rollover.errors import ConfigError, DataError, RunError
+from rollover.errors import ConfigError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.rundir import RunDir

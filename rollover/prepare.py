@@ -1,7 +1,7 @@
-"""The initial policy: an existing model, or a small one built from nothing; then, where asked for, a supervised warm-up.
+"""The initial policy: an existing model, or a small one built from nothing; where asked for, a supervised warm-up.
 
-What it keeps true: the folder it returns is an ordinary Hugging Face model folder, whole or absent, so a run killed in its
-warm-up does it again.
+What it keeps true: the folder it returns is an ordinary Hugging Face model folder, whole or absent, so a run killed
+in its warm-up does it again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollover.config import RunConfig
 from rollover.errors import ModelError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import examples, solution
-from rollover.tasks.source import PromptSource, train_source
+from rollover.tasks.source import train_source
 
 NUM_TOKENIZER_TEXTS = 4000
 """Prompts with their solutions that a tokenizer from scratch is made of."""

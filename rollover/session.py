@@ -1,7 +1,7 @@
 """Everything one training run holds open, and what the loop does with it besides the loop itself.
 
-What it keeps true: parts are opened in the order in which they need each other and closed in reverse, whatever happens; a
-resumed run is opened from its newest checkpoint and its journal, which agree.
+What it keeps true: parts are opened in the order in which they need each other and closed in reverse, whatever
+happens; a resumed run is opened from its newest checkpoint and its journal, which agree.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollover.algorithms.filters import keep_group
 from rollover.algorithms.registry import resolve

@@ -16,11 +16,11 @@ _FIXED_CONCURRENCY = ("concurrency", "bounded_async")
 class RolloutConfig:
     """Which rollouts are launched, stopped, resumed and trained."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     strategy: StrategyName = "april"
-    """`sync`, `oversample` (launch more, discard the rest), `april` (launch more, park the rest and resume them first),
-    `concurrency` (a fixed number of samples in flight) or `bounded_async` (generation never stops)."""
+    """`sync`, `oversample` (launch more, discard the rest), `april` (launch more, park the rest and resume them
+    first), `concurrency` (a fixed number of samples in flight) or `bounded_async` (generation never stops)."""
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8
@@ -46,8 +46,8 @@ class RolloutConfig:
     stall_timeout_s: float = 600.0
     """With nothing decoded or scored for this long, the run stops and names the samples it waits for."""
     max_retries: int = 3
-    """Engine failures in a row, without a token in between, that one sample survives; each time it goes on from its last
-    streamed token."""
+    """Engine failures in a row, without a token in between, that one sample survives; each time it goes on from its
+    last streamed token."""
 
     def __post_init__(self) -> None:
         for key in ("rollout_batch_size", "group_size", "save_every_tokens", "num_running"):

@@ -18,8 +18,8 @@ task                  consumes                 waits for                        
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 ====================  =======================  ===============================  ==============================
 
-What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a sample has
-at most one open engine call; the staleness bound holds for every batch handed out.
+What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a
+sample has at most one open engine call; the staleness bound holds for every batch handed out.
 
 With ``lockstep`` each finished sample is scored and acted upon before the engine may decode on (an engine that declares
 lockstep waits for its consumers), one at a time in order of arrival: two runs then take the same decisions.
@@ -172,7 +172,7 @@ class RolloutDriver:
         self._collecting = False
         """Whether samples may be started."""
         self._name = secrets.token_hex(4)
-        """Keeps request ids apart from those that another driver, or this run before a crash, sent to the same engine."""
+        """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
         self._hops: dict[SampleId, asyncio.Task[None]] = {}
         self._request_ids: dict[SampleId, str] = {}
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}

@@ -204,8 +204,8 @@ def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
     """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
 
     Args:
-        redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run decodes it again
-            exactly as it would have.
+        redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run
+            decodes it again exactly as it would have.
 
     Raises:
         RunError: the checkpoint is newer than the journal, or its batches are no longer there.
@@ -224,8 +224,8 @@ def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
     ledger = Ledger(kept)
     if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
         raise RunError(
-            f"{journal.path} knows the batches of steps {sorted(ledger.batches)} up to step {ledger.next_step}, which does"
-            f" not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
+            f"{journal.path} knows the batches of steps {sorted(ledger.batches)} up to step {ledger.next_step}, which"
+            f" does not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
         )
     ledger.apply(event)
     journal.append([event])

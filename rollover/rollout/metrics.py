@@ -12,8 +12,8 @@ from rollover.types import Batch, FinishReason
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Rewards, lengths and staleness of what one step trains.
 
-    A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95`` weigh every
-    token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's.
+    A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
+    weigh every token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]

@@ -11,8 +11,8 @@ batch. If
   ``N (v + S + 1 - s)``, and
 * (choice) batch s takes, for each t >= s, at least ``D(t) - N (t - s)`` groups with deadline at most t,
 
-then ``D(t) <= N (t - s + 1)`` for all t >= s at all times, every batch demanded by *choice* fits into N groups, and
-no group misses its deadline.
+then ``D(t) <= N (t - s + 1)`` for all t >= s at all times, every batch demanded by *choice* fits into N groups,
+and no group misses its deadline.
 
 *Proof.* The invariant holds with no groups. A start at version v adds one to D(t) for t >= v + S; versions only grow,
 so every deadline is then at most v + S, and D(t) for t >= v + S is the number of all unconsumed groups, at most

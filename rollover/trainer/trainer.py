@@ -189,7 +189,8 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         settings = {f"trainer.{k}": v for k, v in self._config.identity().items()}
         settings |= {f"algorithm.{k}": v for k, v in asdict(self._algorithm).items()}
-        settings |= {"seed": self._seed, "temperature": self._temperature, "max_response_tokens": self._max_response_tokens}
+        settings |= {"seed": self._seed, "temperature": self._temperature}
+        settings["max_response_tokens"] = self._max_response_tokens
         if self._config.schedule != "constant":
             settings["num_steps"] = self._num_steps
         return settings

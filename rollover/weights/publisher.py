@@ -1,7 +1,7 @@
 """Puts one version of the weights into every engine.
 
-What it keeps true: engines sample either from the old version or from the new one, and go on sampling whatever happens to the
-load; a version is published when every target has it.
+What it keeps true: engines sample either from the old version or from the new one, and go on sampling whatever
+happens to the load; a version is published when every target has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Synchronous rollout: launch the batch, wait for its last token. The baseline every other strategy is measured against."""
+"""Synchronous rollout: launch the batch, wait for its last token. The baseline of all other strategies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rollover.rollout.strategy import OnFull, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync(Strategy):
-    """Nothing is carried over: every token is trained by the weights that sampled it. A group that a filter or a failure
-    drops is replaced at once."""
+    """Nothing is carried over: every token is trained by the weights that sampled it. A group that a filter or a
+    failure drops is replaced at once."""
 
     on_full = OnFull.WAIT
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from rollover.report import captions, measures, overlays
 from rollover.report.gantt import gantt
@@ -95,12 +96,12 @@ def _step_s(s: RunSummary) -> float | None:
 def compare_table(records: Sequence[RunRecord]) -> Table:
     """For the terminal; the last columns are ratios to the first run."""
     names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
-    found = Table(title=" against ".join(names), title_justify="left", title_style="bold")
+    found = Table(title=Text(" against ".join(names)), title_justify="left", title_style="bold")
     found.add_column("", style="dim")
     for name in names:
-        found.add_column(name, justify="right")
+        found.add_column(Text(name), justify="right")
     for name in names[1:]:
-        found.add_column(f"{name} / {names[0]}", justify="right", style="bold")
+        found.add_column(Text(f"{name} / {names[0]}"), justify="right", style="bold")
     for row in comparison(summaries):
         found.add_row(row.name, *row.texts, *_ratio_texts(row, len(records)))
     return found
@@ -127,8 +128,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
     page = Page(" against ".join(names) + " · Rollover")
     facts = [
-        f"{name}: {s.num_steps} steps in {duration_text(s.loop_s)}"
-        for name, s in zip(names, summaries, strict=True)
+        f"{name}: {s.num_steps} steps in {duration_text(s.loop_s)}" for name, s in zip(names, summaries, strict=True)
     ]
     page.add(header("Rollover comparison", " against ".join(names), facts))
     page.add(tiles(_headline(names, summaries)))
@@ -142,18 +142,14 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     page.section(
         "Lag",
         captions.LAG,
-        page.figure(
-            "Age of trained tokens", overlays.lag_histograms(records), "No batch has been trained yet."
-        ),
+        page.figure("Age of trained tokens", overlays.lag_histograms(records), "No batch has been trained yet."),
         page.figure("Head lag over steps", overlays.head_lag(records), "No batch has been trained yet."),
     )
     page.section(
         "Time and lengths",
         captions.SPENT,
         page.figure("Where the time went", overlays.time_spent(names, summaries), "No step has ended yet."),
-        page.figure(
-            "Trained response lengths", overlays.trained_lengths(records), "No batch has been trained yet."
-        ),
+        page.figure("Trained response lengths", overlays.trained_lengths(records), "No batch has been trained yet."),
     )
     head = ["", *names, *(f"{name} / {names[0]}" for name in names[1:])]
     rows = [(row.name, *row.texts, *_ratio_texts(row, len(records))) for row in comparison(summaries)]

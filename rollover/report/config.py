@@ -30,6 +30,4 @@ class LoggingConfig:
             raise ValueError(f"logging.plain_every_steps must be at least 1, got {self.plain_every_steps}")
         for key, project in (("wandb", self.wandb), ("trackio", self.trackio)):
             if project is not None and not project.strip():
-                raise ValueError(
-                    f"logging.{key} must name a project, got {project!r}; leave it out to switch it off"
-                )
+                raise ValueError(f"logging.{key} must name a project, got {project!r}; leave it out to switch it off")

@@ -120,9 +120,7 @@ def time_unit(span_s: float) -> tuple[str, float]:
     return ("minutes", 60.0) if span_s < 3 * 3600 else ("hours", 3600.0)
 
 
-def points(
-    record: RunRecord, kind: Kind, name: str, *, unit_s: float | None = None
-) -> tuple[list[float], list[float]]:
+def points(record: RunRecord, kind: Kind, name: str, *, unit_s: float | None = None) -> tuple[list[float], list[float]]:
     """(x, y) of a metric over wall-clock in units of ``unit_s`` seconds, or over steps without it."""
     found = series(record.metrics, kind, name)
     if unit_s is None:
@@ -156,9 +154,7 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
-    axes: dict[str, Any] = {
-        "yaxis": axis("accuracy" if not both and not reward else "reward", rangemode="tozero")
-    }
+    axes: dict[str, Any] = {"yaxis": axis("accuracy" if not both and not reward else "reward", rangemode="tozero")}
     if both:
         axes = {
             "yaxis": axis("accuracy", domain=[0.56, 1.0], rangemode="tozero"),
@@ -222,9 +218,7 @@ def lag_over_steps(record: RunRecord) -> Figure | None:
         line(x, mean, "token lag, mean", "--orange"),
     ]
     y_axis = axis("versions", rangemode="tozero")
-    return figure(
-        data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified"
-    )
+    return figure(data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified")
 
 
 def lengths(record: RunRecord) -> Figure | None:
@@ -318,9 +312,7 @@ def throughput(record: RunRecord) -> Figure | None:
     if not data:
         return None
     y_axis = axis("tokens per second", rangemode="tozero")
-    return figure(
-        data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified"
-    )
+    return figure(data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified")
 
 
 def small(record: RunRecord, name: str) -> Figure | None:

@@ -96,9 +96,7 @@ def _bar(name: str, colour: str, width: float, **extra: Any) -> dict[str, Any]:
     }
 
 
-def _add(
-    bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: Window, origin_s: float
-) -> bool:
+def _add(bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: Window, origin_s: float) -> bool:
     """Put the part of an interval inside the window on the bar."""
     start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)
     if end_s <= start_s:
@@ -117,9 +115,7 @@ def _parked(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s:
     return bar
 
 
-def _by_version(
-    placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float
-) -> list[dict[str, Any]]:
+def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> list[dict[str, Any]]:
     inside = [
         (lane, sample, span)
         for lane, sample in placed
@@ -165,9 +161,7 @@ def _hover(sample: SampleTrace, span: Span) -> str:
     )
 
 
-def _wasted(
-    placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float
-) -> list[dict[str, Any]]:
+def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> list[dict[str, Any]]:
     """A cross where a sample ended that was never trained."""
     ends = [
         (sample.spans[-1].end_s, lane, sample.waste)

@@ -176,9 +176,7 @@ def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
     ]
     # What the end of the run cuts off is one jump at the right edge: the bar says it better.
     if set(summary.wasted_tokens) - {str(WasteCause.END_OF_RUN)}:
-        cards.append(
-            page.figure("Waste by cause", figures.waste_over_time(record), "Nothing was wasted so far.")
-        )
+        cards.append(page.figure("Waste by cause", figures.waste_over_time(record), "Nothing was wasted so far."))
     page.section(
         "Tokens",
         captions.TOKENS.format(drift=number(summary.length_drift, ".2f")),

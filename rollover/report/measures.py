@@ -115,9 +115,7 @@ def mean_active(active: Sequence[tuple[float, int]], start_s: float, end_s: floa
     return area / (end_s - start_s)
 
 
-def clip_curve(
-    curve: Sequence[tuple[float, int]], start_s: float, end_s: float
-) -> tuple[tuple[float, int], ...]:
+def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float) -> tuple[tuple[float, int], ...]:
     """The step curve inside an interval; its first point is at ``start_s`` with the value in force there."""
     first = bisect_right(curve, start_s, key=lambda point: point[0])
     level = curve[first - 1][1] if first else 0
@@ -170,9 +168,7 @@ def _last_activity_s(timeline: Timeline) -> float:
 
 
 def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> Window:
-    parked_s = sum(
-        max(0.0, min(g.end_s, end_s) - max(g.start_s, start_s)) for s in timeline.samples for g in s.gaps
-    )
+    parked_s = sum(max(0.0, min(g.end_s, end_s) - max(g.start_s, start_s)) for s in timeline.samples for g in s.gaps)
     return Window(first_step=first, last_step=last, start_s=start_s, end_s=end_s, parked_s=parked_s)
 
 

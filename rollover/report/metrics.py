@@ -61,9 +61,7 @@ class MetricsWriter:
             self._file.write(_encode(row) + "\n")
             self._file.flush()
         except OSError as e:
-            raise ResourceError(
-                f"cannot write {self.path}: {e}; free some disk space, then --resume the run"
-            ) from e
+            raise ResourceError(f"cannot write {self.path}: {e}; free some disk space, then --resume the run") from e
         for sink in self._sinks:
             sink.write(row)
 
@@ -75,9 +73,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
@@ -102,9 +98,7 @@ def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
 def series(rows: Iterable[MetricRow], kind: Kind, name: str) -> tuple[tuple[int, float, float], ...]:
     """(step, time_s, value) of every row that holds a finite ``name``."""
     return tuple(
-        (r.step, r.time_s, v)
-        for r in rows
-        if r.kind == kind and math.isfinite(v := r.values.get(name, math.nan))
+        (r.step, r.time_s, v) for r in rows if r.kind == kind and math.isfinite(v := r.values.get(name, math.nan))
     )
 
 

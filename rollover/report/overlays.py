@@ -96,17 +96,12 @@ def time_spent(names: Sequence[str], summaries: Sequence[RunSummary]) -> Figure 
 
 def trained_lengths(records: Sequence[RunRecord]) -> Figure | None:
     found = {
-        name: (measures.trained_lengths(record.timeline.samples), colour)
-        for name, colour, record in _coloured(records)
+        name: (measures.trained_lengths(record.timeline.samples), colour) for name, colour, record in _coloured(records)
     }
     longest = max((max(values) for values, _ in found.values() if values), default=0)
     if not longest:
         return None
-    data = [
-        figures.length_curve(values, name, colour, longest)
-        for name, (values, colour) in found.items()
-        if values
-    ]
+    data = [figures.length_curve(values, name, colour, longest) for name, (values, colour) in found.items() if values]
     y_axis = axis("share of samples", tickformat=".0%", rangemode="tozero")
     x_axis = axis("response tokens", showgrid=False, rangemode="tozero")
     return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")

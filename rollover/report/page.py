@@ -121,13 +121,10 @@ def fate_bar(parts: Sequence[tuple[str, str, int]]) -> str:
         if n
     )
     keys = "".join(
-        f'<div><i style="background:var({colour})"></i>{escape(name)}</div>'
-        f"<b>{n:,}</b><span>{n / total:.1%}</span>"
+        f'<div><i style="background:var({colour})"></i>{escape(name)}</div><b>{n:,}</b><span>{n / total:.1%}</span>'
         for name, colour, n in parts
     )
-    return (
-        f'<div class="fate" role="img" aria-label="tokens by fate">{bar}</div><div class="keys">{keys}</div>'
-    )
+    return f'<div class="fate" role="img" aria-label="tokens by fate">{bar}</div><div class="keys">{keys}</div>'
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:

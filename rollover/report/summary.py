@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from rollover.report import measures
 from rollover.report.measures import Lag, Lengths
@@ -189,7 +190,7 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
 
 def summary_table(record: RunRecord, summary: RunSummary) -> Table:
     table = Table(
-        title=f"{record.name}: {summary.num_steps} steps in {duration_text(summary.loop_s)}",
+        title=Text(f"{record.name}: {summary.num_steps} steps in {duration_text(summary.loop_s)}"),
         show_header=False,
         title_justify="left",
         title_style="bold",
@@ -197,7 +198,7 @@ def summary_table(record: RunRecord, summary: RunSummary) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for row in summary_rows(summary):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -290,9 +290,7 @@ class _Fold:
         for sample in samples:
             sample.go_on(now_s)
             sample.waste = cause
-        self.waste.append(
-            WastePoint(time_s=now_s, cause=cause, num_tokens=sum(s.num_tokens for s in samples))
-        )
+        self.waste.append(WastePoint(time_s=now_s, cause=cause, num_tokens=sum(s.num_tokens for s in samples)))
         self._leave([s.sample_id for s in samples], now_s)
 
     def _consume(self, event: BatchConsumed) -> None:
@@ -311,9 +309,7 @@ class _Fold:
             consumed_s=event.time_s,
             num_groups=len(event.group_ids),
             num_samples=len(samples),
-            num_resumes=sum(
-                p.finish_reason is FinishReason.ABORT for sample in samples for p in sample.spans[:-1]
-            ),
+            num_resumes=sum(p.finish_reason is FinishReason.ABORT for sample in samples for p in sample.spans[:-1]),
             ages=dict(sorted(ages.items())),
             head_ages=tuple(heads),
         )
@@ -332,6 +328,4 @@ class _Fold:
         self.restarts_s.append(event.time_s)
         self.lost_tokens += event.lost_tokens
         if event.lost_tokens:
-            self.waste.append(
-                WastePoint(time_s=event.time_s, cause=WasteCause.FAILED, num_tokens=event.lost_tokens)
-            )
+            self.waste.append(WastePoint(time_s=event.time_s, cause=WasteCause.FAILED, num_tokens=event.lost_tokens))

@@ -6,7 +6,6 @@ import heapq
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 from rollover.report.metrics import MetricsWriter
@@ -37,9 +36,7 @@ def length_of(rng: random.Random) -> int:
 class Simulation:
     """``april`` when ``over_sampling > 1``: launch more groups than a step needs and park the unfinished."""
 
-    def __init__(
-        self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0
-    ) -> None:
+    def __init__(self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0) -> None:
         self.num_steps, self.needed = num_steps, groups_per_step
         self.launched = round(groups_per_step * over_sampling)
         self.rng = random.Random(seed)
@@ -60,9 +57,7 @@ class Simulation:
         self._eval(self.num_steps)
         for group in [*self.open, *self.ready]:
             self.events.append(
-                GroupDropped(
-                    time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False
-                )
+                GroupDropped(time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False)
             )
 
     def _eval(self, step: int) -> None:
@@ -123,7 +118,7 @@ class Simulation:
         while len(self.open) + len(self.ready) < self.launched:
             self._open()
         began_s, decoded = self.now_s, 0
-        queue = []
+        queue: list[tuple[float, SampleId]] = []
         for sample_id in sorted(s for samples in self.open.values() for s in samples):
             self.events.append(SampleStarted(time_s=began_s, sample_id=sample_id, policy_version=step))
             left = self.lengths[sample_id] - self.done[sample_id]
@@ -151,9 +146,7 @@ class Simulation:
             source="sums",
         )
         self.events.append(
-            GroupOpened(
-                time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1
-            )
+            GroupOpened(time_s=self.now_s, group_id=group, prompt=prompt, group_size=GROUP_SIZE, cursor=group + 1)
         )
         self.open[group] = {SampleId(group, i) for i in range(GROUP_SIZE)}
         for sample_id in sorted(self.open[group]):
@@ -197,7 +190,3 @@ def write_run(run_dir: Path, simulation: Simulation, *, strategy: str = "april")
     journal.append(simulation.events)
     journal.close()
     return run_dir
-
-
-def batches(events: list[Event]) -> Iterator[BatchConsumed]:
-    return (e for e in events if isinstance(e, BatchConsumed))

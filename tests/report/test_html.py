@@ -128,9 +128,7 @@ def test_nothing_from_data_becomes_markup() -> None:
         started(0, 0, 1.0, 0),
         ended(0, 0, 1.0, 2.0, 0, 5, None),
     ]
-    record = RunRecord(
-        name=EVIL, config={EVIL: EVIL}, meta={EVIL: EVIL}, metrics=rows, timeline=Timeline.of(events)
-    )
+    record = RunRecord(name=EVIL, config={EVIL: EVIL}, meta={EVIL: EVIL}, metrics=rows, timeline=Timeline.of(events))
     for page in (render_report(record), render_comparison([record, record])):
         checker = _checked(page)
         assert checker.seen.count("script") == 3 and "img" not in checker.seen and checker.handlers == []
@@ -185,10 +183,7 @@ def test_a_crowded_window_is_thinned_by_whole_groups() -> None:
     kept, every = thinned(timeline.samples)
     assert every == 4 and len(kept) == MAX_SPANS
     assert {s.sample_id.group % 4 for s in kept} == {0}
-    assert (
-        gantt(timeline, window, origin_s=0.0)["layout"]["yaxis"]["title"]["text"]
-        == "samples (every 4th group)"
-    )
+    assert gantt(timeline, window, origin_s=0.0)["layout"]["yaxis"]["title"]["text"] == "samples (every 4th group)"
 
 
 def test_neighbouring_versions_get_different_colours() -> None:

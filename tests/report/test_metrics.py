@@ -76,6 +76,12 @@ def test_a_resumed_history_replaces_the_old_one_from_its_first_step(tmp_path: Pa
     assert _steps(rows, "eval") == [(0, 7.0)]
 
 
+def test_a_step_written_twice_counts_once_with_its_later_values(tmp_path: Path) -> None:
+    _write(tmp_path, {0: 0.0, 1: 0.1})
+    _write(tmp_path, {1: 0.2})
+    assert _steps(read_metrics(tmp_path)) == [(0, 0.0), (1, 0.2)]
+
+
 def test_numbers_that_are_not_finite_stay_valid_json_and_read_as_nan(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write("step", 0, 1.0, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})

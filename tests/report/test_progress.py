@@ -18,9 +18,7 @@ class _Clock:
         return self.now
 
 
-def _progress(
-    mode: Mode, *, terminal: bool, total: int = 20, every: int = 5
-) -> tuple[Progress, io.StringIO, _Clock]:
+def _progress(mode: Mode, *, terminal: bool, total: int = 20, every: int = 5) -> tuple[Progress, io.StringIO, _Clock]:
     out, clock = io.StringIO(), _Clock()
     console = Console(file=out, force_terminal=terminal, width=140)
     progress = Progress(
@@ -87,9 +85,7 @@ def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
     progress, out, _ = _progress("plain", terminal=False)
     values = {"accuracy": 0.5, "accuracy_se": 0.02, "accuracy/a": 0.4, "accuracy_se/a": 0.03, "pass@k/a": 0.9}
     progress.evaluation(7, values)
-    assert (
-        out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@k/a 0.900\n"
-    )
+    assert out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@k/a 0.900\n"
 
 
 def test_messages_are_not_read_as_markup() -> None:

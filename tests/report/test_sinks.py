@@ -51,7 +51,8 @@ def test_a_missing_tracker_says_which_extra_to_install(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    config = LoggingConfig(tensorboard=False, **{tracker: "project"})
+    chosen: dict[str, Any] = {tracker: "project"}
+    config = LoggingConfig(tensorboard=False, **chosen)
     with pytest.raises(ConfigError, match=rf"pip install 'rollover\[{tracker}\]'"):
         open_sinks(config, tmp_path, run_config={})
 
@@ -117,9 +118,7 @@ def test_trackio_gets_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert runs[0].rows == [({"loss": 0.5}, 4)]
 
 
-@pytest.mark.parametrize(
-    "key", ["api_key", "HF_TOKEN", "token", "wandb-api-key", "password", "client_secret"]
-)
+@pytest.mark.parametrize("key", ["api_key", "HF_TOKEN", "token", "wandb-api-key", "password", "client_secret"])
 def test_secrets_are_blanked_wherever_they_stand(key: str) -> None:
     assert redacted({"a": [{key: "s3cret"}]}) == {"a": [{key: HIDDEN}]}
 

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from rollover.errors import RunError
+from rollover.report.compare import compare_table
 from rollover.report.metrics import MetricRow
-from rollover.report.record import read_run
+from rollover.report.record import RunRecord, read_run
 from rollover.report.redact import HIDDEN
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
 from rollover.report.timeline import Timeline
@@ -83,6 +84,17 @@ def test_the_table_shows_every_closing_number(tmp_path: Path) -> None:
     Console(file=out, width=120).print(summary_table(record, summary))
     for name, value in summary_rows(summary):
         assert name in out.getvalue() and value[:40] in out.getvalue()
+
+
+def test_names_from_data_are_not_read_as_terminal_markup() -> None:
+    rows = (MetricRow(kind="eval", step=0, time_s=0.0, values={"accuracy/[/x]": 0.5, "accuracy/[red]b": 0.5}),)
+    record = RunRecord(name="[/run]", config={}, meta={}, metrics=rows, timeline=Timeline.of(()))
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    console.print(summary_table(record, summarize(rows, record.timeline)))
+    console.print(compare_table([record, record]))
+    for name in ("[/x]", "[red]b", "[/run]:", "[/run] (2)"):
+        assert name in out.getvalue()
 
 
 def test_a_folder_without_config_is_no_run(tmp_path: Path) -> None:

@@ -115,9 +115,7 @@ def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
     assert timeline.steps[1].ages == {0: 11, 1: 25}
     assert timeline.steps[1].head_ages == (1, 1)
     assert measures.lag_histogram(timeline.steps) == {0: 21, 1: 25}
-    assert measures.lag(timeline.steps) == Lag(
-        mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46
-    )
+    assert measures.lag(timeline.steps) == Lag(mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46)
 
 
 def test_tokens_prefilled_again_are_counted_apart() -> None:
@@ -133,7 +131,7 @@ def test_a_sample_still_parked_has_a_gap_up_to_the_last_event() -> None:
 
 
 def test_a_version_without_tokens_divides_nothing() -> None:
-    events = [opened(0, 1), started(0, 0, 1.0, 0), ended(0, 0, 1.0, 1.0, 0, 0, ABORT)]
+    events: list[Event] = [opened(0, 1), started(0, 0, 1.0, 0), ended(0, 0, 1.0, 1.0, 0, 0, ABORT)]
     timeline = Timeline.of(events)
     assert timeline.samples[0].gaps == () and timeline.samples[0].oldest_version is None
     assert measures.lag(timeline.steps) is None
@@ -179,6 +177,23 @@ def test_waste_has_the_cause_of_the_drop_and_a_failed_sample_its_own() -> None:
         WasteCause.SURPLUS_GROUP,
     ]
     assert timeline.samples[1].gaps == (Gap(start_s=3.0, end_s=4.0),)
+
+
+def test_a_failed_sibling_is_waste_and_no_part_of_its_groups_batch() -> None:
+    events: list[Event] = [
+        opened(0, 2),
+        started(0, 0, 1.0, 0),
+        started(0, 1, 1.0, 0),
+        ended(0, 0, 1.0, 2.0, 0, 5, STOP),
+        SampleFailed(time_s=2.5, sample_id=SampleId(0, 0), reason="reward raised"),
+        ended(0, 1, 1.0, 3.0, 0, 8, STOP),
+        scored(0, 1, 3.0, 1.0),
+        BatchConsumed(time_s=4.0, step=0, group_ids=(0,)),
+    ]
+    timeline = Timeline.of(events)
+    assert (timeline.trained_tokens, timeline.steps[0].num_samples) == (8, 1)
+    assert timeline.wasted_tokens == {WasteCause.FAILED: 5} and timeline.live_tokens == 0
+    assert measures.trained_lengths(timeline.samples) == (8,)
 
 
 def test_a_restart_untrains_the_batches_it_repeats_and_empties_the_engine() -> None:

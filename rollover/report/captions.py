@@ -9,8 +9,9 @@ LEARNING = (
 TIMELINE = (
     "Each bar is a sample, coloured by the policy version that sampled it; a thin line is a sample parked"
     " until a later step. A row that changes colour without ending was rolled over to newer weights. A cross:"
-    " never trained. Shaded: training and publishing. Below, the samples decoding at each moment: the area"
-    " missing under a falling curve is idle engine. Drag to zoom, double-click to go back."
+    " never trained. Shaded: training and publishing; a dashed line is a restart. Below, the samples decoding"
+    " at each moment: the area missing under a falling curve is idle engine. Drag to zoom, double-click to go"
+    " back."
 )
 ALIGNED = (
     "The same training steps of every run on axes of equal length: the shorter picture is the faster run."

@@ -57,7 +57,7 @@ def gantt(
             range=[len(rows) - 0.3, -0.7],
         ),
         yaxis2=axis("active", domain=[0.0, 0.2], anchor="x", rangemode="tozero", nticks=4),
-        shapes=_training(timeline, window, origin_s),
+        shapes=[*_training(timeline, window, origin_s), *_restarts(timeline, window, origin_s)],
     )
 
 
@@ -211,16 +211,23 @@ def _training(timeline: Timeline, window: Window, origin_s: float) -> list[dict[
         if end_s > start_s:
             bands.append(
                 {
+                    **_upright(start_s - origin_s, end_s - origin_s),
                     "type": "rect",
-                    "xref": "x",
-                    "yref": "paper",
-                    "x0": round(start_s - origin_s, 3),
-                    "x1": round(end_s - origin_s, 3),
-                    "y0": 0,
-                    "y1": 1,
                     "fillcolor": "--band",
                     "line": {"width": 0},
                     "layer": "below",
                 }
             )
     return bands
+
+
+def _restarts(timeline: Timeline, window: Window, origin_s: float) -> list[dict[str, Any]]:
+    """A dashed line where a new process took over."""
+    inside = (t for t in timeline.restarts_s if window.start_s <= t <= window.end_s)
+    dashes = {"type": "line", "line": {"color": "--red", "width": 1.4, "dash": "dash"}}
+    return [{**_upright(t - origin_s, t - origin_s), **dashes} for t in inside]
+
+
+def _upright(x0: float, x1: float) -> dict[str, Any]:
+    """A shape over the whole height of the picture."""
+    return {"xref": "x", "yref": "paper", "x0": round(x0, 3), "x1": round(x1, 3), "y0": 0, "y1": 1}

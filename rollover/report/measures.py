@@ -105,16 +105,6 @@ def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[f
     return {cause: tuple(curve) for cause, curve in curves.items()}
 
 
-def mean_active(active: Sequence[tuple[float, int]], start_s: float, end_s: float) -> float:
-    """Time-weighted mean of a step curve over an interval; 0 for an empty interval."""
-    if end_s <= start_s:
-        return 0.0
-    clipped = clip_curve(active, start_s, end_s)
-    times = [t for t, _ in clipped] + [end_s]
-    area = sum(n * (b - a) for (a, n), b in zip(clipped, times[1:], strict=True))
-    return area / (end_s - start_s)
-
-
 def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float) -> tuple[tuple[float, int], ...]:
     """The step curve inside an interval; its first point is at ``start_s`` with the value in force there."""
     first = bisect_right(curve, start_s, key=lambda point: point[0])

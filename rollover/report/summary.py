@@ -181,7 +181,9 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ("wasted tokens", waste_text(s)),
         ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
         ("resumes per sample", number(s.resumes_per_sample, ".2f")),
-        ("length, trained / generated", number(s.length_drift, ".2f")),
+        ("generated lengths", lengths_text(s.generated)),
+        ("trained lengths", lengths_text(s.trained)),
+        ("mean length, trained / generated", number(s.length_drift, ".2f")),
         ("time", phases_text(s)),
         ("peak memory", bytes_text(s.peak_memory_bytes)),
     ]
@@ -217,6 +219,12 @@ def lag_text(lag: Lag | None) -> str:
     if lag is None:
         return "–"
     return f"mean {lag.mean:.2f}, p95 {lag.p95}, max {lag.max} versions; head {lag.head_mean:.2f}"
+
+
+def lengths_text(found: Lengths | None) -> str:
+    if found is None:
+        return "–"
+    return f"mean {found.mean:.1f}, median {found.median}, p95 {found.p95}, max {found.max} tokens"
 
 
 def waste_text(s: RunSummary) -> str:

@@ -24,7 +24,7 @@ from rollover.report.page import script_json
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import summarize
 from rollover.report.timeline import Timeline
-from rollover.rollout.events import Event
+from rollover.rollout.events import Event, Restarted
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER, ended, opened, started
 
@@ -191,9 +191,18 @@ def test_neighbouring_versions_get_different_colours() -> None:
         assert len(set(version_colours(range(count)).values())) == count
 
 
-def test_smoothing_keeps_a_straight_line_straight_inside() -> None:
-    smooth = figures.smoothed([float(i) for i in range(20)])
-    assert smooth[2:-2] == [float(i) for i in range(2, 18)]
+def test_smoothing_leaves_a_straight_line_alone_and_spreads_a_peak() -> None:
+    line = [float(i) for i in range(20)]
+    assert figures.smoothed(line) == line
+    assert figures.smoothed([0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0]) == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert figures.smoothed([]) == []
+
+
+def test_a_restart_is_marked_in_the_timeline() -> None:
+    events = [*ROLLED_OVER, Restarted(time_s=8.0, step=2, redo_from=None, lost_tokens=0)]
+    timeline = Timeline.of(events)
+    shapes = gantt(timeline, window_of(timeline, 0, 1), origin_s=1.0)["layout"]["shapes"]
+    assert [(s["x0"], s["x1"]) for s in shapes if s["type"] == "line"] == [(7.0, 7.0)]
 
 
 def test_a_comparison_gives_ratios_to_the_first_run(sync: Path, april: Path, tmp_path: Path) -> None:

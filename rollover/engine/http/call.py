@@ -104,9 +104,7 @@ class Call:
     def _check(self, delta: Delta) -> None:
         name, params = self.request.request_id, self.request.params
         if len(delta.token_ids) != len(delta.logprobs):
-            raise EngineError(
-                f"{name}: {len(delta.token_ids)} tokens came with {len(delta.logprobs)} log-probs"
-            )
+            raise EngineError(f"{name}: {len(delta.token_ids)} tokens came with {len(delta.logprobs)} log-probs")
         for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
             if not 0 <= token < self._vocab_size:
                 raise EngineError(f"{name}: token {token} is outside the vocabulary of {self._vocab_size}")
@@ -114,13 +112,9 @@ class Call:
                 raise EngineError(f"{name}: token {token} has the log-prob {logprob}")
         total = len(self.response) + len(delta.token_ids)
         if total > params.max_new_tokens:
-            raise EngineError(
-                f"{name}: {total} tokens were decoded, asked for at most {params.max_new_tokens}"
-            )
+            raise EngineError(f"{name}: {total} tokens were decoded, asked for at most {params.max_new_tokens}")
         if delta.finish_reason is FinishReason.LENGTH and total < params.max_new_tokens:
-            raise EngineError(
-                f"{name}: ended for its length after {total} tokens, asked for {params.max_new_tokens}"
-            )
+            raise EngineError(f"{name}: ended for its length after {total} tokens, asked for {params.max_new_tokens}")
         if delta.finish_reason is FinishReason.STOP and not params.stop_strings:
             last = delta.token_ids[-1] if delta.token_ids else self.response[-1] if self.response else None
             if last not in params.stop_token_ids:

@@ -84,9 +84,7 @@ class HTTPClient:
         transport: in place of the network (tests).
     """
 
-    def __init__(
-        self, url: str, config: ServerConfig, *, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, config: ServerConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
         self._config = config
         self._key = _api_key(config)
@@ -207,9 +205,7 @@ class HTTPClient:
         try:
             return max(
                 0.0,
-                (
-                    parsedate_to_datetime(value) - parsedate_to_datetime(answer.headers["Date"])
-                ).total_seconds(),
+                (parsedate_to_datetime(value) - parsedate_to_datetime(answer.headers["Date"])).total_seconds(),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -255,9 +251,7 @@ class _Naming:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, httpx.ConnectTimeout):
             raise EngineTimeout(f"{self._url} did not accept a connection for {self._what} in time") from None
         if isinstance(error, httpx.ConnectError):

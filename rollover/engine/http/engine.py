@@ -73,6 +73,7 @@ class ServerEngine(ABC):
         """What the server serves under ``_version``."""
         self._unfit: str | None = f"{client} is not open yet"
         """Why no call may be sent: its weights are none that we know."""
+        self._num_installs = 0
         self._calls: dict[str, Call] = {}
         self._used_ids: set[str] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -153,9 +154,7 @@ class ServerEngine(ABC):
         """Raises ``EngineError`` unless the server is well and serves our weights; ``decode`` has it sample a
         token."""
         self._refuse_when_unfit()
-        await self._check_health(
-            decode=decode and self._running.is_set(), timeout_s=self._config.health_timeout_s
-        )
+        await self._check_health(decode=decode and self._running.is_set(), timeout_s=self._config.health_timeout_s)
         await self._check_version()
 
     async def revive(self) -> None:
@@ -294,9 +293,7 @@ class ServerEngine(ABC):
             )
         if params.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(self.model.path)
-        patience = Patience(
-            first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s
-        )
+        patience = Patience(first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s)
         call = Call(request, patience, self.model.vocab_size)
         self._used_ids.add(request.request_id)
         self._calls[request.request_id] = call
@@ -315,9 +312,7 @@ class ServerEngine(ABC):
                     if not call.ended.is_set():
                         self._take(call, delta)
             if not call.ended.is_set():
-                raise EngineError(
-                    f"{self}: the stream of {call.request.request_id} ended without a finish reason"
-                )
+                raise EngineError(f"{self}: the stream of {call.request.request_id} ended without a finish reason")
         except Exception as e:
             call.fail(e)
         finally:
@@ -327,11 +322,7 @@ class ServerEngine(ABC):
         stops = call.request.params.stop_strings
 
         def completes() -> bool:
-            return (
-                bool(stops)
-                and self._stop_strings is not None
-                and self._stop_strings.complete(call.response, stops)
-            )
+            return bool(stops) and self._stop_strings is not None and self._stop_strings.complete(call.response, stops)
 
         version = self._version if delta.policy_version is None else delta.policy_version
         self._decoded_tokens += call.take(delta, version, cache_kept=self._keeps, completes=completes)
@@ -365,9 +356,7 @@ class ServerEngine(ABC):
                         await ask(late)
         for call in calls:
             if not call.ended.is_set():
-                logger.warning(
-                    "%r did not hand over %s; it ends with what had come", self, call.request.request_id
-                )
+                logger.warning("%r did not hand over %s; it ends with what had come", self, call.request.request_id)
                 self._end(call, FinishReason.ABORT)
 
     async def _keep_asking(self, calls: list[Call]) -> None:
@@ -410,9 +399,10 @@ class ServerEngine(ABC):
 
     async def _install(self, version: int, folder: Path) -> None:
         self._unfit = f"{self} failed while its weights were replaced; it has none that are known"
+        self._num_installs += 1
         await self._replace_weights(version, folder)
         self._version, self._weights, self._unfit = version, folder, None
-        await self._check_version()
+        self._compare(await self._served_version())
 
     async def _turn_to_send(self) -> None:
         """Return when calls may be sent to a server that serves our weights."""
@@ -424,7 +414,14 @@ class ServerEngine(ABC):
             await self._check_version()
 
     async def _check_version(self) -> None:
+        """Raises ``EngineError`` when the server has other weights than we gave it. An answer that a load has
+        overtaken says nothing."""
+        before = self._num_installs
         served = await self._served_version()
+        if before == self._num_installs and self._running.is_set():
+            self._compare(served)
+
+    def _compare(self, served: str) -> None:
         if served != str(self._version):
             self._unfit = (
                 f"{self} says it serves weights {served!r}, though version {self._version} was loaded:"

@@ -62,9 +62,7 @@ class ModelFolder:
             ("are unknown", given.keys() - self.weights.keys() - twin),
         ):
             if names:
-                raise EngineError(
-                    f"weights in {folder} do not fit: {len(names)} {problem}, first {min(names)!r}"
-                )
+                raise EngineError(f"weights in {folder} do not fit: {len(names)} {problem}, first {min(names)!r}")
         for name, info in given.items():
             expected = self.weights.get(name, info)
             if info.shape != expected.shape:

@@ -30,8 +30,7 @@ from rollover.types import FinishReason
 _RESET_RETRY_S = 0.05
 _REASONS = {reason.value: reason for reason in FinishReason}
 _HOW_TO_START = (
-    "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --logprobs-mode processed_logprobs"
-    " (docs/engines.md)"
+    "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --logprobs-mode processed_logprobs (docs/engines.md)"
 )
 
 
@@ -41,9 +40,7 @@ class VLLMEngine(ServerEngine):
     def __init__(
         self, client: HTTPClient, config: VLLMConfig, folder: Path, *, process: ServerProcess | None = None
     ) -> None:
-        super().__init__(
-            client, config, folder, process=process, keeps_calls_over_update=config.kv_on_update == "keep"
-        )
+        super().__init__(client, config, folder, process=process, keeps_calls_over_update=config.kv_on_update == "keep")
         self._settings = config
         self._model_name = config.served_model or ""
 
@@ -53,14 +50,10 @@ class VLLMEngine(ServerEngine):
 
     async def _check_server(self) -> int:
         served = await self.client.call("GET", "/v1/models")
-        models = {
-            card["id"]: card for card in _of(served, "data", list) if isinstance(card, dict) and "id" in card
-        }
+        models = {card["id"]: card for card in _of(served, "data", list) if isinstance(card, dict) and "id" in card}
         name = self._model_name or next(iter(models), "")
         if name not in models:
-            raise EngineError(
-                f"{self} serves {', '.join(models) or 'no model'}, not engine.served_model = {name!r}"
-            )
+            raise EngineError(f"{self} serves {', '.join(models) or 'no model'}, not engine.served_model = {name!r}")
         self._model_name = name
         for path in ("/is_paused", "/weight_info"):
             try:
@@ -152,9 +145,7 @@ class VLLMEngine(ServerEngine):
             raise EngineError(
                 f"{self} ended a call with finish_reason {reason!r}, which is none of {', '.join(_REASONS)}"
             )
-        if not all(type(t) is int for t in token_ids) or not all(
-            isinstance(p, int | float) for p in logprobs
-        ):
+        if not all(type(t) is int for t in token_ids) or not all(isinstance(p, int | float) for p in logprobs):
             raise EngineError(f"{self} sent tokens {token_ids[:8]} with log-probs {logprobs[:8]}")
         return Delta(
             token_ids=tuple(token_ids),
@@ -213,8 +204,9 @@ class VLLMEngine(ServerEngine):
 
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
         await self.client.call("GET", "/health", timeout_s=timeout_s)
+        running = self._running.is_set()
         paused = _of(await self.client.call("GET", "/is_paused", timeout_s=timeout_s), "is_paused", bool)
-        if paused and self._running.is_set():
+        if paused and running and self._running.is_set():
             raise EngineError(f"{self} is paused, and not by us")
         if decode:
             await self.client.call("POST", "/v1/completions", body=self._one_token(0), timeout_s=timeout_s)

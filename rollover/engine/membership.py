@@ -1,0 +1,137 @@
+"""Which member of a pool gets the next call, and which members get none. Pure: no engine, no clock, no
+asyncio.
+
+A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or
+``DOWN`` (tried again at ``retry_s``, each time after twice the time). What is kept true: only members that
+are up get calls; a member's load is the number of calls assigned to it and not released; siblings share a
+member unless that would unbalance the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+AFFINITY_SLACK = 0.25
+"""How much fuller than the emptiest member, as a share of its capacity, one may be and still get its
+sibling."""
+_MAX_KEYS = 8192
+
+
+class Health(Enum):
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one engine."""
+
+    name: str
+    capacity: int
+    """Calls it decodes at the same time."""
+    load: int = 0
+    health: Health = Health.DOWN
+    reason: str = "it has not been tried yet"
+    """Why it is not up."""
+    retry_s: float = 0.0
+    num_failures: int = 0
+    """Since it was last up."""
+    num_late_probes: int = 0
+    """In a row, while it is up."""
+
+    @property
+    def share(self) -> float:
+        """Of its capacity in use."""
+        return self.load / self.capacity
+
+
+class Membership:
+    """Members by index, in the order in which they were given."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        capacities: Sequence[int],
+        *,
+        retry_after_s: float,
+        max_retry_after_s: float,
+    ) -> None:
+        self.members = [Member(n, c) for n, c in zip(names, capacities, strict=True)]
+        self._retry_after_s = retry_after_s
+        self._max_retry_after_s = max_retry_after_s
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        """Where the last call of a prompt went."""
+
+    @property
+    def up(self) -> list[int]:
+        """Those that get calls."""
+        return [i for i, member in enumerate(self.members) if member.health is Health.UP]
+
+    @property
+    def in_service(self) -> list[int]:
+        """Those that may have calls: up or under suspicion."""
+        return [i for i, member in enumerate(self.members) if member.health is not Health.DOWN]
+
+    def is_down(self, index: int) -> bool:
+        return self.members[index].health is Health.DOWN
+
+    def assign(self, prompt_key: str) -> int | None:
+        """The member that gets a call of this prompt, counted as its load; ``None`` when none is up."""
+        up = self.up
+        if not up:
+            return None
+        chosen = min(up, key=lambda i: (self.members[i].share, i))
+        home = self._homes.get(prompt_key)
+        if home is not None and home in up and self._may_take_sibling(home, least=self.members[chosen].share):
+            chosen = home
+        self._homes[prompt_key] = chosen
+        self._homes.move_to_end(prompt_key)
+        if len(self._homes) > _MAX_KEYS:
+            self._homes.popitem(last=False)
+        self.members[chosen].load += 1
+        return chosen
+
+    def _may_take_sibling(self, home: int, *, least: float) -> bool:
+        member = self.members[home]
+        return member.load < member.capacity and member.share <= least + AFFINITY_SLACK
+
+    def release(self, index: int) -> None:
+        self.members[index].load -= 1
+        assert self.members[index].load >= 0, f"{self.members[index].name} has fewer calls than none"
+
+    def suspect(self, index: int, reason: str) -> None:
+        """A call failed on a member that was up."""
+        member = self.members[index]
+        if member.health is Health.UP:
+            member.health, member.reason = Health.SUSPECT, reason
+
+    def late(self, index: int, reason: str, now_s: float) -> bool:
+        """A probe of a member failed. True when that takes it out: when it is suspect, or late twice in a
+        row."""
+        member = self.members[index]
+        member.num_late_probes += 1
+        if member.health is Health.UP and member.num_late_probes < 2:
+            return False
+        self.take_out(index, reason, now_s)
+        return True
+
+    def take_out(self, index: int, reason: str, now_s: float) -> None:
+        member = self.members[index]
+        member.health, member.reason = Health.DOWN, reason
+        wait_s = min(self._retry_after_s * 2.0 ** min(member.num_failures, 63), self._max_retry_after_s)
+        member.num_failures += 1
+        member.retry_s = now_s + wait_s
+
+    def admit(self, index: int, capacity: int) -> None:
+        """The member is well and its weights are current."""
+        member = self.members[index]
+        member.health, member.reason, member.capacity = Health.UP, "", capacity
+        member.num_failures = member.num_late_probes = 0
+
+    def why_none(self) -> str:
+        """One line for each member that is not up."""
+        return "; ".join(f"{m.name}: {m.reason}" for m in self.members if m.health is not Health.UP)

@@ -1,0 +1,308 @@
+"""A pool of scripted engines: the contract, and what happens when members fail. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rollover.engine.base import Chunk, GenerateRequest, WeightSource
+from rollover.engine.pool import EnginePool
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
+from tests.engine.fake import FakeEngine
+from tests.virtual_time import VirtualClock, run
+
+WEIGHTS = {"w": 1}
+FOREVER = 10**6
+
+
+class Flaky(FakeEngine):
+    """A fake that can be ill: ``failing`` raises from every call, ``hanging`` never returns from any."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        super().__init__(lambda _: FOREVER, auto=True, clock=VirtualClock(), tick_s=0.01, **settings)
+        self.name = name
+        self.failing: str | None = None
+        self.hanging = False
+        self.num_probes = self.num_revivals = 0
+        self.probe_times: list[float] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+    async def _ill(self) -> None:
+        if self.hanging:
+            await asyncio.get_running_loop().create_future()
+        if self.failing is not None:
+            raise EngineError(f"{self.name}: {self.failing}")
+
+    async def probe(self, *, decode: bool = False) -> None:
+        self.num_probes += 1
+        self.probe_times.append(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(1.0):
+                await self._ill()
+        except TimeoutError:
+            raise EngineError(f"{self.name}: no answer") from None
+
+    async def revive(self) -> None:
+        self.num_revivals += 1
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        await self._ill()
+        async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                await self._ill()
+                yield chunk
+
+    async def pause(self) -> None:
+        await self._ill()
+        await super().pause()
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        await self._ill()
+        await super().load(version, source)
+
+    async def abort(self, request_ids: Any) -> None:
+        if self.hanging:
+            await self._ill()
+        await super().abort(request_ids)
+
+    async def close(self) -> None:
+        await FakeEngine.abort(self, list(self._calls))
+        self._closed = True
+
+
+@asynccontextmanager
+async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0) -> AsyncIterator[EnginePool]:
+    pool = EnginePool(
+        members,
+        WEIGHTS,
+        VirtualClock(),
+        probe_interval_s=2.0,
+        max_retry_after_s=16.0,
+        all_down_timeout_s=all_down_timeout_s,
+    )
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+class Pool(EngineContract):
+    num_members = 1
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[FullEngine]:
+        async with pool_of(*(Flaky(f"e{i}") for i in range(self.num_members))) as pool:
+            yield pool
+
+    def run(self, law: Callable[[FullEngine], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with self.engine() as engine:
+                await law(engine)
+
+        run(main())
+
+    def new_weights(self) -> WeightSource:
+        return {"w": 2}
+
+    def bad_weights(self) -> WeightSource:
+        return {}
+
+
+class TestAPoolOfOneKeepsTheContract(Pool):
+    pass
+
+
+class TestAPoolOfThreeKeepsTheContract(Pool):
+    num_members = 3
+
+
+def test_the_pool_can_what_all_members_can_and_has_the_room_of_those_that_are_up() -> None:
+    async def main() -> None:
+        one, two = Flaky("one", max_running=4, max_context_tokens=500), Flaky("two", max_running=8)
+        async with pool_of(one, two) as pool:
+            assert pool.capabilities.max_running == 12
+            assert pool.capabilities.max_context_tokens == 500
+            assert pool.capabilities.in_flight_update
+            assert not pool.capabilities.keeps_kv_on_abort  # a sample may be resumed by another member
+            two.failing = "ill"
+            await pool.pause()
+            await pool.resume()
+            assert pool.capabilities.max_running == 4
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["failing", "hanging"])
+def test_a_member_that_falls_ill_in_mid_call_is_left_out_and_the_call_goes_on_elsewhere(how: str) -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            stream = pool.generate(request("a", max_new_tokens=400))
+            head = [await anext(stream) for _ in range(5)]
+            ill, well = (one, two) if one.requests else (two, one)
+            setattr(ill, how, "500" if how == "failing" else True)
+            with pytest.raises(EngineError, match=ill.name):
+                async for chunk in stream:
+                    head.append(chunk)
+            prefix = tokens(head)
+            rest = await collect(pool, request("a", hop=1, max_new_tokens=400, response_ids=prefix))
+            assert len(prefix + tokens(rest)) == 400
+            assert well.requests[-1].response_ids == prefix
+
+    run(main())
+
+
+def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            two.failing = "ill"
+            await asyncio.sleep(30.0)
+            for version in (1, 2):
+                await pool.pause()
+                await pool.load(version, {"w": version})
+                await pool.resume()
+            assert (one.version, two.version) == (2, 0)
+            two.failing = None
+            await asyncio.sleep(40.0)
+            assert two.version == 2
+            assert two.num_revivals > 0
+            chunks = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+            assert {c.policy_version for call in chunks for c in call} == {2}
+            assert two.requests and one.requests
+
+    run(main())
+
+
+def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            for member in (one, two):
+                member.fail(EngineError("a passing failure"))
+            call = asyncio.create_task(collect(pool, request("a", max_new_tokens=1000)))
+            await asyncio.sleep(0.05)
+            (one if one.requests else two).fail(EngineError("a passing failure"))
+            await asyncio.gather(call, return_exceptions=True)
+            await pool.pause()
+            await pool.load(1, {"w": 1})
+            await pool.resume()
+            assert (one.version, two.version) == (1, 1)
+
+    run(main())
+
+
+def test_attempts_to_bring_a_member_back_grow_apart() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two):
+            two.failing = "ill"
+            await asyncio.sleep(5.0)
+            before = two.num_revivals
+            await asyncio.sleep(100.0)
+            assert 4 <= two.num_revivals - before <= 9  # 1, 2, 4, 8, then every 16 seconds
+
+    run(main())
+
+
+def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            two.hanging = True
+            start_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(8.0)  # two late probes
+            await pool.pause()
+            await pool.load(1, {"w": 1})
+            await pool.resume()
+            assert one.version == 1
+            assert asyncio.get_running_loop().time() - start_s < 9.0
+
+    run(main())
+
+
+def test_weights_that_some_refuse_take_those_out_and_weights_that_all_refuse_change_nothing() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            await pool.pause()
+            with pytest.raises(EngineError, match=r"no engine took weights version 1: .*do not fit"):
+                await pool.load(1, {})
+            await pool.resume()
+            assert pool.capabilities.max_running == 128 and pool.stats().policy_version == 0
+            await pool.pause()
+            two.failing = "disk full"
+            await pool.load(1, {"w": 1})
+            two.failing = None
+            await pool.resume()
+            assert pool.capabilities.max_running == 64 and pool.stats().policy_version == 1
+            await asyncio.sleep(5.0)
+            assert two.version == 1 and pool.capabilities.max_running == 128
+
+    run(main())
+
+
+def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two, all_down_timeout_s=20.0) as pool:
+            one.failing, two.failing = "out of memory", "no route"
+            for i in range(4):
+                with pytest.raises(EngineError):
+                    await collect(pool, request(f"w{i}", prompt_ids=(i + 1,)))
+            start_s = asyncio.get_running_loop().time()
+            with pytest.raises(EngineError, match=r"for 20 s .*: one: one: out of memory; two: two: no route$"):
+                await collect(pool, request("late"))
+            assert asyncio.get_running_loop().time() - start_s == pytest.approx(20.0)
+            with pytest.raises(EngineError, match=r"no engine could be paused; one: .*; two: "):
+                await pool.pause()
+            waiting = asyncio.create_task(collect(pool, request("saved")))
+            await asyncio.sleep(1.0)
+            one.failing = None
+            assert len(tokens(await waiting)) == 12
+
+    run(main())
+
+
+def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
+    async def main() -> None:
+        one = Flaky("one")
+        async with pool_of(one, all_down_timeout_s=50.0) as pool:
+            one.failing = "ill"
+            with pytest.raises(EngineError):
+                await collect(pool, request("a"))
+            waiting = asyncio.create_task(collect(pool, request("b")))
+            await asyncio.sleep(0.1)
+            await pool.abort(["b#0"])
+            assert [(c.token_ids, c.finish_reason) for c in await waiting] == [((), FinishReason.ABORT)]
+
+    run(main())
+
+
+def test_an_abort_reaches_all_members_at_once_and_does_not_wait_for_one_that_hangs() -> None:
+    async def main() -> None:
+        members = [Flaky(f"e{i}") for i in range(3)]
+        async with pool_of(*members) as pool:
+            calls = [
+                asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000, prompt_ids=(i + 1,))))
+                for i in range(6)
+            ]
+            await asyncio.sleep(0.05)
+            members[1].hanging = True
+            await pool.abort([f"r{i}#0" for i in range(6)])
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            aborted = [e for e in ends if not isinstance(e, BaseException)]
+            assert len(aborted) == 4
+            assert all(chunks[-1].finish_reason is FinishReason.ABORT for chunks in aborted)
+            assert sum(isinstance(e, EngineError) for e in ends) == 2
+
+    run(main())

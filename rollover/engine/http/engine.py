@@ -46,7 +46,8 @@ class ServerEngine(ABC):
     Args:
         folder: the model it should serve, and its weights at version 0.
         process: the server, where it was started by us; closed with the engine.
-        keeps_calls_over_update: running calls go on, with their cache, after a weight load.
+        keeps_calls_over_update: running calls go on after a weight load.
+        keeps_cache_over_update: they do so with the cache that they had.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ServerEngine(ABC):
         *,
         process: ServerProcess | None = None,
         keeps_calls_over_update: bool = False,
+        keeps_cache_over_update: bool = False,
     ) -> None:
         self.client = client
         self.model = ModelFolder.read(folder)
@@ -67,7 +69,8 @@ class ServerEngine(ABC):
         )
         self._config = config
         self._process = process
-        self._keeps = keeps_calls_over_update
+        self._keeps_calls = keeps_calls_over_update
+        self._keeps_cache = keeps_cache_over_update
         self._version = 0
         self._weights = folder
         """What the server serves under ``_version``."""
@@ -140,7 +143,7 @@ class ServerEngine(ABC):
         self.capabilities = Capabilities(
             max_running=self._config.max_running,
             max_context_tokens=context,
-            in_flight_update=self._keeps,
+            in_flight_update=self._keeps_calls,
         )
         await self._freeze()
         try:
@@ -245,7 +248,7 @@ class ServerEngine(ABC):
         if not isinstance(source, Path):
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
         self.model.check_fits(source)
-        if not self._keeps:
+        if not self._keeps_calls:
             await self._stop(self._sent())
         before = self._version, self._weights
         try:
@@ -325,7 +328,7 @@ class ServerEngine(ABC):
             return bool(stops) and self._stop_strings is not None and self._stop_strings.complete(call.response, stops)
 
         version = self._version if delta.policy_version is None else delta.policy_version
-        self._decoded_tokens += call.take(delta, version, cache_kept=self._keeps, completes=completes)
+        self._decoded_tokens += call.take(delta, version, cache_kept=self._keeps_cache, completes=completes)
         if delta.token_ids:
             self._last_token_s = asyncio.get_running_loop().time()
             call.patience.heard()

@@ -19,6 +19,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.http.answer import field_of
 from rollover.engine.http.call import Call, Delta
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.engine import ServerEngine
@@ -40,7 +41,10 @@ class VLLMEngine(ServerEngine):
     def __init__(
         self, client: HTTPClient, config: VLLMConfig, folder: Path, *, process: ServerProcess | None = None
     ) -> None:
-        super().__init__(client, config, folder, process=process, keeps_calls_over_update=config.kv_on_update == "keep")
+        keeps = config.kv_on_update == "keep"
+        super().__init__(
+            client, config, folder, process=process, keeps_calls_over_update=keeps, keeps_cache_over_update=keeps
+        )
         self._settings = config
         self._model_name = config.served_model or ""
 
@@ -50,7 +54,9 @@ class VLLMEngine(ServerEngine):
 
     async def _check_server(self) -> int:
         served = await self.client.call("GET", "/v1/models")
-        models = {card["id"]: card for card in _of(served, "data", list) if isinstance(card, dict) and "id" in card}
+        models = {
+            card["id"]: card for card in field_of(served, "data", list) if isinstance(card, dict) and "id" in card
+        }
         name = self._model_name or next(iter(models), "")
         if name not in models:
             raise EngineError(f"{self} serves {', '.join(models) or 'no model'}, not engine.served_model = {name!r}")
@@ -100,7 +106,7 @@ class VLLMEngine(ServerEngine):
         async with aclosing(self.client.events("/v1/completions", self._body(call), call.patience)) as events:
             async for event in events:
                 self._count_cached(call, event)
-                if choices := _of(event, "choices", list):
+                if choices := field_of(event, "choices", list):
                     yield self._delta(choices[0])
 
     def _body(self, call: Call) -> dict[str, Any]:
@@ -134,12 +140,12 @@ class VLLMEngine(ServerEngine):
             "cache_salt": f"v{call.kv_version}",
             "stream": True,
             "stream_options": {"include_usage": True},
-            "stream_interval": 1 if self._keeps else self._settings.stream_interval_tokens,
+            "stream_interval": 1 if self._keeps_cache else self._settings.stream_interval_tokens,
         }
 
     def _delta(self, choice: Any) -> Delta:
-        token_ids = _of(choice, "token_ids", list)
-        logprobs = _of(choice.get("logprobs") or {"token_logprobs": []}, "token_logprobs", list)
+        token_ids = field_of(choice, "token_ids", list)
+        logprobs = field_of(choice.get("logprobs") or {"token_logprobs": []}, "token_logprobs", list)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in _REASONS:
             raise EngineError(
@@ -190,7 +196,7 @@ class VLLMEngine(ServerEngine):
         """Free what was cached. Calls that are kept over the update hold their blocks; the salt keeps others
         off them. Those that were aborted hold theirs for a moment."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.control_timeout_s
-        while not _of(await self.client.call("POST", "/reset_prefix_cache"), "success", bool):
+        while not field_of(await self.client.call("POST", "/reset_prefix_cache"), "success", bool):
             if self._sent():
                 return
             if asyncio.get_running_loop().time() > deadline_s:
@@ -200,12 +206,12 @@ class VLLMEngine(ServerEngine):
             await asyncio.sleep(_RESET_RETRY_S)
 
     async def _served_version(self) -> str:
-        return str(_of(await self.client.call("GET", "/weight_info"), "weight_version", str))
+        return str(field_of(await self.client.call("GET", "/weight_info"), "weight_version", str))
 
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
         await self.client.call("GET", "/health", timeout_s=timeout_s)
         running = self._running.is_set()
-        paused = _of(await self.client.call("GET", "/is_paused", timeout_s=timeout_s), "is_paused", bool)
+        paused = field_of(await self.client.call("GET", "/is_paused", timeout_s=timeout_s), "is_paused", bool)
         if paused and running and self._running.is_set():
             raise EngineError(f"{self} is paused, and not by us")
         if decode:
@@ -217,11 +223,3 @@ def hop_seed(seed: int, num_decoded: int) -> int:
     beginning."""
     digest = hashlib.blake2b(f"{seed}/{num_decoded}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _of(answer: Any, key: str, kind: type) -> Any:
-    """``answer[key]``. Raises ``EngineError`` where it is missing or of another type."""
-    value = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(value, kind):
-        raise EngineError(f"expected {key!r} in an answer of vLLM, got {str(answer)[:120]}")
-    return value

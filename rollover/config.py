@@ -53,6 +53,14 @@ class WarmupConfig(SFTConfig):
 
     sources: tuple[SourceConfig, ...] = ()
     """Whose solutions; those of ``tasks.train`` when left out."""
+    bare_answers: float = 0.0
+    """Share of the examples that show the last line of the solution alone. The model then learns to guess as well as to
+    work things out, and reinforcement learning has something to choose."""
+
+    def __post_init__(self) -> None:
+        SFTConfig.__post_init__(self)
+        if not 0 <= self.bare_answers < 1:
+            raise ValueError(f"sft.bare_answers must lie in [0, 1), got {self.bare_answers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +143,34 @@ class RunConfig:
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a TOML file or of a packaged experiment, with ``--section.key value`` laid over it.
 
+    A file may begin with ``extends = "..."``, another file (seen from its own folder) or a packaged experiment: it then
+    says only what differs.
+
     Raises ``ConfigError`` listing every mistake with its line.
     """
-    file = find(config)
-    document = toml.read(file, file.name if file.parent == EXPERIMENTS else str(config))
+    document = _read(find(config), str(config), ())
     loaded = build(RunConfig, document, parse_overrides(overrides))
     for name in loaded.variants:
         _build_variant(loaded, name, document)
     return loaded
+
+
+def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
+    """A file laid over the one it extends; line numbers are those of ``file`` itself."""
+    document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
+    if "extends" not in document.data:
+        return document
+    data = dict(document.data)
+    base = data.pop("extends")
+    where = f"{document.name}:{document.lines.get(('extends',), 1)}: extends"
+    if not isinstance(base, str):
+        raise ConfigError(f"{where}: must be the name of a file or experiment, got {base!r}")
+    beside = file.parent / base
+    below = find(beside if beside.is_file() else base)
+    if below in (*extending, file):
+        raise ConfigError(f"{where}: {base} extends this file in turn; break the circle")
+    inherited = _read(below, str(below), (*extending, file))
+    return toml.Document(name=document.name, data=_merged(inherited.data, data), lines=document.lines)
 
 
 def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:

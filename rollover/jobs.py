@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -30,7 +31,7 @@ def train(config: RunConfig, run: RunDir) -> None:
     if config.variants:
         _compare(config, run)
     else:
-        _train(config, run)
+        _train(config, run, resume=run.resume_command)
 
 
 def sft(config: RunConfig, run: RunDir) -> None:
@@ -66,7 +67,8 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
         progress.console.print(table)
 
 
-def _train(config: RunConfig, run: RunDir) -> None:
+def _train(config: RunConfig, run: RunDir, *, resume: str) -> None:
+    """``resume`` is the command that goes on with it."""
     from rollover.loop import Interrupt
     from rollover.loop import train as train_loop
     from rollover.report.html import write_report
@@ -74,19 +76,18 @@ def _train(config: RunConfig, run: RunDir) -> None:
     from rollover.report.summary import summarize, summary_table
     from rollover.session import open_session
 
-    async def work() -> bool:
-        interrupt = Interrupt(progress)
-        with interrupt:
-            async with open_session(config, run, progress) as session:
-                await train_loop(session, interrupt)
-        return interrupt.requested
+    async def work() -> None:
+        async with open_session(config, run, progress) as session:
+            if session.version >= config.steps:
+                progress.message(f"all {config.steps} steps are done; for more: {resume} --steps N")
+            await train_loop(session, interrupt)
 
-    with _progress(config) as progress:
-        interrupted = asyncio.run(work())
+    with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt:
+        asyncio.run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
     write_report(run.path)
-    if interrupted:
+    if interrupt.requested:
         raise KeyboardInterrupt
 
 
@@ -94,6 +95,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
     """Run each variant in a directory of its own below ``run``; those that are done are left alone."""
     from rollover.prepare import initial_policy
     from rollover.report.compare import compare_table, write_comparison
+    from rollover.report.record import read_run
 
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.path / "model", progress, metrics)
@@ -104,12 +106,14 @@ def _compare(config: RunConfig, run: RunDir) -> None:
         progress.message(f"variant {name}")
         wanted = variant(config, name, model=folder)
         if rundir.is_run(path):
-            wanted, opened = rundir.open_for_resume(path)
+            saved = rundir.saved_config(path)
+            wanted = replace(saved, **{key: getattr(wanted, key) for key in rundir.CHANGEABLE})
+            opened = rundir.reopen(wanted, path)
         else:
             opened = rundir.create(wanted, path)
         with opened:
-            _train(wanted, opened)
-    progress.console.print(compare_table(paths))
+            _train(wanted, opened, resume=run.resume_command)
+    progress.console.print(compare_table([read_run(path) for path in paths]))
     write_comparison(paths, run.report)
 
 
@@ -163,6 +167,7 @@ def plan(config: RunConfig) -> list[str]:
     ]
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
+    lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
             lines.append(f"{role} source {source.name}: {source.kind}, scored by {source.reward.kind}")

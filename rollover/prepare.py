@@ -6,6 +6,7 @@ in its warm-up does it again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import examples, solution
 from rollover.tasks.source import train_source
 
-NUM_TOKENIZER_TEXTS = 4000
+NUM_TOKENIZER_TEXTS = 2000
 """Prompts with their solutions that a tokenizer from scratch is made of."""
 
 
@@ -102,7 +103,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
     wanted = warmup.num_steps * warmup.batch_size
-    supervised = islice(examples(source, configs, tokenizer), wanted)
+    supervised = islice(examples(source, configs, tokenizer, bare_answers=warmup.bare_answers), wanted)
     run_sft(
         base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress
     )
@@ -122,7 +123,13 @@ def _warmup_seed(config: RunConfig) -> int:
 class _PlainText:
     """Stands in for a tokenizer that is not made yet: one id per character."""
 
-    chat_template = None
+    chat_template: Any = None
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(c) for c in t] for t in text]}
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise AssertionError("plain text has no chat template")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))

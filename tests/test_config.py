@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,3 +203,25 @@ def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path:
     assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(
         max_running=3, block_size_tokens=8
     )
+
+
+def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('steps = 7\n[model]\npath = "m"\n[rollout]\ngroup_size = 4\n')
+    (tmp_path / "run.toml").write_text('extends = "base.toml"\nseed = 3\n[rollout]\nrollout_batch_size = 5\n')
+    loaded = load(tmp_path / "run.toml")
+    assert (loaded.steps, loaded.seed, loaded.model.path) == (7, 3, "m")
+    assert (loaded.rollout.group_size, loaded.rollout.rollout_batch_size) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends = 3\n", "run.toml:1: extends: must be the name of a file or experiment, got 3"),
+        ('seed = 1\nextends = "run.toml"\n', "run.toml:2: extends: run.toml extends this file in turn"),
+        ('extends = "quickstrat"\n', "did you mean 'quickstart'"),
+    ],
+)
+def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path / "run.toml")

@@ -6,6 +6,7 @@ For reasoning-gym tasks the response is a worked solution made from the item; fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from rollover.errors import DataError
@@ -38,14 +39,20 @@ def solution(config: SourceConfig, prompt: Prompt) -> str:
 
 
 def examples(
-    source: PromptSource, configs: Sequence[SourceConfig], tokenizer: Any, *, first: int = 0
+    source: PromptSource, configs: Sequence[SourceConfig], tokenizer: Any, *, bare_answers: float = 0.0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, response ids) without end, from prompt ``first`` on. Responses end with the end token."""
+    """(prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of them only
+    the last line is left, spread evenly over the examples."""
     by_name: Mapping[str, SourceConfig] = {config.name: config for config in configs}
-    index = first
-    while True:
+    for index in count():
         prompt = source.prompt(index)
         text = solution(by_name[prompt.source], prompt)
+        if _spread(index) < bare_answers:
+            text = text.rsplit("\n", 1)[-1]
         response = tokenizer([text], add_special_tokens=False)["input_ids"][0]
         yield prompt.token_ids, (*response, tokenizer.eos_token_id)
-        index += 1
+
+
+def _spread(index: int) -> float:
+    """Points of [0, 1) that fill it evenly however long the sequence (Weyl, golden ratio), out of step with a mixture."""
+    return index * 0.6180339887498949 % 1.0

@@ -146,6 +146,8 @@ class ScratchConfig:
     """Prompt plus response, in tokens."""
     tie_embeddings: bool = True
     """One matrix for input and output: at this size the embedding is a large share of the parameters."""
+    initializer_range: float = 0.08
+    """Standard deviation of the initial weights. The usual 0.02 is for wide models; narrow ones start faster above."""
     vocab_size: int = 320
     """Most entries the tokenizer may have: 256 bytes, the special tokens, and merges for the rest."""
 
@@ -160,6 +162,7 @@ class ScratchConfig:
         )
         divides = self.num_heads % self.num_kv_heads == 0
         _require(divides, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads ({self.num_heads})")
+        _require(self.initializer_range > 0, "initializer_range", self.initializer_range, "above 0")
         _require(self.max_position >= 2, "max_position", self.max_position, "at least 2")
         _require(
             self.vocab_size >= 258,

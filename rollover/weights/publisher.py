@@ -7,22 +7,38 @@ happens to the load; a version is published when every target has it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rollover.engine.base import WeightSource, WeightTarget
 from rollover.errors import EngineTimeout
+from rollover.weights.folders import WeightFolders
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Publisher:
     """Publishes to all targets at once.
 
     Args:
+        folders: through which weights travel to targets in other processes; without it they get the tensors.
         timeout_s: deadline of one publication; on expiry ``EngineTimeout`` names the targets it waited for.
     """
 
-    def __init__(self, targets: Sequence[WeightTarget], *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, targets: Sequence[WeightTarget], *, folders: WeightFolders | None = None, timeout_s: float = 600.0
+    ) -> None:
         self._targets = targets
+        self._folders = folders
         self._timeout_s = timeout_s
+
+    async def stage(self, version: int, weights: Mapping[str, Tensor]) -> WeightSource:
+        """What ``publish`` takes. Targets go on sampling while it is made; ``weights`` must not change before it is
+        published. Raises ``ResourceError`` when the disk is full."""
+        if self._folders is None:
+            return weights
+        return await asyncio.to_thread(self._folders.write, version, weights)
 
     async def publish(self, version: int, source: WeightSource) -> None:
         """Raises ``EngineError`` when a target refuses the weights; each target has then been resumed."""

@@ -1,0 +1,88 @@
+"""From a config to a pool of servers that have proved themselves: found or started, opened, watched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollover.clock import Clock
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.http.config import ServerConfig
+from rollover.engine.http.engine import ServerEngine
+from rollover.engine.http.launch import ServerProcess, free_port
+from rollover.engine.pool import EnginePool
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """How servers of one kind are started and spoken to."""
+
+    engine: Callable[[HTTPClient, ServerProcess | None], ServerEngine]
+    arguments: Callable[[int], list[str]]
+    """What the command is given so that it serves the model on a port of the loopback interface."""
+    env: Mapping[str, str]
+    """What its environment needs."""
+    health_path: str
+
+
+async def open_servers(config: ServerConfig, kind: ServerKind, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
+    """A pool of the servers of ``config``, all with the weights in ``folder`` as version 0.
+
+    Raises ``EngineError`` when one of them cannot be used; those that were started are stopped then.
+    """
+    async with AsyncExitStack() as stack:
+        if config.launch:
+            starting = [_start(config, kind, number, logs, stack) for number in range(config.num_servers)]
+            engines = await _all(starting)
+        else:
+            engines = [kind.engine(HTTPClient(url, config), None) for url in config.urls]
+        for engine in engines:
+            stack.push_async_callback(engine.close)
+        await _all([engine.open() for engine in engines])
+        pool = EnginePool(
+            engines,
+            folder,
+            clock,
+            probe_interval_s=config.health_interval_s,
+            max_retry_after_s=config.rejoin_max_interval_s,
+            all_down_timeout_s=config.all_down_timeout_s,
+        )
+        await pool.open()
+        stack.pop_all()
+        return pool
+
+
+async def _start(
+    config: ServerConfig, kind: ServerKind, number: int, logs: Path, stack: AsyncExitStack
+) -> ServerEngine:
+    port = free_port()
+    client = HTTPClient(f"http://127.0.0.1:{port}", config)
+    devices = {"CUDA_VISIBLE_DEVICES": config.launch_devices[number]} if config.launch_devices else {}
+    process = ServerProcess(
+        [*config.launch_command, *kind.arguments(port), *config.launch_args],
+        env={**kind.env, **devices, **config.launch_env},
+        log=logs / f"server-{number}.log",
+        ready=lambda: client.call("GET", kind.health_path, timeout_s=config.health_timeout_s),
+        start_timeout_s=config.launch_timeout_s,
+        stop_timeout_s=config.stop_timeout_s,
+    )
+    stack.push_async_callback(process.stop)
+    await process.start()
+    return kind.engine(client, process)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, or the first error once nothing is under way any more."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,37 @@
+"""The engine that a config asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from rollover.clock import Clock
+from rollover.engine.base import Engine, WeightTarget
+from rollover.engine.config import EngineConfig
+from rollover.engine.embedded.config import EmbeddedConfig
+
+
+class TrainedEngine(Engine, WeightTarget, Protocol):
+    """Decodes, and takes new weights."""
+
+
+async def open_engine(
+    config: EngineConfig, folder: Path, *, logs: Path, clock: Clock, lockstep: bool = False
+) -> TrainedEngine:
+    """An engine that serves the model in ``folder`` as version 0.
+
+    Args:
+        logs: where servers that are started write.
+        lockstep: decode only when all consumers have come back for more; the embedded engine alone can.
+
+    Raises:
+        RolloverError: it cannot be had; the message says what to change.
+    """
+    if isinstance(config, EmbeddedConfig):
+        from rollover.engine.embedded.engine import EmbeddedEngine
+
+        return EmbeddedEngine.from_folder(folder, config, lockstep=lockstep)
+    from rollover.engine.vllm.open import open_vllm
+
+    assert not lockstep, "the config refuses deterministic = true with a server"
+    return await open_vllm(config, folder, logs=logs, clock=clock)

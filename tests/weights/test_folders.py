@@ -1,0 +1,75 @@
+"""Weight folders are complete or absent, keep what may still be read, and hold what was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollover.errors import ResourceError
+from rollover.weights import folders
+from rollover.weights.folders import WeightFolders, untied
+
+EMBEDDING = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    (folder / "tokenizer.json").write_text("{}")
+    tensors = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"model.embed_tokens.weight": EMBEDDING + value, "model.norm.weight": torch.full((3,), value)}
+
+
+def test_a_version_is_a_model_folder_in_the_formats_of_the_initial_model(like: Path, tmp_path: Path) -> None:
+    folder = WeightFolders(tmp_path / "weights", like=like).write(3, weights(0.1))
+    assert folder == tmp_path / "weights" / "v3"
+    assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    written = load_file(folder / "model.safetensors")
+    assert torch.equal(written["model.embed_tokens.weight"], EMBEDDING + 0.1)
+    assert torch.equal(written["model.norm.weight"], torch.full((3,), 0.1).bfloat16())
+
+
+def test_the_two_newest_stay_and_what_another_run_left_goes(like: Path, tmp_path: Path) -> None:
+    root = tmp_path / "weights"
+    for name in ("v9", ".partial-x", "mine"):
+        (root / name).mkdir(parents=True)
+    store = WeightFolders(root, like=like)
+    for version in (1, 2, 3, 3):
+        store.write(version, weights(version))
+    assert {p.name for p in root.iterdir()} == {"v2", "v3", "mine"}
+
+
+def test_a_full_disk_leaves_the_earlier_version_and_says_so(
+    like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "weights"
+    store = WeightFolders(root, like=like)
+    store.write(1, weights(1.0))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.shutil, "copyfile", full)
+    with pytest.raises(ResourceError, match="no space left for weights version 2"):
+        store.write(2, weights(2.0))
+    assert {p.name for p in root.iterdir()} == {"v1"}
+
+
+def test_untying_writes_the_input_matrix_twice_from_then_on(like: Path, tmp_path: Path) -> None:
+    copy = untied(like, tmp_path / "untied")
+    assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(load_file(copy / "model.safetensors")["lm_head.weight"], EMBEDDING)
+    assert untied(copy, tmp_path / "again") == copy
+    written = load_file(WeightFolders(tmp_path / "weights", like=copy).write(1, weights(1.0)) / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], EMBEDDING + 1.0)

@@ -221,6 +221,7 @@ class RolloutDriver:
         try:
             if self._hops and not self._engine.capabilities.in_flight_update:
                 self._collecting = False
+                await asyncio.sleep(0)  # see stop
                 await self._abort_running()
             start_s = self._clock.now_s()
             await load()
@@ -233,6 +234,7 @@ class RolloutDriver:
     async def stop(self) -> None:
         """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
         self._collecting = False
+        await asyncio.sleep(0)  # calls started in this turn reach the engine: it cannot stop what it does not know
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
                 await self._abort_running()
@@ -291,9 +293,7 @@ class RolloutDriver:
 
     def _start(self, sample_id: SampleId) -> None:
         self._record(
-            SampleStarted(
-                time_s=self._clock.now_s(), sample_id=sample_id, policy_version=self.ledger.policy_version
-            )
+            SampleStarted(time_s=self._clock.now_s(), sample_id=sample_id, policy_version=self.ledger.policy_version)
         )
         self._num_hops += 1
         self._request_ids[sample_id] = f"{self._name}.{sample_id}#{self._num_hops}."
@@ -358,8 +358,6 @@ class RolloutDriver:
 
     async def _abort_running(self) -> None:
         """Stop every open call; return when each has handed over what it decoded."""
-        # Calls started in this turn reach the engine first: it cannot stop what it does not know.
-        await asyncio.sleep(0)
         hops = dict(self._hops)
         if not hops:
             return
@@ -370,8 +368,7 @@ class RolloutDriver:
         except TimeoutError:
             if late := ", ".join(str(i) for i in hops if i in self.ledger.running):
                 raise EngineTimeout(
-                    f"the engine did not acknowledge the abort of {late} within"
-                    f" {self._limits.abort_timeout_s:.0f} s"
+                    f"the engine did not acknowledge the abort of {late} within {self._limits.abort_timeout_s:.0f} s"
                 ) from None
             await self._until(lambda: not self._hops)  # in lockstep they are with the scorer
 
@@ -379,9 +376,7 @@ class RolloutDriver:
         if self._broken is not None:
             raise self._broken
         oldest = min(self.ledger.groups[i].group().oldest_version for i in group_ids)
-        assert step - oldest <= self._strategy.max_staleness, (
-            f"batch {step} holds a token of version {oldest}"
-        )
+        assert step - oldest <= self._strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
         self._record(BatchConsumed(time_s=self._clock.now_s(), step=step, group_ids=group_ids))
         self.flush()
         self.ledger.check()
@@ -536,9 +531,7 @@ class RolloutDriver:
         self._num_failed_in_a_row += 1
         per_batch = self._strategy.batch_size * self._strategy.group_size
         if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
-            raise DataError(
-                f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}"
-            )
+            raise DataError(f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}")
         self._settle(sample_id)
 
     def _settle(self, sample_id: SampleId) -> None:
@@ -564,9 +557,7 @@ class RolloutDriver:
             if (scoring := self._scoring.pop(sample.trajectory.sample_id, None)) is not None:
                 scoring.cancel()
         self._record(
-            GroupDropped(
-                time_s=self._clock.now_s(), group_id=group_id, cause=cause, prompt_returned=prompt_returned
-            )
+            GroupDropped(time_s=self._clock.now_s(), group_id=group_id, cause=cause, prompt_returned=prompt_returned)
         )
 
     # -- writing down ----------------------------------------------------------------------------------------

@@ -58,11 +58,12 @@ class ParityScorer:
 
 
 class LockstepEngine(FakeEngine):
-    """Decodes on only when each consumer has come back for more."""
+    """Decodes on only when each consumer has come back for more, and then at once: within that very call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streams: dict[str, asyncio.Queue[Any]] = {}
+        self._num_in_hand = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         call = self._open(request)
@@ -70,12 +71,14 @@ class LockstepEngine(FakeEngine):
         try:
             while True:
                 item = await call.stream.get()
+                self._num_in_hand += 1
                 try:
                     if isinstance(item, EngineError):
                         raise item
                     yield item
                 finally:
-                    call.stream.task_done()
+                    self._num_in_hand -= 1
+                    self._decode_on()
                 if item.finish_reason is not None:
                     return
         finally:
@@ -83,18 +86,19 @@ class LockstepEngine(FakeEngine):
             self._end(call, FinishReason.ABORT)
 
     async def _run(self) -> None:
+        """Begins to decode; what follows is decoded when the consumers are back."""
+        assert self.clock is not None
         while self._calls:
-            for stream in list(self._streams.values()):
-                await stream.join()
-            await (self.clock.sleep(self.tick_s) if self.clock else asyncio.sleep(0))
-            for stream in list(self._streams.values()):
-                await stream.join()
-            await self.tick()
+            await self.clock.sleep(self.tick_s)
+            self._decode_on()
+
+    def _decode_on(self) -> None:
+        while self._calls and not self._num_in_hand and all(s.empty() for s in self._streams.values()):
+            for call in list(self._calls.values())[: self.capabilities.max_running]:
+                self._decode(call)
 
 
-def lognormal(
-    median: float, sigma: float, cap: int = 60, *, salt: int = 0
-) -> Callable[[GenerateRequest], int]:
+def lognormal(median: float, sigma: float, cap: int = 60, *, salt: int = 0) -> Callable[[GenerateRequest], int]:
     """Long-tailed response lengths, a function of the sample alone."""
 
     @functools.cache
@@ -133,9 +137,7 @@ class Rig:
 
         await self.driver.update_weights(version, load)
 
-    async def train(
-        self, until_step: int, *, train_s: float = 0.0, checkpoint_every: int = 0
-    ) -> dict[int, Batch]:
+    async def train(self, until_step: int, *, train_s: float = 0.0, checkpoint_every: int = 0) -> dict[int, Batch]:
         """Batches by step. Between two batches ``train_s`` seconds pass and new weights are published."""
         batches: dict[int, Batch] = {}
         while self.ledger.next_step < until_step:
@@ -227,25 +229,18 @@ def assert_lawful(ledger: Ledger, strategy: Strategy, engine: FakeEngine) -> Non
 
 def num_due(ledger: Ledger, deadline: int, max_staleness: int) -> int:
     """D(t): started, unconsumed groups with a deadline of at most ``deadline``."""
-    return sum(
-        g.start_version is not None and g.start_version + max_staleness <= deadline
-        for g in ledger.unconsumed()
-    )
+    return sum(g.start_version is not None and g.start_version + max_staleness <= deadline for g in ledger.unconsumed())
 
 
 def assert_bounded(ledger: Ledger, batch_size: int, max_staleness: int) -> None:
     """The invariant of the theorem: D(t) <= N (t - s + 1) for every t >= s; and nobody is past its deadline."""
-    if (
-        ledger.replay
-    ):  # the state before the crash, some steps behind: the batches to be replayed are not in it
+    if ledger.replay:  # the state before the crash, some steps behind: the batches to be replayed are not in it
         return
     step = ledger.next_step
     starts = [g.start_version for g in ledger.unconsumed() if g.start_version is not None]
     assert all(v + max_staleness >= step for v in starts), f"a group is too old for step {step}"
     for t in {v + max_staleness for v in starts}:
-        assert num_due(ledger, t, max_staleness) <= batch_size * (t - step + 1), (
-            f"too many groups are due at {t}"
-        )
+        assert num_due(ledger, t, max_staleness) <= batch_size * (t - step + 1), f"too many groups are due at {t}"
 
 
 def assert_exact(trajectory: Trajectory, sampling: SamplingParams) -> None:
@@ -261,9 +256,7 @@ def assert_exact(trajectory: Trajectory, sampling: SamplingParams) -> None:
     assert list(versions) == sorted(versions)
     assert 1 <= trajectory.num_tokens <= sampling.max_new_tokens
     assert trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    assert (trajectory.finish_reason is FinishReason.LENGTH) <= (
-        trajectory.num_tokens == sampling.max_new_tokens
-    )
+    assert (trajectory.finish_reason is FinishReason.LENGTH) <= (trajectory.num_tokens == sampling.max_new_tokens)
 
 
 def assert_trainable(batches: dict[int, Batch], rig: Rig) -> None:
@@ -285,10 +278,7 @@ def content(batch: Batch) -> list[Any]:
             t.sample_id,
             t.prompt,
             t.reward,
-            [
-                (s.policy_version, s.kv_version, s.token_ids, s.rollout_logprobs, s.finish_reason)
-                for s in t.segments
-            ],
+            [(s.policy_version, s.kv_version, s.token_ids, s.rollout_logprobs, s.finish_reason) for s in t.segments],
         )
         for t in batch.trajectories
     ]

@@ -402,17 +402,25 @@ def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
     run(work())
 
 
-def test_calls_started_in_the_same_turn_are_aborted_too() -> None:
-    """New weights let samples start; the run ends before the loop has turned once."""
+@pytest.mark.parametrize("then", ["stop", "new weights"])
+def test_calls_started_in_the_same_turn_are_aborted_too(then: str) -> None:
+    """New weights let samples start; they are stopped before the loop has turned once."""
 
     async def work() -> None:
-        rig = make_rig("bounded_async", limits=Limits(abort_timeout_s=1), length=of("g", 50))
-        rig.engine.tick_s = 0.01
+        engine = without_in_flight_update(make_engine(length=of("g", 50)))
+        rig = make_rig("bounded_async", max_staleness=0, engine=engine)
         await rig.driver.next_batch()
+        assert not rig.ledger.running
         await rig.publish(1)
-        assert rig.ledger.running
-        await rig.driver.stop()
-        assert not rig.ledger.running and rig.engine.stats().num_running == 0
+        assert len(rig.ledger.running) == 4
+        before = asyncio.get_running_loop().time(), engine.decoded_tokens
+        if then == "stop":
+            await rig.driver.stop()
+            assert not rig.ledger.running
+        else:
+            await rig.publish(2)
+            await rig.driver.stop()
+        assert (asyncio.get_running_loop().time(), engine.decoded_tokens) == before
 
     run(work())
 
@@ -423,9 +431,7 @@ def test_a_sample_aborted_before_its_first_token_starts_afresh() -> None:
     empty = [
         e.sample_id
         for e in rig.events
-        if isinstance(e, SegmentEnded)
-        and e.segment.finish_reason is FinishReason.ABORT
-        and not e.segment.token_ids
+        if isinstance(e, SegmentEnded) and e.segment.finish_reason is FinishReason.ABORT and not e.segment.token_ids
     ]
     assert_trainable(batches, rig)
     assert empty or rig.ledger.num_unconsumed
@@ -544,9 +550,7 @@ def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
         rig = make_rig("bounded_async", length=of("g0", 20, 5), max_running=8)
         batches = await with_stop(rig, rig.train(12, train_s=2.0))
         long = next(t for b in batches.values() for t in b.trajectories if t.sample_id == FIRST)
-        assert [s.finish_reason for s in long.segments] == [None] * (len(long.segments) - 1) + [
-            FinishReason.STOP
-        ]
+        assert [s.finish_reason for s in long.segments] == [None] * (len(long.segments) - 1) + [FinishReason.STOP]
         assert len(long.segments) > 2 and long.num_resumes == 0
         assert [s.policy_version for s in long.segments] == sorted({s.policy_version for s in long.segments})
         assert {s.kv_version for s in long.segments} == {0}
@@ -642,12 +646,8 @@ class SilentEngine(FakeEngine):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
     async def work() -> None:
-        rig = make_rig(
-            name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7)
-        )
-        with pytest.raises(
-            EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"
-        ):
+        rig = make_rig(name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7))
+        with pytest.raises(EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"):
             await rig.driver.next_batch()
         assert asyncio.get_running_loop().time() == 7.0
         await rig.driver.stop()
@@ -696,9 +696,7 @@ def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None:
         ids = [r.request_id for r in engine.requests]
         assert len(set(ids)) == len(ids)
         for rig, batch in zip(rigs, both, strict=True):
-            assert [t.token_ids for t in batch.trajectories] == [
-                t.token_ids for t in expected[0].trajectories
-            ]
+            assert [t.token_ids for t in batch.trajectories] == [t.token_ids for t in expected[0].trajectories]
             assert rig.ledger.tokens.decoded < engine.decoded_tokens
 
     run(work())
@@ -756,5 +754,5 @@ def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
         lockstep=True,
     )
     times = [e.time_s for e in rig.events if isinstance(e, SampleScored)]
-    assert times == [104.0, 204.0]
-    assert rig.engine.num_ticks == 4
+    assert times == [101.0, 201.0]  # this engine needs a second to start and none to decode
+    assert rig.engine.decoded_tokens == 4 * 4  # nobody got a fifth

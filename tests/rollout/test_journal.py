@@ -384,9 +384,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
 # -- kill -9 ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("april", 1), ("april", 2), ("bounded_async", 3), ("oversample", 4)]
-)
+@pytest.mark.parametrize(("name", "seed"), [("april", 1), ("april", 2), ("bounded_async", 3), ("oversample", 4)])
 def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path: Path) -> None:
     """A real process, killed at an event drawn by lot; what its trainer got is what the next process replays."""
     path, seen = tmp_path / "journal.sqlite", tmp_path / "handed_out"

@@ -47,9 +47,7 @@ def started(sample_id: SampleId, version: int = 0) -> SampleStarted:
     return SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version)
 
 
-def ended(
-    sample_id: SampleId, num_tokens: int, reason: FinishReason | None, *, version: int = 0
-) -> SegmentEnded:
+def ended(sample_id: SampleId, num_tokens: int, reason: FinishReason | None, *, version: int = 0) -> SegmentEnded:
     segment = Segment(
         policy_version=version,
         token_ids=tuple(range(num_tokens)),
@@ -149,9 +147,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def pick(self, data: st.DataObject, *states: str) -> SampleId | None:
         ids = [
-            i
-            for i, (state, _) in self.model.samples.items()
-            if state in states and self.model.place[i.group] == "open"
+            i for i, (state, _) in self.model.samples.items() if state in states and self.model.place[i.group] == "open"
         ]
         return data.draw(st.sampled_from(ids)) if ids else None
 
@@ -264,9 +260,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ("parked", ledger.parked),
             ("finished", ledger.unscored),
         ):
-            expected = {
-                i for i, (s, _) in model.samples.items() if s == state and model.place[i.group] == "open"
-            }
+            expected = {i for i, (s, _) in model.samples.items() if s == state and model.place[i.group] == "open"}
             assert set(place) == expected
         assert set(ledger.open) == {i for i, place in model.place.items() if place == "open"}
         assert set(ledger.ready) == {i for i, place in model.place.items() if place == "ready"}

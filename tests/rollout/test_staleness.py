@@ -38,9 +38,7 @@ class World:
         ledger = self.ledger
         i = ledger.next_group_id
         prompt = Prompt(prompt_id=f"p{i}", token_ids=(1,), text="", source="s")
-        ledger.apply(
-            GroupOpened(time_s=0.0, group_id=i, prompt=prompt, group_size=1, cursor=ledger.cursor + 1)
-        )
+        ledger.apply(GroupOpened(time_s=0.0, group_id=i, prompt=prompt, group_size=1, cursor=ledger.cursor + 1))
 
     def start(self, sample_id: SampleId) -> None:
         version = self.ledger.policy_version
@@ -124,9 +122,7 @@ class World:
     max_staleness=st.integers(0, 4),
     num_moves=st.integers(1, 120),
 )
-def test_bound_holds_under_any_timing(
-    rng: random.Random, batch_size: int, max_staleness: int, num_moves: int
-) -> None:
+def test_bound_holds_under_any_timing(rng: random.Random, batch_size: int, max_staleness: int, num_moves: int) -> None:
     World(batch_size, max_staleness).play(rng, num_moves)
 
 
@@ -181,9 +177,7 @@ def test_every_group_is_consumed_in_time_once_it_is_finished(
 
 @settings(max_examples=80, deadline=None)
 @given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(1, 3))
-def test_preference_rules_where_no_deadline_presses(
-    rng: random.Random, batch_size: int, max_staleness: int
-) -> None:
+def test_preference_rules_where_no_deadline_presses(rng: random.Random, batch_size: int, max_staleness: int) -> None:
     """A group is preferred over a better one only if a deadline demands it."""
     world = World(batch_size, max_staleness)
     world.play(rng, 60)
@@ -193,10 +187,7 @@ def test_preference_rules_where_no_deadline_presses(
         return
     step = ledger.next_step
     demanded = max(
-        (
-            num_due(ledger, t, max_staleness) - batch_size * (t - step)
-            for t in range(step, step + max_staleness + 1)
-        ),
+        (num_due(ledger, t, max_staleness) - batch_size * (t - step) for t in range(step, step + max_staleness + 1)),
         default=0,
     )
     best = sorted(ledger.ready, reverse=True)[:batch_size]

@@ -39,9 +39,7 @@ N, G = 2, 2
 def ready(group_id: int, version: int = 0) -> list[Event]:
     """Events of a group, opened before, up to its last reward."""
     ids = [SampleId(group_id, k) for k in range(G)]
-    return [
-        event for i in ids for event in (started(i, version), ended(i, 3, STOP, version=version), scored(i))
-    ]
+    return [event for i in ids for event in (started(i, version), ended(i, 3, STOP, version=version), scored(i))]
 
 
 def ledger_of(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> Ledger:
@@ -136,9 +134,7 @@ def test_batches_are_taken_in_order_of_opening() -> None:
 
 
 def test_a_group_on_its_deadline_is_waited_for() -> None:
-    strategy = strategy_of(
-        "april", rollout_batch_size=N, group_size=G, max_staleness=1, over_sampling_batch_size=4
-    )
+    strategy = strategy_of("april", rollout_batch_size=N, group_size=G, max_staleness=1, over_sampling_batch_size=4)
     ledger = Ledger([opened(i, size=G) for i in range(4)])
     for i in (1, 2):
         for event in ready(i):
@@ -283,9 +279,7 @@ def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
     assert all(e.prompt_returned for e in dropped)
     opened_rows = [e.prompt.columns["row"] for e in rig.events if isinstance(e, GroupOpened)]
     assert opened_rows[:8] == [0, 1, 2, 3, 0, 2, 4, 5]
-    assert waste(rig) == {
-        WasteCause.DISCARDED_ON_ABORT: 2 * 2 * 4
-    }  # two groups, stopped at 4 tokens a sample
+    assert waste(rig) == {WasteCause.DISCARDED_ON_ABORT: 2 * 2 * 4}  # two groups, stopped at 4 tokens a sample
     assert rig.ledger.tokens.live == 2 * 2 * 4  # the surplus of the second round
 
 

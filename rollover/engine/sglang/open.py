@@ -1,0 +1,47 @@
+"""SGLang servers from a config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollover.clock import Clock
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.http.open import ServerKind, open_servers
+from rollover.engine.pool import EnginePool
+from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.sglang.engine import SGLangEngine
+from rollover.engine.sglang.router import worker_urls
+
+
+async def open_sglang(config: SGLangConfig, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
+    """See ``open_servers``; routers among the urls are replaced by their workers."""
+    if config.urls:
+        config = replace(config, urls=await _workers(config))
+    kind = ServerKind(
+        engine=lambda client, process: SGLangEngine(client, config, folder, process=process),
+        arguments=lambda port: launch_arguments(config, folder, port),
+        env={},
+        health_path="/health",
+    )
+    return await open_servers(config, kind, folder, logs=logs, clock=clock)
+
+
+async def _workers(config: SGLangConfig) -> tuple[str, ...]:
+    clients = [HTTPClient(url, config) for url in config.urls]
+    try:
+        return await worker_urls(clients)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]:
+    """What every server needs to serve ``folder`` for training; ``launch_args`` follow and may overrule."""
+    return [
+        *("--model-path", str(folder.resolve())),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-running-requests", str(config.max_running)),
+        "--incremental-streaming-output",
+        "--sleep-on-idle",
+    ]

@@ -35,15 +35,16 @@ class Evaluation:
     """Samples whose scoring failed; they count as reward 0."""
 
     def metrics(self) -> dict[str, float]:
-        """Slash-separated numbers; the plain names are those of the last row."""
+        """``accuracy`` and ``pass@k`` over everything and, where there are several sources, ``accuracy/<source>``; each
+        with its standard error ``_se``."""
         numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
         for row in self.rows:
+            place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"
             for k, estimate in row.pass_at.items():
                 name = "accuracy" if k == 1 else f"pass@{k}"
-                spread = estimate.standard_error or 0.0
-                numbers |= {f"{name}/{row.source}": estimate.mean, f"{name}_se/{row.source}": spread}
-                if row is self.rows[-1]:
-                    numbers |= {name: estimate.mean, f"{name}_se": spread}
+                numbers[f"{name}{place}"] = estimate.mean
+                if estimate.standard_error is not None:
+                    numbers[f"{name}_se{place}"] = estimate.standard_error
         return numbers
 
 

@@ -135,6 +135,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.deterministic and not isinstance(self.engine, EmbeddedConfig):
+            raise ValueError(
+                "deterministic = true needs engine.kind 'embedded', whose sampling depends on the seed alone;"
+                f" got {self.engine.kind!r}"
+            )
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         consistency.check(self)
@@ -192,11 +197,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
-        if (
-            isinstance(old, Mapping)
-            and isinstance(change, Mapping)
-            and change.get("kind") in (None, old.get("kind"))
-        ):
+        if isinstance(old, Mapping) and isinstance(change, Mapping) and change.get("kind") in (None, old.get("kind")):
             merged[key] = _merged(old, change)
         else:
             merged[key] = change

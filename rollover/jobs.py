@@ -128,7 +128,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:
-        engine = open_engine(config, folder)
+        engine, _ = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         scorer = Scorer([spec for s in sources for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)

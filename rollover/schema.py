@@ -78,6 +78,8 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     from pydantic import TypeAdapter, ValidationError
 
     data = copy.deepcopy(document.data)
+    for override in overrides:
+        _change_kind(data, schema, override)
     overridden = {_lay(data, schema, override) for override in overrides}
     _fill_kinds(data, schema)
     try:
@@ -122,6 +124,19 @@ def _fill_kinds(table: dict[str, Any], schema: Any) -> None:
             _fill_kinds(inner, option)
 
 
+def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
+    """An override that makes a table one of another kind empties it: what it held belonged to the old one."""
+    *head, last = override.path
+    table: Any = data
+    for key in head:
+        table = table.get(key) if isinstance(table, dict) else None
+    options = [option for option in types_at(schema, head) if _kinds(option)]
+    if last == "kind" and isinstance(table, dict) and len(options) > 1:
+        now = table.get("kind", _kinds(options[0])[0])
+        if override.text.strip("'\"") != now:
+            table.clear()
+
+
 def _index(override: Override, part: str, length: int, array: str) -> int:
     if not part.isdigit() or int(part) > length:
         raise ConfigError(
@@ -139,9 +154,7 @@ def _value(text: str, expected: Sequence[Any]) -> object:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    if table.keys() != {"value"} or (
-        not isinstance(table["value"], str) and expected and all(map(_is_text, expected))
-    ):
+    if table.keys() != {"value"} or (not isinstance(table["value"], str) and expected and all(map(_is_text, expected))):
         return text
     return table["value"]
 
@@ -207,9 +220,7 @@ def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 class _Report:
     """Turns what pydantic found into lines a user can act on."""
 
-    def __init__(
-        self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]
-    ) -> None:
+    def __init__(self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]) -> None:
         self.schema = schema
         self.document = document
         self.data = data
@@ -272,12 +283,7 @@ class _Report:
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
         mentioned = [path for word in words if (path := self._mention(section, word))]
         text = f"{_dotted(section)}: {message}" if section else message
-        if (
-            mentioned
-            and words
-            and words[0] == mentioned[0][-len(words[0]) :]
-            and message.startswith(words[0][0])
-        ):
+        if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
             text = _dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
         written = [path for path in mentioned if path in self.overridden or path in self.document.lines]
         written.sort(key=lambda path: path not in self.overridden)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,14 @@ from rollover.algorithms.filters import keep_group
 from rollover.algorithms.registry import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.config import RunConfig, resolved
+from rollover.engine import open as engine_open
 from rollover.engine.base import Engine
+from rollover.engine.http.config import ServerConfig
+from rollover.engine.open import TrainedEngine
+from rollover.engine.proof import TEMPERATURES, prove_logprobs
 from rollover.evaluation import Evaluator
 from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
-from rollover.report.metrics import MetricsWriter
+from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
 from rollover.rollout.driver import Limits, RolloutDriver
@@ -34,10 +38,10 @@ from rollover.rundir import RunDir
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource, eval_sources, train_source
 from rollover.types import Batch, SamplingParams
+from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
-    from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.trainer.trainer import Trainer
 
 
@@ -52,6 +56,7 @@ class Session:
         trainer: Trainer,
         driver: RolloutDriver,
         publisher: Publisher,
+        prove: Callable[[], Awaitable[None]] | None,
         evaluator: Evaluator | None,
         scorer: Scorer,
         metrics: MetricsWriter,
@@ -61,16 +66,18 @@ class Session:
         self.config = config
         self.trainer = trainer
         self.driver = driver
-        self.timings: Counter[str] = Counter()
+        self.timings: defaultdict[str, float] = defaultdict(float)
         self._run = run
         self._publisher = publisher
+        self._prove = prove
         self._evaluator = evaluator
         self._scorer = scorer
         self._metrics = metrics
         self._progress = progress
         self._clock = clock
         self._saved_version = trainer.version
-        self._evaluated_version = -1
+        measured = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
+        self._evaluated_version = trainer.version if trainer.version in measured else -1
         self._step_began_s = clock.now_s()
         self._at_last_step = _Counters.of(driver.ledger, scorer)
 
@@ -88,9 +95,19 @@ class Session:
             self.timings[name] += time.perf_counter() - began_s
 
     async def publish(self) -> None:
-        """Put the trainer's weights into the engines, under the trainer's version."""
-        version, weights = self.trainer.version, self.trainer.weights()
-        await self.driver.update_weights(version, lambda: self._publisher.publish(version, weights))
+        """Put the trainer's weights into the engines, under the trainer's version.
+
+        Raises ``EngineError`` when an engine refuses them, or samples from others than it was given.
+        """
+        version = self.trainer.version
+        weights = await self._publisher.stage(version, self.trainer.weights())
+
+        async def load() -> None:
+            await self._publisher.publish(version, weights)
+            if self._prove is not None:
+                await self._prove()
+
+        await self.driver.update_weights(version, load)
 
     async def evaluate_when_due(self) -> None:
         """Before the first step, after the last, and every ``eval.every_steps`` between."""
@@ -183,15 +200,13 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
 
     checkpoint = latest_checkpoint(run.checkpoints)
     async with AsyncExitStack() as stack:
-        sinks = open_sinks(
-            config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run)
-        )
+        sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run))
         metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
         folder = initial_policy(config, run.path / "model", progress, metrics)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         trainer = _open_trainer(config, folder, checkpoint)
-        engine = open_engine(config, folder)
+        engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         source = train_source(config.tasks, tokenizer, seed=config.seed)
         held_out = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
@@ -200,9 +215,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         resuming = run.journal.exists()
         journal = Journal(run.journal)
         stack.callback(journal.close)
-        ledger = (
-            restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
-        )
+        ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
         if resuming:
             progress.resumed(trainer.version)
         clock = SystemClock(journal.last_time_s)
@@ -229,7 +242,8 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             run=run,
             trainer=trainer,
             driver=driver,
-            publisher=Publisher([engine]),
+            publisher=Publisher([engine], folders=folders),
+            prove=_proof(config, engine, trainer, vocab_size=len(tokenizer)),
             evaluator=open_evaluator(
                 config,
                 engine=engine,
@@ -262,10 +276,42 @@ def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> T
     )
 
 
-def open_engine(config: RunConfig, folder: Path) -> EmbeddedEngine:
-    from rollover.engine.embedded.engine import EmbeddedEngine
+async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[TrainedEngine, WeightFolders | None]:
+    """The engine with the model in ``folder``; and the folders through which it gets its weights, if it does."""
+    folders: WeightFolders | None = None
+    if isinstance(config.engine, ServerConfig):
+        shared = config.engine.weights_dir
+        root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
+        if config.engine.launch:  # vLLM on a CPU does not reload the output side of a tied matrix
+            folder = untied(folder, root / "initial")
+        folders = WeightFolders(root, like=folder)
+    engine = await engine_open.open_engine(
+        config.engine, folder, logs=run.path / "logs", clock=SystemClock(), lockstep=config.deterministic
+    )
+    return engine, folders
 
-    return EmbeddedEngine.from_folder(folder, config.engine, lockstep=config.deterministic)
+
+def _proof(
+    config: RunConfig, engine: Engine, trainer: Trainer, *, vocab_size: int
+) -> Callable[[], Awaitable[None]] | None:
+    """Compares the log-probs of servers with the trainer's: at two temperatures first, at the run's own later."""
+    if not isinstance(config.engine, ServerConfig):
+        return None
+    tolerance, later = config.engine.logprob_tolerance, (config.rollout.temperature,)
+    proved = False
+
+    async def prove() -> None:
+        nonlocal proved
+        await prove_logprobs(
+            engine,
+            trainer.score,
+            vocab_size=vocab_size,
+            tolerance=tolerance,
+            temperatures=later if proved else TEMPERATURES,
+        )
+        proved = True
+
+    return prove
 
 
 def open_evaluator(

@@ -57,21 +57,15 @@ def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
     assert load(file.stem) == load(file)
 
 
-def test_an_unknown_experiment_gets_the_nearest_packaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_experiment_gets_the_nearest_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quickstart.toml").write_text(TEXT)
     monkeypatch.setattr(module, "EXPERIMENTS", tmp_path)
     assert find("quickstart") == tmp_path / "quickstart.toml"
-    with pytest.raises(
-        ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"
-    ):
+    with pytest.raises(ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"):
         find("quikstart")
 
 
-def test_a_file_of_the_user_goes_before_a_packaged_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_the_user_goes_before_a_packaged_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text(TEXT)
     assert load("quickstart").steps == 12
@@ -133,9 +127,7 @@ def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: 
 
 def test_a_mistake_in_a_variant_is_found_before_anything_runs_and_has_its_line(tmp_path: Path) -> None:
     text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n"
-    with pytest.raises(
-        ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"):
         load(written(tmp_path, text))
 
 
@@ -200,9 +192,7 @@ def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path:
     text = f"{ENGINE}max_running = 3\n[variants.v.engine]\nkind = 'vllm'\nlaunch = true\n[variants.w.engine]\nblock_size_tokens = 8\n"
     config = load(written(tmp_path, text))
     assert variant(config, "v", model=Path("policy")).engine == VLLMConfig(launch=True)
-    assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(
-        max_running=3, block_size_tokens=8
-    )
+    assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(max_running=3, block_size_tokens=8)
 
 
 def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
@@ -225,3 +215,17 @@ def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path / "run.toml")
+
+
+def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -> None:
+    file = written(tmp_path, f"{ENGINE}kv_cache_bytes = 1048576")
+    assert load(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)
+    assert load(file, ["--engine.kind", "embedded"]).engine == EmbeddedConfig(kv_cache_bytes=1048576)
+    assert load(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
+
+
+def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"
+    ):
+        load(written(tmp_path, f"deterministic = true\n{ENGINE}kind = 'vllm'\nlaunch = true"))

@@ -39,17 +39,22 @@ class Mismatch:
 
 
 async def prove_logprobs(
-    engine: Engine, score: Score, *, vocab_size: int, tolerance: float, num_prompts: int = _NUM_PROMPTS
+    engine: Engine,
+    score: Score,
+    *,
+    vocab_size: int,
+    tolerance: float,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> tuple[Mismatch, ...]:
-    """Sample after a few random prompts at two temperatures and compare with ``score``. Returns what was measured.
+    """Sample after a few random prompts at each temperature and compare with ``score``. Returns what was measured.
 
     Raises: EngineError: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;
         says which of the two it is.
     """
     drawn = random.Random(0)
-    prompts = [tuple(drawn.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)) for _ in range(num_prompts)]
+    prompts = [tuple(drawn.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)) for _ in range(_NUM_PROMPTS)]
     measured = []
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         differences: list[tuple[float, float]] = []
         for number, prompt_ids in enumerate(prompts):
             token_ids, logprobs = await _sample(engine, prompt_ids, temperature, seed=number)

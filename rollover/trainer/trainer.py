@@ -8,7 +8,7 @@ trained. The trainer knows neither engines nor rollouts.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from rollover.trainer.checkpoint import (
 )
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, deal, split
 from rollover.trainer.models import (
     check_same_architecture,
@@ -42,6 +42,7 @@ from rollover.trainer.models import (
     save_model,
 )
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
+from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Batch
 
 
@@ -77,9 +78,7 @@ class Trainer:
         resume_from: Path | None = None,
     ) -> None:
         if temperature <= 0:
-            raise ValueError(
-                f"temperature must be above 0 for training, got {temperature}: greedy has no density"
-            )
+            raise ValueError(f"temperature must be above 0 for training, got {temperature}: greedy has no density")
         self._config = config
         self._algorithm = algorithm
         self._temperature = temperature
@@ -155,6 +154,13 @@ class Trainer:
             **metrics.finalize(),
         }
 
+    def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
+        """Log-probs of the response tokens under ``weights()``, as ``step`` would compute them."""
+        samples = [TrainingSample(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids))]
+        rows = [DeviceRow.of(row, self._device) for row in pack(samples, self._config.micro_batch_tokens)]
+        logprobs_T = all_logprobs(self._model, rows, temperature, num_tokens=len(response_ids), autocast=self._autocast)
+        return [float(p) for p in logprobs_T]
+
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that ``load`` continues bit for bit; ``extra`` is JSON kept in its manifest.
 
@@ -195,9 +201,7 @@ class Trainer:
             settings["num_steps"] = self._num_steps
         return settings
 
-    def _constant_logprobs(
-        self, data: BatchTensors, minis: tuple[MiniBatch, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _constant_logprobs(self, data: BatchTensors, minis: tuple[MiniBatch, ...]) -> tuple[Tensor, Tensor | None]:
         """Proximal and reference log-probs ``[T]`` of the batch.
 
         While the weights are still those of the step's start, the training forward yields the proximal
@@ -210,13 +214,9 @@ class Trainer:
 
         def forward(model: Any, chosen: tuple[MiniBatch, ...]) -> Tensor:
             rows = [row for mini in chosen for row in mini.rows]
-            return all_logprobs(
-                model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast
-            )
+            return all_logprobs(model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast)
 
-        return forward(self._model, late), None if self._ref_model is None else forward(
-            self._ref_model, minis
-        )
+        return forward(self._model, late), None if self._ref_model is None else forward(self._ref_model, minis)
 
     def _advantages(self, data: BatchTensors, proximal_T: Tensor, ref_T: Tensor | None) -> Tensor:
         return compute_advantages(

@@ -62,6 +62,10 @@ class ServerConfig:
     before their connections are closed."""
     load_timeout_s: float = 300.0
     """Longest wait for weights to load."""
+    logprob_tolerance: float = 0.1
+    """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
+    weights; measured on a few samples after each weight update, the run stops beyond it. Half precision needs some
+    0.02."""
     health_interval_s: float = 5.0
     """Time between two health checks of a server."""
     health_timeout_s: float = 10.0
@@ -82,11 +86,8 @@ class ServerConfig:
                 )
         if repeated := {url for url in self.urls if self.urls.count(url) > 1}:
             raise ValueError(f"urls names {min(repeated)!r} more than once")
-        for key in (
-            "max_running",
-            "num_servers",
-            *(k for k in self.__dataclass_fields__ if k.endswith("_s")),
-        ):
+        positive = ("max_running", "num_servers", "logprob_tolerance")
+        for key in (*positive, *(k for k in self.__dataclass_fields__ if k.endswith("_s"))):
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
         if self.launch and not self.launch_command:

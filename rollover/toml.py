@@ -106,9 +106,7 @@ def _statements(text: str) -> list[tuple[int, str]]:
 
 
 def _note(value: object, path: KeyPath, number: int, lines: dict[KeyPath, int]) -> None:
-    items: Any = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         lines.setdefault((*path, key), number)
         _note(inner, (*path, key), number, lines)

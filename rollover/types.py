@@ -95,9 +95,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.rollout_logprobs):
-            raise ValueError(
-                f"segment has {len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs"
-            )
+            raise ValueError(f"segment has {len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs")
 
     def continues_into(self, later: Segment) -> bool:
         """Whether ``later`` went on without an interruption and under the same weights and cache."""

@@ -16,9 +16,7 @@ from rollover.algorithms.registry import Algorithm
 from rollover.errors import DataError
 
 
-def shaped_rewards(
-    algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int
-) -> Tensor:
+def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
     """[B]: rewards plus DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4).
 
     With ``Lc = overlong_buffer * max_response_tokens`` the punishment is 0 up to ``max - Lc`` response

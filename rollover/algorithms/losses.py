@@ -42,9 +42,7 @@ class TokenLosses:
     dual_T: Tensor
 
 
-def policy_loss(
-    algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators
-) -> tuple[Tensor, LossMetrics]:
+def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators) -> tuple[Tensor, LossMetrics]:
     """Scalar share of the global loss, to minimise, and the statistics of this micro-batch.
 
     ``sum_t weight_t * mask_t * (factor_t * objective_t + kl_coef * kl_t)`` with the weights of
@@ -147,9 +145,7 @@ def _cispo(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_
 
 def _reinforce(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
     never_T = torch.zeros_like(ratio_T, dtype=torch.bool)
-    return TokenLosses(
-        loss_T=-advantages_T * trainer_T, ratio_T=ratio_T, low_T=never_T, high_T=never_T, dual_T=never_T
-    )
+    return TokenLosses(loss_T=-advantages_T * trainer_T, ratio_T=ratio_T, low_T=never_T, high_T=never_T, dual_T=never_T)
 
 
 _OBJECTIVES: dict[str, Callable[[Algorithm, Tensor, Tensor, Tensor], TokenLosses]] = {

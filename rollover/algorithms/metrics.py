@@ -99,9 +99,7 @@ class LossMetrics:
         return cls(
             token_sums_LK=values_TK.new_zeros(len(LAGS), len(TOKEN_SUMS)).index_add(0, lag_T, values_TK),
             sample_sums_2=torch.stack([trained_B > 0, (trained_B > 0) & (kept_B == 0)]).double().sum(1),
-            maxima_3=torch.stack(
-                [x.double() * mask_T for x in (now.ratio_T, rho_T, tokens.staleness_T)]
-            ).amax(1),
+            maxima_3=torch.stack([x.double() * mask_T for x in (now.ratio_T, rho_T, tokens.staleness_T)]).amax(1),
             log_weight_sums_2=torch.stack([log_weight_B, 2 * log_weight_B]).logsumexp(1),
             capped=algorithm.objective == "cispo",
             uncorrected=algorithm.ignores_staleness,

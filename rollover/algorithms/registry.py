@@ -81,11 +81,7 @@ class Algorithm:
                 "algorithm.kl_estimator 'k1' in the loss has expected gradient 0 and regularises nothing: "
                 "use 'k2', 'k3' or 'k1_unbiased', or set kl_in to 'reward'"
             )
-        if (
-            self.kl_coef > 0
-            and self.kl_in == "reward"
-            and (self.advantage != "whitened" or self.kl_estimator != "k1")
-        ):
+        if self.kl_coef > 0 and self.kl_in == "reward" and (self.advantage != "whitened" or self.kl_estimator != "k1"):
             raise ValueError(
                 "algorithm.kl_in 'reward' needs advantage 'whitened' and kl_estimator 'k1', got "
                 f"advantage {self.advantage!r} and kl_estimator {self.kl_estimator!r}"
@@ -166,9 +162,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             correction_level="geometric",
         ),
         Algorithm(name="dr-grpo", advantage="group_mean", aggregation="seq-mean-token-sum-norm"),
-        Algorithm(
-            name="rloo", advantage="leave_one_out", objective="reinforce", aggregation="seq-mean-token-sum"
-        ),
+        Algorithm(name="rloo", advantage="leave_one_out", objective="reinforce", aggregation="seq-mean-token-sum"),
         Algorithm(
             name="reinforce++",
             advantage="whitened",
@@ -204,15 +198,11 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     if config.name not in ALGORITHMS:
         raise ValueError(f"algorithm.name has no value {config.name!r}{nearest(config.name, ALGORITHMS)}")
     overrides: dict[str, Any] = {
-        f.name: value
-        for f in fields(config)
-        if f.name != "name" and (value := getattr(config, f.name)) is not None
+        f.name: value for f in fields(config) if f.name != "name" and (value := getattr(config, f.name)) is not None
     }
     given = frozenset(overrides)
     if "correction" in given:
-        overrides.setdefault(
-            "correction_bounds", CORRECTION_BOUNDS.get(overrides["correction"], (0.0, math.inf))
-        )
+        overrides.setdefault("correction_bounds", CORRECTION_BOUNDS.get(overrides["correction"], (0.0, math.inf)))
     algorithm = replace(ALGORITHMS[config.name], **overrides)
     _check_effect(algorithm, given)
     return algorithm

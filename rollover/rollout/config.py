@@ -59,9 +59,7 @@ class RolloutConfig:
         if self.max_retries < 0:
             raise ValueError(f"rollout.max_retries must be at least 0, got {self.max_retries}")
         if self.temperature <= 0:
-            raise ValueError(
-                f"rollout.temperature must be above 0 to train (no density at 0), got {self.temperature}"
-            )
+            raise ValueError(f"rollout.temperature must be above 0 to train (no density at 0), got {self.temperature}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"rollout.max_staleness must be at least 0, got {self.max_staleness}")
         self.sampling()
@@ -113,9 +111,7 @@ class RolloutConfig:
         """``max_staleness`` with its default filled in."""
         if self.max_staleness is not None:
             return self.max_staleness
-        return {"sync": 0, "oversample": self.staleness_needed}.get(
-            self.strategy, max(4, self.staleness_needed)
-        )
+        return {"sync": 0, "oversample": self.staleness_needed}.get(self.strategy, max(4, self.staleness_needed))
 
     @property
     def overlaps_training(self) -> bool:

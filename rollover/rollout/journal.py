@@ -41,10 +41,7 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
         body["prompt"] = _shallow(event.prompt)
     if isinstance(event, SegmentEnded):
         segment = body["segment"] = _shallow(event.segment)
-        blob = (
-            array("i", segment.pop("token_ids")).tobytes()
-            + array("f", segment.pop("rollout_logprobs")).tobytes()
-        )
+        blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
     return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
 
 
@@ -106,9 +103,7 @@ class Journal:
             )
             _check_format(self._db, path, create=True)
         except sqlite3.OperationalError as e:
-            raise ResourceError(
-                f"cannot open {path}: {e}; is its folder there, writable and not full?"
-            ) from e
+            raise ResourceError(f"cannot open {path}: {e}; is its folder there, writable and not full?") from e
         except sqlite3.DatabaseError as e:
             raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e
 
@@ -122,9 +117,7 @@ class Journal:
         except sqlite3.OperationalError as e:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise ResourceError(
-                f"cannot write {self.path}: {e}; free some disk space, then --resume the run"
-            ) from e
+            raise ResourceError(f"cannot write {self.path}: {e}; free some disk space, then --resume the run") from e
 
     @property
     def last_seq(self) -> int:

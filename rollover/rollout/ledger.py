@@ -289,9 +289,7 @@ class Ledger:
     def _consume(self, step: int, group_ids: tuple[int, ...]) -> None:
         assert step == self.next_step, f"batch {step} consumed where {self.next_step} was next"
         if self.replay:
-            assert self.replay[0] == step and self.batches[step] == group_ids, (
-                "a replayed batch is what it was"
-            )
+            assert self.replay[0] == step and self.batches[step] == group_ids, "a replayed batch is what it was"
             self.replay.popleft()
         else:
             assert len(set(group_ids)) == len(group_ids), "a group is trained once"
@@ -348,9 +346,7 @@ class Ledger:
                 unsettled += sample.state not in _SETTLED
                 for state, place in places.items():
                     sample_id = sample.trajectory.sample_id
-                    assert (sample_id in place) == (sample.state is state), (
-                        f"{sample_id} is not only {sample.state}"
-                    )
+                    assert (sample_id in place) == (sample.state is state), f"{sample_id} is not only {sample.state}"
                 if sample.state is not SampleState.FAILED and group.state is not GroupState.CONSUMED:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
@@ -362,14 +358,9 @@ class Ledger:
         assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
         live += sum(
-            s.num_tokens
-            for i in awaiting_replay
-            for s in self.groups[i].samples
-            if s.state is SampleState.SCORED
+            s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SampleState.SCORED
         )
-        assert self.tokens.live == live, (
-            f"{self.tokens.live} tokens are live by the account, {live} by the samples"
-        )
+        assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
         assert self.num_admitted == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())
         ), "a group has vanished"

@@ -102,8 +102,7 @@ def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, 
     present = [name for name in candidates if _has(row, name)]
     if len(present) > 1:
         raise DataError(
-            f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; "
-            f"set {key} to one of them"
+            f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; set {key} to one of them"
         )
     return present[0] if present else None
 

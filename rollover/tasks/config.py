@@ -50,9 +50,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if (self.kind == "function") != (self.function is not None):
-            raise ValueError(
-                f"reward.function goes with kind = 'function': got {self.function!r}, {self.kind!r}"
-            )
+            raise ValueError(f"reward.function goes with kind = 'function': got {self.function!r}, {self.kind!r}")
         if self.function is not None and not re.fullmatch(r"[\w.]+:\w+", self.function):
             raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
         if self.params and self.kind != "function":
@@ -62,9 +60,7 @@ class RewardConfig:
         if self.reference_extract != "whole" and self.kind not in ("exact", "math_verify"):
             raise ValueError(f"reward.reference_extract has no effect with kind {self.kind!r}: leave it out")
         if (self.extract == "pattern") != (self.answer_pattern is not None):
-            raise ValueError(
-                "reward.answer_pattern and reward.extract = 'pattern' go together: set both or none"
-            )
+            raise ValueError("reward.answer_pattern and reward.extract = 'pattern' go together: set both or none")
         if self.answer_pattern is not None:
             try:
                 re.compile(self.answer_pattern)
@@ -77,9 +73,7 @@ class RewardConfig:
         if self.workers < 0:
             raise ValueError(f"reward.workers must be at least 0 (0: on the event loop), got {self.workers}")
         if self.workers == 0 and self.kind == "math_verify":
-            raise ValueError(
-                "reward.workers must be at least 1 for 'math_verify': only a process can be stopped"
-            )
+            raise ValueError("reward.workers must be at least 1 for 'math_verify': only a process can be stopped")
         if self.retries < 0:
             raise ValueError(f"reward.retries must be at least 0, got {self.retries}")
 
@@ -137,9 +131,7 @@ class SourceConfig:
         idle = idle if gym else ("dataset", "config", *(() if self.kind == "hf" else ("split", "subset")))
         for key in idle:
             if getattr(self, key):
-                raise ValueError(
-                    f"source {self.name!r}: {key} has no effect with kind {self.kind!r}: leave it out"
-                )
+                raise ValueError(f"source {self.name!r}: {key} has no effect with kind {self.kind!r}: leave it out")
         if not gym and not self.path:
             raise ValueError(f"source {self.name!r}: kind {self.kind!r} needs a path")
         if not gym and self.reward.kind == "verifier":
@@ -191,13 +183,9 @@ class TasksConfig:
         for role, sources in (("train", self.train), ("eval", self.eval)):
             names = [source.name for source in sources]
             if double := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(
-                    f"tasks.{role}: two sources are called {double[0]!r}; give each its own name"
-                )
+                raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
         if self.chat_template == "off" and self.system_prompt is not None:
-            raise ValueError(
-                "tasks.system_prompt has no effect with chat_template = 'off': leave one of them out"
-            )
+            raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': leave one of them out")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.eval_seed < 0:

@@ -81,9 +81,7 @@ def evaluate(
     return tuple(rows)
 
 
-def _row(
-    name: str, prompts: Sequence[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int]
-) -> EvalRow:
+def _row(name: str, prompts: Sequence[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int]) -> EvalRow:
     solved = [sum(reward >= pass_scores[p.source] for reward in p.rewards) for p in prompts]
     return EvalRow(
         source=name,
@@ -91,9 +89,7 @@ def _row(
         num_samples=sum(len(p.rewards) for p in prompts),
         reward=mean_over_prompts([math.fsum(p.rewards) / len(p.rewards) for p in prompts]),
         pass_at={
-            k: mean_over_prompts(
-                [pass_at_k(len(p.rewards), c, k) for p, c in zip(prompts, solved, strict=True)]
-            )
+            k: mean_over_prompts([pass_at_k(len(p.rewards), c, k) for p, c in zip(prompts, solved, strict=True)])
             for k in ks
         },
     )

@@ -46,11 +46,7 @@ class MixtureSource:
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]) -> None:
         self._sources = tuple(sources)
         self._counts = _shares(weights)
-        places = [
-            (Fraction(2 * j + 1, 2 * count), k, j)
-            for k, count in enumerate(self._counts)
-            for j in range(count)
-        ]
+        places = [(Fraction(2 * j + 1, 2 * count), k, j) for k, count in enumerate(self._counts) for j in range(count)]
         self._cycle = tuple((k, j) for _, k, j in sorted(places))
 
     @property

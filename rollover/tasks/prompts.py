@@ -20,9 +20,7 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
@@ -38,9 +36,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, config: TasksConfig) -> None:
         has_template = bool(tokenizer.chat_template)
         if not has_template and config.chat_template == "on":
-            raise DataError(
-                "tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'"
-            )
+            raise DataError("tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'")
         if not has_template and config.system_prompt is not None:
             raise DataError("tasks.system_prompt needs a tokenizer with a chat template; leave it out")
         self._tokenizer = tokenizer
@@ -87,9 +83,7 @@ class PromptEncoder:
         if self._config.prompt_suffix:
             last = messages[-1]
             if last["role"] != "user" or not isinstance(last["content"], str):
-                raise DataError(
-                    f"{where}: tasks.prompt_suffix needs a last message of plain text by the user"
-                )
+                raise DataError(f"{where}: tasks.prompt_suffix needs a last message of plain text by the user")
             last["content"] += self._config.prompt_suffix
         if self._config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})

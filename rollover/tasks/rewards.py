@@ -111,9 +111,7 @@ class VerifierReward:
 
     async def score(self, sample: RewardSample) -> float:
         answer = extract_answer(sample.completion, self._config.extraction, self._config.answer_pattern)
-        return _finite(
-            self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}"
-        )
+        return _finite(self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}")
 
 
 class ExactReward:
@@ -152,9 +150,7 @@ class MathReward:
         for text in _references(self._spec, sample):
             reference = self._parse(_as_latex(text))
             if not reference:
-                raise RewardError(
-                    f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'"
-                )
+                raise RewardError(f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'")
             if self._library.verify(reference, answer, timeout_seconds=None):
                 return 1.0
         return 0.0
@@ -201,9 +197,7 @@ class FunctionReward:
         if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
             raise RewardError(f"reward function {self._name} must return a list of 1 number, got {result!r}")
         if result[0] is None:
-            raise RewardError(
-                f"reward function {self._name} returned None (does not apply); return a number always"
-            )
+            raise RewardError(f"reward function {self._name} returned None (does not apply); return a number always")
         return _finite(result[0], f"reward function {self._name}")
 
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
@@ -238,9 +232,7 @@ class FunctionReward:
             return None
         for name in self._spec.config.params:
             if name not in names:
-                raise DataError(
-                    f"reward function {self._name} takes no {name!r} (reward.params){nearest(name, names)}"
-                )
+                raise DataError(f"reward function {self._name} takes no {name!r} (reward.params){nearest(name, names)}")
         return names
 
 
@@ -289,14 +281,10 @@ def _references(spec: RewardSpec, sample: RewardSample) -> list[str]:
     texts: list[str] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, (str, int, float)):
-            raise RewardError(
-                f"the reference answer in {spec.answer_column!r} is a {type(one).__name__}, not text"
-            )
+            raise RewardError(f"the reference answer in {spec.answer_column!r} is a {type(one).__name__}, not text")
         text = extract_answer(str(one), spec.config.reference_extract)
         if text is None:
-            raise RewardError(
-                f"the reference answer {str(one)[-60:]!r} has no '####' (reward.reference_extract)"
-            )
+            raise RewardError(f"the reference answer {str(one)[-60:]!r} has no '####' (reward.reference_extract)")
         texts.append(text)
     return texts
 

@@ -58,13 +58,9 @@ class JsonlRows:
         try:
             value = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{self._path}, line {number}: not valid JSON ({error}); mend or delete the line"
-            ) from None
+            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); mend or delete the line") from None
         if not isinstance(value, dict):
-            raise DataError(
-                f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}"
-            )
+            raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")
         return value
 
 
@@ -132,9 +128,7 @@ def open_rows(config: SourceConfig) -> Rows:
     else:
         path = Path(config.path)
         if not path.is_file():
-            raise DataError(
-                f"source {config.name!r}: no file {path} (relative to {Path.cwd()}); correct its path"
-            )
+            raise DataError(f"source {config.name!r}: no file {path} (relative to {Path.cwd()}); correct its path")
         rows = JsonlRows(path) if config.kind == "jsonl" else ParquetRows(path)
     if not len(rows):
         raise DataError(f"source {config.name!r}: {config.path} holds no rows")

@@ -93,9 +93,7 @@ class Scorer:
                 return reward
         self._count(num_failed=1, num_retried=spec.config.retries, busy_s=time.perf_counter() - started_s)
         what = spec.config.function or spec.config.kind
-        raise RewardError(
-            f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})"
-        )
+        raise RewardError(f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})")
 
     async def close(self) -> None:
         """Kill the processes; scorings still under way fail."""

@@ -81,10 +81,7 @@ class RowSource:
         num_rows, where = len(self._rows), self._rows.where
         for start in range(0, num_rows, _SCAN_ROWS):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
-            contents = [
-                (self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r))
-                for r in chunk
-            ]
+            contents = [(self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r)) for r in chunk]
             for row, encoded in zip(chunk, self._encoder.encode_many(contents), strict=True):
                 if _fits(encoded, self._encoder, skip_long, where(row)):
                     admissible.append(row)

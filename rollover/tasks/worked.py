@@ -88,9 +88,7 @@ def _places(number: int) -> list[int]:
     """What the digits of ``number`` stand for, from the left, without the zeros: 305 is 300 and 5."""
     sign = -1 if number < 0 else 1
     digits = str(abs(number))
-    return [
-        sign * int(d) * 10**i for d, i in zip(digits, reversed(range(len(digits))), strict=True) if d != "0"
-    ] or [0]
+    return [sign * int(d) * 10**i for d, i in zip(digits, reversed(range(len(digits))), strict=True) if d != "0"] or [0]
 
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {

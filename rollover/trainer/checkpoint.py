@@ -57,9 +57,7 @@ def list_checkpoints(root: Path) -> tuple[Path, ...]:
     """The finished checkpoints under ``root``, oldest first."""
     if not root.is_dir():
         return ()
-    found = [
-        (int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()
-    ]
+    found = [(int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()]
     return tuple(path for _, path in sorted(found))
 
 
@@ -80,9 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
         values = json.loads(path.read_text(encoding="utf-8"))
         found = values["format_version"]
         if found != FORMAT_VERSION:
-            raise ModelError(
-                f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}"
-            )
+            raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
         return Manifest(**values)
     except FileNotFoundError as error:
         raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
@@ -174,18 +170,14 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
 
 
 def _check_moments(path: Path, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    expected = {
-        f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in _MOMENTS
-    }
+    expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in _MOMENTS}
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
             raise ModelError(f"{path} does not match the model: it lacks {name}")
         if name not in expected:
             raise ModelError(f"{path} does not match the model: it has {name}, which the model has not")
         if (shape := tuple(tensors[name].shape)) != expected[name]:
-            raise ModelError(
-                f"{path} does not match the model: {name} is {shape}, the model wants {expected[name]}"
-            )
+            raise ModelError(f"{path} does not match the model: {name} is {shape}, the model wants {expected[name]}")
 
 
 def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:

@@ -157,9 +157,7 @@ class ScratchConfig:
         for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
             _require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         even_head = self.hidden_size % (2 * self.num_heads) == 0
-        _require(
-            even_head, "hidden_size", self.hidden_size, f"a multiple of 2 x num_heads ({self.num_heads})"
-        )
+        _require(even_head, "hidden_size", self.hidden_size, f"a multiple of 2 x num_heads ({self.num_heads})")
         divides = self.num_heads % self.num_kv_heads == 0
         _require(divides, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads ({self.num_heads})")
         _require(self.initializer_range > 0, "initializer_range", self.initializer_range, "above 0")

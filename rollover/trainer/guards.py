@@ -40,9 +40,5 @@ def reporting_out_of_memory(config: StepConfig) -> Iterator[None]:
         raise ResourceError(
             f"training ran out of memory: "
             f"lower {config.section}.micro_batch_tokens (now {config.micro_batch_tokens})"
-            + (
-                ""
-                if config.gradient_checkpointing
-                else f" or set {config.section}.gradient_checkpointing = true"
-            )
+            + ("" if config.gradient_checkpointing else f" or set {config.section}.gradient_checkpointing = true")
         ) from error

@@ -44,9 +44,7 @@ class BatchTensors:
         return len(self.sample_T)
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Group], algorithm: Algorithm, *, step: int, device: torch.device
-    ) -> BatchTensors:
+    def of(cls, groups: Sequence[Group], algorithm: Algorithm, *, step: int, device: torch.device) -> BatchTensors:
         """``step`` is the batch's: tokens sampled by version ``step`` have staleness 0."""
         trajectories = [t for g in groups for t in g.trajectories]
         lengths = np.array([t.num_tokens for t in trajectories])
@@ -117,8 +115,7 @@ def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Gr
     order of a batch follows completion and would put short responses into the first mini-batch."""
     if num > len(groups):
         raise ConfigError(
-            f"trainer.mini_batches is {num} but the batch has only {len(groups)} groups: "
-            "lower it or train more groups"
+            f"trainer.mini_batches is {num} but the batch has only {len(groups)} groups: lower it or train more groups"
         )
     if num == 1:
         return tuple(groups)

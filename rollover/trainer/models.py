@@ -40,9 +40,7 @@ def resolve_model(name: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if not _HUB_ID.fullmatch(str(name)):
-        raise ModelError(
-            f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id"
-        )
+        raise ModelError(f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id")
     from huggingface_hub import snapshot_download
 
     try:
@@ -61,26 +59,20 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError(f"model folder {str(folder)!r} does not exist")
     if not path.is_file():
-        raise ModelError(
-            f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?"
-        )
+        raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         model_type = config["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is not a model config with a 'model_type': {error}") from error
     if model_type not in MODEL_TYPES:
-        raise ModelError(
-            f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}"
-        )
+        raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
     if config.get("quantization_config"):
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)"
-        )
+        raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
     return dict(config)
 
 
@@ -115,9 +107,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"trainer.device {name!r} cannot be used ({reason}); set 'auto' or 'cpu'"
-        ) from error
+        raise ConfigError(f"trainer.device {name!r} cannot be used ({reason}); set 'auto' or 'cpu'") from error
     return device
 
 
@@ -161,8 +151,7 @@ def load_policy(
     if problems:
         kind, names = next(iter(problems.items()))
         raise ModelError(
-            f"model folder {str(folder)!r}: weights do not fit config.json: "
-            f"{kind.replace('_', ' ')}: {names[0]}"
+            f"model folder {str(folder)!r}: weights do not fit config.json: {kind.replace('_', ' ')}: {names[0]}"
         )
     if gradient_checkpointing:
         for layer in model.model.layers:

@@ -90,9 +90,7 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(b) for b in buckets)
 
 
-def families(
-    samples: Sequence[TrainingSample], members: Sequence[int], budget: int
-) -> tuple[tuple[int, ...], ...]:
+def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
     """Members with the same prompt, which a row holds once; cut where the ``budget`` would be exceeded."""
     siblings: dict[tuple[int, ...], list[list[int]]] = {}
     for index in members:
@@ -120,9 +118,7 @@ def _num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> 
     return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
 
 
-def _row(
-    samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], first_token_B: Ints
-) -> PackedRow:
+def _row(samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], first_token_B: Ints) -> PackedRow:
     input_ids: list[int] = []
     position_ids: list[Ints] = []
     lines: list[Ints] = []

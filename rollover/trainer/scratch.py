@@ -18,9 +18,7 @@ PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 
 
-def build_tokenizer(
-    texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size
-) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most ``vocab_size`` entries.
 
     Any text survives encoding and decoding: all 256 bytes are entries. Each digit is a token of its own, so

@@ -1,4 +1,5 @@
-"""A scripted vLLM server: its endpoints and its peculiarities, one token per running request and tick, faults on demand.
+"""Scripted inference servers: one token per running request and tick, faults on demand; and one that is vLLM, with its
+endpoints and its peculiarities.
 
 What it keeps true: the token and the log-prob of a request at position ``i`` of *its own* output are ``token_at(seed, i,
 weights)`` and ``logprob_at(...)``, where ``weights`` is the path that was loaded last; so a test can compute what it should
@@ -15,8 +16,8 @@ import json
 import ssl
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -48,11 +49,7 @@ class Answer:
     @property
     def content(self) -> bytes:
         return (
-            self.body
-            if isinstance(self.body, bytes)
-            else b""
-            if self.body is None
-            else json.dumps(self.body).encode()
+            self.body if isinstance(self.body, bytes) else b"" if self.body is None else json.dumps(self.body).encode()
         )
 
 
@@ -60,60 +57,21 @@ class Broken(Exception):
     """The connection is gone."""
 
 
-class _Running:
-    """A request as the server knows it."""
+class ScriptedServer:
+    """What all kinds share. Public attributes are the script; ``log`` holds (method, path, query, body) of every call.
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-        self.decoded = 0
-        self.unsent: list[tuple[int, float]] = []
-        self.first = True
-        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self.finished = False
-
-    def flush(self, reason: str | None, stop_reason: Any = None) -> None:
-        pieces, self.unsent = self.unsent, []
-        if not pieces and reason is None:
-            return
-        choice = {
-            "index": 0,
-            "text": "",
-            "token_ids": [t for t, _ in pieces],
-            "logprobs": {
-                "token_logprobs": [p for _, p in pieces],
-                "tokens": [f"token_id:{t}" for t, _ in pieces],
-            },
-            "finish_reason": reason,
-            "stop_reason": stop_reason,
-        }
-        self.first = False
-        self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
-        if reason is not None:
-            self.finished = True
-            self.events.put_nowait(None)
-
-
-class ScriptedVLLM:
-    """The server. Public attributes are the script; ``log`` holds (method, path, query, body) of every call."""
+    A path is answered by the method of its name, ``_post_abort_requests`` for ``POST /abort_requests``.
+    """
 
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         self.tick_s = tick_s
         self.weights = weights
         self.version = "default"
         self.paused = False
-        self.max_model_len = CONTEXT
         self.vocab = VOCAB
         self.eos: int | None = None
         """Ends requests that do not ignore it."""
-        self.dev_mode = True
-        self.aborts_by_id = True
-        """False is a release in which the inner id has another form: an abort is acknowledged and does nothing."""
         self.raw_logprobs = False
-        self.caches = True
-        """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
-        self.held_resets = 0
-        """So many resets of the prefix cache fail."""
-        self.reload_error: str | None = None
         self.api_key: str | None = None
         self.text: dict[int, str] = {}
         """What tokens spell, for stop strings."""
@@ -127,7 +85,7 @@ class ScriptedVLLM:
         """Answers by path that are given, once each, in place of the right one."""
         self.log: list[tuple[str, str, dict[str, str], Any]] = []
         self.num_aborted = self.decoded_tokens = self.most_running = 0
-        self.requests: dict[str, _Running] = {}
+        self.requests: dict[str, Any] = {}
         self._alive = asyncio.Event()
         self._alive.set()
         self._dead = False
@@ -174,13 +132,100 @@ class ScriptedVLLM:
         if self.scripted.get(parts.path):
             return self.scripted[parts.path].popleft()
         route = getattr(self, f"_{method.lower()}{parts.path.replace('/', '_')}", None)
-        in_dev_mode = parts.path not in ("/v1/models", "/v1/completions", "/health")
-        if route is None or (in_dev_mode and not self.dev_mode):
+        if route is None or not self._offers(parts.path):
             return Answer(404, {"detail": "Not Found"})
         answer: Answer = await route(query, body)
         if self._dead:
             raise Broken
         return answer
+
+    def _offers(self, path: str) -> bool:
+        return True
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, running: Any) -> None:
+        self.requests[name] = running
+        self.most_running = max(self.most_running, len(self.requests))
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _events(self, running: Any) -> AsyncGenerator[bytes, None]:
+        """As the client gets them."""
+        sent = 0
+        while (event := await running.events.get()) is not None:
+            await asyncio.sleep(self.network_delay_s)
+            await self._alive.wait()
+            if self._dead or sent == self.break_after:
+                raise Broken
+            yield self.mangle(f"data: {json.dumps(event)}\n\n".encode())
+            sent += 1
+        if self._dead:
+            raise Broken
+
+    async def _tick(self) -> None:
+        while self.requests:
+            await asyncio.sleep(self.tick_s)
+            await self._alive.wait()
+            if not self.paused:
+                for name, running in list(self.requests.items()):
+                    self._decode(name, running)
+
+    def _decode(self, name: str, running: Any) -> None:
+        """One token of a request."""
+        raise NotImplementedError
+
+
+class _Running:
+    """A request as the server knows it."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.decoded = 0
+        self.unsent: list[tuple[int, float]] = []
+        self.first = True
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.finished = False
+
+    def flush(self, reason: str | None, stop_reason: Any = None) -> None:
+        pieces, self.unsent = self.unsent, []
+        if not pieces and reason is None:
+            return
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": [t for t, _ in pieces],
+            "logprobs": {
+                "token_logprobs": [p for _, p in pieces],
+                "tokens": [f"token_id:{t}" for t, _ in pieces],
+            },
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        }
+        self.first = False
+        self.events.put_nowait({"id": "cmpl-x", "choices": [choice]})
+        if reason is not None:
+            self.finished = True
+            self.events.put_nowait(None)
+
+
+class ScriptedVLLM(ScriptedServer):
+    """A vLLM server."""
+
+    def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
+        super().__init__(tick_s=tick_s, weights=weights)
+        self.max_model_len = CONTEXT
+        self.dev_mode = True
+        self.aborts_by_id = True
+        """False is a release in which the inner id has another form: an abort is acknowledged and does nothing."""
+        self.caches = True
+        """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
+        self.held_resets = 0
+        """So many resets of the prefix cache fail."""
+        self.reload_error: str | None = None
+
+    def _offers(self, path: str) -> bool:
+        return self.dev_mode or path in ("/v1/models", "/v1/completions", "/health")
 
     async def _get_health(self, query: dict[str, str], body: Any) -> Answer:
         return Answer()
@@ -252,21 +297,11 @@ class ScriptedVLLM:
         """A request comes to exist only when its stream is read: after the head of the answer has been sent."""
         running = _Running(body)
         name = f"cmpl-{body['request_id']}-0"
-        self.requests[name] = running
-        self.most_running = max(self.most_running, len(self.requests))
-        if self._ticker is None or self._ticker.done():
-            self._ticker = asyncio.get_running_loop().create_task(self._tick())
-        sent = 0
+        self._start(name, running)
         try:
-            while (event := await running.events.get()) is not None:
-                await asyncio.sleep(self.network_delay_s)
-                await self._alive.wait()
-                if self._dead or sent == self.break_after:
-                    raise Broken
-                yield self.mangle(f"data: {json.dumps(event)}\n\n".encode())
-                sent += 1
-            if self._dead:
-                raise Broken
+            async with aclosing(self._events(running)) as pieces:
+                async for piece in pieces:
+                    yield piece
             usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
             if self.caches:
                 usage["prompt_tokens_details"] = {"cached_tokens": len(body["prompt"]) // 2}
@@ -277,14 +312,6 @@ class ScriptedVLLM:
                 self.num_aborted += 1
             self.requests.pop(name, None)
 
-    async def _tick(self) -> None:
-        while self.requests:
-            await asyncio.sleep(self.tick_s)
-            await self._alive.wait()
-            if not self.paused:
-                for name, running in list(self.requests.items()):
-                    self._decode(name, running)
-
     def _decode(self, name: str, running: _Running) -> None:
         body, position = running.body, running.decoded
         token = token_at(body["seed"], position, self.weights)
@@ -292,9 +319,7 @@ class ScriptedVLLM:
         running.unsent.append((token, logprob_at(body["seed"], position, self.weights, temperature)))
         running.decoded += 1
         self.decoded_tokens += 1
-        text = "".join(
-            self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded)
-        )
+        text = "".join(self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded))
         matched = next((s for s in body["stop"] if s in text), None)
         if token in body["stop_token_ids"] or (token == self.eos and not body["ignore_eos"]):
             self._finish(name, "stop", token)
@@ -319,7 +344,7 @@ class ScriptedVLLM:
 class ScriptedTransport(httpx.AsyncBaseTransport):
     """A network of scripted servers by host name; what is not among them cannot be reached."""
 
-    def __init__(self, servers: dict[str, ScriptedVLLM]) -> None:
+    def __init__(self, servers: dict[str, ScriptedServer]) -> None:
         self.servers = servers
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -333,9 +358,7 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
         except Broken:
             raise httpx.ConnectError("connection refused", request=request) from None
         if answer.stream is None:
-            return httpx.Response(
-                answer.status, headers=answer.headers, content=answer.content, request=request
-            )
+            return httpx.Response(answer.status, headers=answer.headers, content=answer.content, request=request)
         stream = _ByteStream(answer.stream, request)
         return httpx.Response(answer.status, headers=answer.headers, stream=stream, request=request)
 
@@ -357,7 +380,7 @@ class _ByteStream(httpx.AsyncByteStream):
 
 
 @asynccontextmanager
-async def serve(server: ScriptedVLLM, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+async def serve(server: ScriptedServer, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """``server`` on a port of the loopback interface, one request per connection."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -370,9 +393,7 @@ async def serve(server: ScriptedVLLM, *, tls: ssl.SSLContext | None = None) -> A
         yield listener.sockets[0].getsockname()[1]
 
 
-async def _answer_one(
-    server: ScriptedVLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def _answer_one(server: ScriptedServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     method, target, _ = head[0].split(" ")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}

@@ -11,8 +11,9 @@ What is peculiar to it:
 * ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
   model folder as well, which is an error unless they are among ours.
 * Log-probs are taken before ``top_p`` and ``top_k`` cut the distribution; such calls are refused.
-* Cached blocks are found again by tokens and ``extra_key``: with the version as the key, no new call can hit a block
-  that older weights have computed.
+* Cached blocks are found again by tokens and ``extra_key``. With the version as the key, no new call can hit a block
+  that older weights have computed while running calls keep theirs. A call that is taken off the batch leaves blocks of
+  new weights under its old key: so the cache is flushed at every other update, the first one among them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class SGLangEngine(ServerEngine):
         self._settings = config
         self._incremental = False
         self._num_loads = 0
+        self._cache_stays = False
+        """What the last pause has decided for the update that follows."""
         self._aborting_all = asyncio.Lock()
         """No call is sent while it is held."""
         self._sweeping = False
@@ -80,11 +83,20 @@ class SGLangEngine(ServerEngine):
                 f"{self} serves a model of type {theirs!r}, but {self.model.path} is of type {ours!r}: it is another"
                 " model"
             )
+        self._check_folder(Path(field_of(info, "model_path", str)))
         settings = await self._scheduler_answers()
         self._incremental = settings.get("incremental_streaming_output") is True
         await self._check_vocabulary()
         await self._check_reports()
         return int(field_of(settings, "max_req_input_len", int))
+
+    def _check_folder(self, served: Path) -> None:
+        """Where the server's model folder is ours to see: weights that do not fit it would kill the server."""
+        if served.is_dir() and served.resolve() != self.model.path.resolve():
+            try:
+                self.model.check_fits(served)
+            except EngineError as e:
+                raise EngineError(f"{self} serves another model than {self.model.path}: {e}") from None
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""
@@ -257,7 +269,8 @@ class SGLangEngine(ServerEngine):
     # -- weights ---------------------------------------------------------------------------------------------
 
     async def _freeze(self) -> None:
-        mode = "in_place" if self._keeps_cache else "retract"
+        self._cache_stays = self._keeps_cache and bool(self._sent())
+        mode = "in_place" if self._cache_stays else "retract"
         await self.client.call("POST", "/pause_generation", body={"mode": mode})
         await self._scheduler_answers()
 
@@ -273,13 +286,13 @@ class SGLangEngine(ServerEngine):
                 "model_path": str(folder.resolve()),
                 "weight_version": str(version),
                 "abort_all_requests": False,
-                "flush_cache": not self._keeps_cache,
+                "flush_cache": not self._cache_stays,
             },
             timeout_s=self._settings.load_timeout_s,
         )
         if not field_of(answer, "success", bool):
             raise EngineError(f"{self} did not load {folder}: {answer.get('message')}")
-        if not self._keeps_cache:
+        if not self._cache_stays:
             lost = sum(len(call.request.prompt_ids) + len(call.response) for call in self._sent())
             self._prefilled_tokens += lost
             self._reprefilled_tokens += lost

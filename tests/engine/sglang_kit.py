@@ -1,0 +1,34 @@
+"""SGLang engines before scripted servers, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.sglang.engine import SGLangEngine
+from tests.engine.scripted_server import ScriptedServer, ScriptedTransport
+
+
+def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:
+    return replace(SGLangConfig(urls=(url,), stream_interval_tokens=1), **changes)
+
+
+def make_engine(server: ScriptedServer, folder: Path, url: str = "http://one", **changes: Any) -> SGLangEngine:
+    config = settings(url, **changes)
+    client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
+    return SGLangEngine(client, config, folder)
+
+
+@asynccontextmanager
+async def opened(server: ScriptedServer, folder: Path, **changes: Any) -> AsyncIterator[SGLangEngine]:
+    engine = make_engine(server, folder, **changes)
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()

@@ -142,9 +142,7 @@ def cli() -> None:
 @_run_dir
 @_dry_run
 @click.pass_context
-def train(
-    ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool
-) -> None:
+def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool) -> None:
     """Train a model, or go on with a run.
 
     CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
@@ -162,9 +160,7 @@ def train(
         return
     if config is not None or run_dir is not None:
         other = "--run-dir" if config is None else "CONFIG"
-        raise click.UsageError(
-            f"--resume reads the config of its run and writes there; leave {other} out", ctx
-        )
+        raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
     if dry_run:
         _show_plan(rundir.saved_config(resume, overrides))
         return
@@ -229,9 +225,7 @@ def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, j
         _show_plan(config)
         return
     experiment = Path(name).resolve().name if of_run else Path(name).stem
-    path = run_dir or rundir.default_path(
-        experiment if job == "train" else f"{experiment}-{ctx.command.name}"
-    )
+    path = run_dir or rundir.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
     _work(job, config, rundir.create(config, path, sys.argv))
 
 
@@ -257,7 +251,7 @@ def _work(job: str, config: RunConfig, run: RunDir) -> None:
             {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)
         except KeyboardInterrupt:
             if job == "train":
-                click.echo(f"stopped; go on with: rollover train --resume {run.path}", err=True)
+                click.echo(f"stopped; go on with: {run.resume_command}", err=True)
             raise
         finally:
             if run.report.is_file():
@@ -289,9 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _fail(
-            f"no space left on the disk ({error.filename or 'unknown file'}): make room and --resume"
-        )
+        return _fail(f"no space left on the disk ({error.filename or 'unknown file'}): make room and --resume")
     except (click.Abort, KeyboardInterrupt):
         return 130
     return 0

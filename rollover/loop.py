@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 from rollover.report.progress import Progress
@@ -27,39 +30,56 @@ async def train(session: Session, interrupt: Interrupt) -> None:
     Raises:
         RolloverError: with what the user can do about it; the run can be resumed.
     """
-    await session.publish()
-    await session.evaluate_when_due()
-    while session.version < session.config.steps:
-        with session.timed("time/rollout_s"):
-            batch = await interrupt.unless(session.driver.next_batch())
-        if batch is None:
-            break
-        with session.timed("time/train_s"):
-            trained = await asyncio.to_thread(session.trainer.step, batch)
-        with session.timed("time/publish_s"):
-            await session.publish()
-        session.log_step(batch, trained)
-        session.save_when_due()
-        await session.evaluate_when_due()
-        if interrupt.requested:
-            break
-    await session.finish()
+    with interrupt.deferred():
+        await session.publish()
+        await interrupt.unless(session.evaluate_when_due())
+        while session.version < session.config.steps and not interrupt.requested:
+            with session.timed("time/rollout_s"):
+                batch = await interrupt.unless(session.driver.next_batch())
+            if batch is None:
+                break
+            with session.timed("time/train_s"):
+                trained = await asyncio.to_thread(session.trainer.step, batch)
+            with session.timed("time/publish_s"):
+                await session.publish()
+            session.log_step(batch, trained)
+            session.save_when_due()
+            await interrupt.unless(session.evaluate_when_due())
+        await session.finish()
 
 
 class Interrupt:
-    """Ctrl-C: once means finish cleanly, twice means now."""
+    """Ctrl-C. While ``deferred``, once means finish cleanly and twice means now; before and after, there is nothing to
+    finish and once means now (``KeyboardInterrupt``). Belongs to the main thread.
 
-    def __init__(self, progress: Progress) -> None:
+    Args:
+        progress: tells what happens, and is taken down when the process ends at once.
+        resume: the command that goes on with the run.
+    """
+
+    def __init__(self, progress: Progress, *, resume: str) -> None:
         self.requested = False
         self._progress = progress
+        self._resume = resume
         self._event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> Interrupt:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._on_signal)
+        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within it, the running loop learns of the interrupt by ``requested`` and ``unless``."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            self._loop = None
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of ``work``, or ``None`` as soon as an interrupt is asked for."""
@@ -73,12 +93,15 @@ class Interrupt:
                 pending.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            raise KeyboardInterrupt
         if self.requested:
             # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
             # while a training step runs in its thread.
             self._progress.__exit__(None, None, None)
+            print(f"stopped at once; go on with: {self._resume}", file=sys.stderr, flush=True)
             os._exit(130)
         self.requested = True
-        self._event.set()
+        self._loop.call_soon_threadsafe(self._event.set)
         self._progress.message("stopping after this step; once more to stop now (the run can be resumed either way)")

@@ -23,6 +23,8 @@ from rollover.tasks.source import train_source
 NUM_TOKENIZER_TEXTS = 2000
 """Prompts with their solutions that a tokenizer from scratch is made of."""
 
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
     """Folder of the policy that training starts from: the user's own, or ``folder``, made here unless it is there.
@@ -31,11 +33,12 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         ModelError: the model cannot be had or is of an unsupported architecture.
         DataError: a source cannot be read or has no solutions to warm up on.
     """
-    from rollover.trainer.models import resolve_model
+    from rollover.trainer.models import read_model_config, resolve_model
 
     if config.model.scratch is None:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
+        read_model_config(base)  # says what is wrong with it before anything else stumbles over it
         if config.sft is None:
             return base
     if not (folder / "config.json").is_file():
@@ -51,10 +54,14 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or it names no end token."""
     from transformers import AutoTokenizer
 
+    # Without its files, transformers makes up an empty tokenizer for some model types.
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as e:
-        raise ModelError(f"{folder}: no tokenizer can be loaded ({e}); put its files beside the model") from e
+    except Exception as e:  # the tokenizers library raises plain Exception
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files beside the model") from e
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
     return tokenizer
@@ -104,9 +111,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     wanted = warmup.num_steps * warmup.batch_size
     supervised = islice(examples(source, configs, tokenizer, bare_answers=warmup.bare_answers), wanted)
-    run_sft(
-        base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress
-    )
+    run_sft(base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress)
 
 
 def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:

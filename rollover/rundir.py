@@ -80,6 +80,11 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def resume_command(self) -> str:
+        """What the user types to go on with this run."""
+        return f"rollover train --resume {shlex.quote(str(self.path))}"
+
     def require_free(self, num_bytes: int, purpose: str) -> None:
         """Raise ``ResourceError`` unless the disk has room for ``num_bytes`` more."""
         free_bytes = shutil.disk_usage(self.path).free
@@ -134,14 +139,17 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
     return run
 
 
-def open_for_resume(
-    path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()
-) -> tuple[RunConfig, RunDir]:
+def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
     """Lock an existing run directory, and record there the config that ``saved_config`` gives.
 
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
     """
     config = saved_config(path, overrides)
+    return config, reopen(config, path, argv)
+
+
+def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
+    """Lock an existing run directory and record there that its run goes on under ``config``."""
     run = RunDir(path)
     try:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
@@ -153,7 +161,7 @@ def open_for_resume(
     except BaseException:
         run.close()
         raise
-    return config, run
+    return run
 
 
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -196,9 +204,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    inner = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    )
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     items = list(inner)
     for key, child in items:
         yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
@@ -214,9 +220,7 @@ def _locked(file: Path) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        raise RunError(
-            f"{file.parent} is in use by {holder}: wait for it, or choose another directory"
-        ) from None
+        raise RunError(f"{file.parent} is in use by {holder}: wait for it, or choose another directory") from None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor

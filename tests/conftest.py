@@ -1,8 +1,13 @@
-"""Skips what needs a GPU where there is none."""
+"""Skips what needs a GPU where there is none; lends tiny experiments to the end-to-end tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+from tests import runs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +19,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 model folder with a tokenizer of one token per character."""
+    return runs.save_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture
+def experiment(tiny_model: Path, tmp_path: Path) -> Iterator[Path]:
+    """The working directory, with ``run.toml`` and all it names in it."""
+    with runs.working_in(tmp_path, tiny_model):
+        yield tmp_path

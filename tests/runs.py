@@ -1,0 +1,273 @@
+"""Tiny experiments for end-to-end tests: a model folder, a dataset, a reward, and processes that die on cue.
+
+Processes are forked from a server that has imported what a run needs, so a child costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover import cli
+from rollover.report.progress import Progress
+from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.journal import Journal, effective, read_events
+from rollover.rollout.ledger import Ledger
+from rollover.types import Batch
+
+LETTERS = "abcdefgh"
+CHARACTERS = [*"0123456789", *LETTERS, "=", "\n", "#", " "]
+END = "<end>"
+
+_DEADLINE_S = 120
+
+REWARD = """\
+def share(prompts, completions, answer, **columns):
+    "The share of the response that is the letter asked for."
+    return [text.count(letter) / max(1, len(text)) for text, letter in zip(completions, answer)]
+
+async def share_now(prompts, completions, answer, **columns):
+    return share(prompts, completions, answer)
+"""
+
+CONFIG = """\
+steps = 4
+[model]
+path = "model"
+[[tasks.train]]
+kind = "jsonl"
+name = "letters"
+path = "letters.jsonl"
+[tasks.train.reward]
+kind = "function"
+function = "letter_reward:share_now"
+workers = 0
+[tasks]
+max_prompt_tokens = 16
+[rollout]
+strategy = "april"
+rollout_batch_size = 4
+group_size = 2
+max_new_tokens = 60
+[engine]
+max_running = 24
+kv_cache_bytes = 4194304
+block_size_tokens = 4
+stream_interval_tokens = 2
+[trainer]
+learning_rate = 3e-3
+[checkpoint]
+every_steps = 2
+keep_last = 10
+[logging]
+tensorboard = false
+progress = "off"
+"""
+
+
+def save_tokenizer(folder: Path) -> int:
+    """One token per character. Returns the size of the vocabulary."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {END: 0, "<unknown>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    core = Tokenizer(WordLevel(vocab, unk_token="<unknown>"))
+    core.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, unk_token="<unknown>").save_pretrained(folder)
+    return len(vocab)
+
+
+def save_model(folder: Path, family: str = "qwen3", *, seed: int = 3, **changes: Any) -> Path:
+    """A random model with its tokenizer, written by transformers as a user's would be. It ends one response in ten or
+    so at any token, so lengths differ."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    shape = {
+        "vocab_size": save_tokenizer(folder),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 80,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(shape | changes))).float().save_pretrained(folder)
+    return folder
+
+
+def write_experiment(folder: Path, model: Path) -> Path:
+    """``run.toml`` in ``folder``, with the model, dataset and reward function it names beside it."""
+    (folder / "model").symlink_to(model)
+    rows = [{"prompt": f"{i}{letter}=", "answer": letter} for i, letter in enumerate(LETTERS * 2)]
+    (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "letter_reward.py").write_text(REWARD)
+    (folder / "run.toml").write_text(CONFIG)
+    return folder / "run.toml"
+
+
+@contextlib.contextmanager
+def working_in(folder: Path, model: Path) -> Iterator[None]:
+    """``folder``, with the experiment in it, is the working directory, and nothing imported from there survives."""
+    import torch
+
+    threads, places, before = torch.get_num_threads(), list(sys.path), Path.cwd()
+    write_experiment(folder, model)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.path[:] = [place for place in places if place]  # an installed program does not see its working directory
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+        sys.path[:] = places
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(folder)):
+                del sys.modules[name]
+
+
+# -- what a run left behind ---------------------------------------------------------------------------------------
+
+
+def events(run: Path) -> list[Event]:
+    return [event for _, event in effective(read_events(run / "journal.sqlite"))]
+
+
+def batches(run: Path) -> list[Batch]:
+    """All batches, also those older than the last checkpoint."""
+    folded = Ledger(event for event in events(run) if not isinstance(event, CheckpointSaved))
+    return [folded.batch(step) for step in sorted(folded.batches)]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """As the reward function gets it: without special tokens."""
+    return "".join(CHARACTERS[i - 2] for i in token_ids if i >= 2)
+
+
+def ledger(run: Path) -> Ledger:
+    """Folded and proved."""
+    folded = Ledger(events(run))
+    folded.check()
+    return folded
+
+
+def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["kind"] == kind]
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / "checkpoints" / f"step_{step}" / "model.safetensors").read_bytes()
+
+
+# -- processes that die on cue ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cue:
+    """The ``nth`` event of a kind (from 1, counting this process's) goes to the journal: just before it is on disk, or
+    just after. With no kind, the ``nth`` step of the warm-up has been taken."""
+
+    kind: type[Event] | None
+    nth: int
+    before: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    """As ``Popen`` has it: minus the signal, for a process that was killed."""
+    out: str
+    err: str
+
+
+class Processes:
+    """Runs ``rollover`` in processes of their own, one at a time, in the folder ``cwd``."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rollover.session", "rollover.trainer.sft", "transformers.models.qwen3"])
+
+    def run(self, *argv: str, kill_at: Cue | None = None, interrupt_at: Cue | None = None, times: int = 1) -> Outcome:
+        """``kill_at`` sends the process SIGKILL; ``interrupt_at`` SIGINT, as Ctrl-C does, ``times`` times in a row."""
+        process = self._context.Process(target=_main, args=(str(self.cwd), argv, kill_at, interrupt_at, times))
+        process.start()
+        process.join(_DEADLINE_S)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"rollover {' '.join(argv)} did not end within {_DEADLINE_S} s")
+        return Outcome(process.exitcode, (self.cwd / "out.txt").read_text(), (self.cwd / "err.txt").read_text())
+
+
+def _main(cwd: str, argv: Sequence[str], kill_at: Cue | None, interrupt_at: Cue | None, times: int) -> None:
+    """The forked process."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    for number, name in ((1, "out.txt"), (2, "err.txt")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if kill_at is not None:
+        _signal_at(kill_at, [signal.SIGKILL])
+    if interrupt_at is not None:
+        _signal_at(interrupt_at, [signal.SIGINT] * times)
+    code = cli.main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _signal_at(cue: Cue, signals: Sequence[int]) -> None:
+    def send() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    patch = pytest.MonkeyPatch()  # for good: the process ends with the run
+    if cue.kind is None:
+        warmup, steps = Progress.warmup, itertools.count(1)
+
+        def shown(progress: Progress, *args: Any) -> None:
+            warmup(progress, *args)
+            if next(steps) == cue.nth:
+                send()
+
+        patch.setattr(Progress, "warmup", shown)
+        return
+    append, seen, kind = Journal.append, Counter[type](), cue.kind
+
+    def watched(journal: Journal, events: Sequence[Event]) -> None:
+        before = seen[kind]
+        seen.update(type(event) for event in events)
+        due = before < cue.nth <= seen[kind]
+        if due and cue.before:
+            send()
+        append(journal, events)
+        if due and not cue.before:
+            send()
+
+    patch.setattr(Journal, "append", watched)

@@ -1,0 +1,141 @@
+"""Runs that are killed or interrupted, and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import (
+    BatchConsumed,
+    CheckpointSaved,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+)
+from tests import runs
+from tests.runs import Cue, Outcome, Processes
+
+MOMENTS = {
+    "with a new directory": Cue(VersionPublished, 1, before=True),
+    "before the first step": Cue(SampleStarted, 1, before=True),
+    "in the first rollout": Cue(SampleScored, 3),
+    "with a batch on record and no step taken": Cue(BatchConsumed, 1),
+    "between a step and its publication": Cue(VersionPublished, 3, before=True),
+    "in mid-rollout, with samples parked": Cue(SegmentEnded, 30),
+    "with a checkpoint that the journal does not know": Cue(CheckpointSaved, 1, before=True),
+    "right after a checkpoint": Cue(CheckpointSaved, 1),
+    "between checkpoint and the next": Cue(BatchConsumed, 1),
+}
+
+
+@pytest.fixture
+def processes(experiment: Path) -> Processes:
+    return Processes(experiment)
+
+
+def succeeded(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def sampled(run: Path) -> list[object]:
+    """All that was trained, but not when it was decoded."""
+    trained = [t for batch in runs.batches(run) for t in batch.trajectories]
+    return [(t.sample_id, t.token_ids, t.rollout_logprobs, t.policy_versions, t.reward) for t in trained]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "april"])
+def test_a_deterministic_run_killed_at_every_kind_of_moment_ends_as_if_it_never_had_been(
+    processes: Processes, strategy: str
+) -> None:
+    argv = ["train", "run.toml", "--deterministic", "true", "--rollout.strategy", strategy, "--steps", "10"]
+    succeeded(processes.run(*argv, "--run-dir", "whole"))
+    steps = []
+    for number, (moment, cue) in enumerate(MOMENTS.items()):
+        resumed = ["train", "--resume", "killed"] if number else [*argv, "--run-dir", "killed"]
+        assert processes.run(*resumed, kill_at=cue).code == -9, f"was not killed {moment}"
+        steps.append(len(runs.batches(Path("killed"))))
+        runs.ledger(Path("killed"))
+    succeeded(processes.run("train", "--resume", "killed"))
+    assert steps[-1] > 2, "it had come some way in spite of everything"
+    for version in (2, 4, 6, 8, 10):
+        assert runs.weights(Path("killed"), version) == runs.weights(Path("whole"), version), version
+    assert sampled(Path("killed")) == sampled(Path("whole"))
+    runs.ledger(Path("killed"))
+
+
+@pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async"])
+def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
+    processes: Processes, strategy: str
+) -> None:
+    killed = processes.run(
+        *("train", "run.toml", "--run-dir", "out", "--rollout.strategy", strategy),
+        *("--steps", "7", "--checkpoint.every_steps", "3"),
+        kill_at=Cue(BatchConsumed, 5),
+    )
+    assert killed.code == -9
+    before, batches = runs.ledger(Path("out")), runs.batches(Path("out"))
+    assert before.next_step == 5
+    succeeded(processes.run("train", "--resume", "out"))
+    after = runs.ledger(Path("out"))
+    assert runs.batches(Path("out"))[:5] == batches
+    assert after.tokens.wasted == before.tokens.wasted
+    assert after.num_admitted == after.num_consumed + after.num_unconsumed >= before.num_admitted
+    consumed = [group.group_id for batch in runs.batches(Path("out")) for group in batch.groups]
+    assert len(set(consumed)) == len(consumed) == 7 * 4
+    bound = RolloutConfig(strategy=strategy).staleness_bound  # type: ignore[arg-type]
+    assert all(
+        batch.step - group.oldest_version <= bound for batch in runs.batches(Path("out")) for group in batch.groups
+    )
+    assert [row["step"] for row in runs.rows(Path("out"))] == [0, 1, 2, 3, 3, 4, 5, 6]
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processes) -> None:
+    argv = ["--logging.progress", "plain", "--run-dir", "out"]
+    held_out = ["--tasks.eval", '[{kind="jsonl", name="h", path="letters.jsonl", reward={kind="exact", workers=0}}]']
+    succeeded(processes.run("train", "run.toml", *argv, *held_out))
+    metrics = Path("out/metrics.jsonl").read_text()
+    again = succeeded(processes.run("train", "--resume", "out"))
+    assert "all 4 steps are done; for more: rollover train --resume out --steps N" in again.out
+    assert Path("out/metrics.jsonl").read_text() == metrics
+    succeeded(processes.run("train", "--resume", "out", "--steps", "5"))
+    assert len(runs.batches(Path("out"))) == 5
+
+
+def test_ctrl_c_finishes_cleanly_and_says_how_to_go_on(processes: Processes) -> None:
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(BatchConsumed, 2))
+    assert stopped.code == 130
+    assert "stopped; go on with: rollover train --resume out" in stopped.err
+    assert Path("out/report.html").is_file() and Path("out/checkpoints/step_2").is_dir()
+    ledger = runs.ledger(Path("out"))
+    assert not ledger.running
+    assert (
+        "resumed at step 2/4" in succeeded(processes.run("train", "--resume", "out", "--logging.progress", "plain")).out
+    )
+    assert len(runs.batches(Path("out"))) == 4
+
+
+def test_ctrl_c_in_mid_rollout_does_not_wait_for_the_batch(processes: Processes) -> None:
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(SegmentEnded, 1))
+    assert stopped.code == 130
+    assert runs.batches(Path("out")) == [] and runs.ledger(Path("out")).tokens.live > 0
+    succeeded(processes.run("train", "--resume", "out"))
+
+
+def test_ctrl_c_twice_ends_at_once_and_the_run_can_still_go_on(processes: Processes) -> None:
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(BatchConsumed, 1), times=2)
+    assert stopped.code == 130
+    assert "rollover train --resume out" in stopped.err
+    assert not Path("out/checkpoints").exists()
+    succeeded(processes.run("train", "--resume", "out"))
+
+
+def test_ctrl_c_in_the_warm_up_ends_it_at_once(processes: Processes) -> None:
+    argv = ["--sft.num_steps", "100000", "--sft.batch_size", "2", "--run-dir", "out"]
+    stopped = processes.run("train", "run.toml", *argv, interrupt_at=Cue(None, 5))
+    assert stopped.code == 130
+    assert "rollover train --resume out" in stopped.err
+    assert not Path("out/model").exists()

@@ -1,0 +1,163 @@
+"""Whole runs, from the command line to the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollover import cli
+from rollover.algorithms.registry import ALGORITHMS
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import SampleScored
+from rollover.rollout.strategies import STRATEGIES
+from rollover.trainer.logprobs import DeviceRow, all_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from rollover.types import Trajectory
+from tests import runs
+
+LOGPROB_TOLERANCE = 1e-4
+"""Between the engine's decode with a cache and the trainer's packed forward, both float32; nats."""
+
+
+def train(*argv: str) -> Path:
+    """A run of ``run.toml`` in ``out``."""
+    assert cli.main(["train", "run.toml", "--run-dir", "out", *argv]) == 0
+    return Path("out")
+
+
+def trained(run: Path) -> list[Trajectory]:
+    return [t for batch in runs.batches(run) for t in batch.trajectories]
+
+
+def check_bound(run: Path, bound: int) -> None:
+    for batch in runs.batches(run):
+        for trajectory in batch.trajectories:
+            assert batch.step - max(trajectory.policy_versions) >= 0
+            assert batch.step - min(trajectory.policy_versions) <= bound
+
+
+def largest_logprob_error(run: Path, initial: Path, trajectories: Sequence[Trajectory]) -> float:
+    """Between the log-probs on record and the trainer's forward pass under the version that each token is labelled
+    with; every version has a checkpoint."""
+    samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
+    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
+    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
+    rows = [DeviceRow.of(row, torch.device("cpu")) for row in pack(samples, 1024)]
+    worst = 0.0
+    for version in versions_T.unique().tolist():
+        model = load_policy(run / "checkpoints" / f"step_{version}" if version else initial)
+        logprobs_T = all_logprobs(model, rows, 1.0, num_tokens=len(recorded_T))
+        of_version = versions_T == version
+        worst = max(worst, float((logprobs_T - recorded_T)[of_version].abs().max()))
+    return worst
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run under ``april`` with a checkpoint of every version."""
+    folder = tmp_path_factory.mktemp("finished")
+    with runs.working_in(folder, tiny_model):
+        with (folder / "run.toml").open("a") as file:
+            file.write('[[tasks.eval]]\nkind = "jsonl"\nname = "held-out"\npath = "letters.jsonl"\n')
+            file.write('reward = {kind = "function", function = "letter_reward:share_now", workers = 0}\n')
+        train("--checkpoint.every_steps", "1", "--logging.tensorboard", "true", "--eval.num_prompts", "8")
+    yield folder / "out"
+
+
+def test_a_finished_run_leaves_everything_in_its_directory(finished: Path) -> None:
+    assert json.loads((finished / "config.json").read_text())["rollout"]["strategy"] == "april"
+    assert [p.name for p in sorted((finished / "checkpoints").iterdir())] == [f"step_{v}" for v in (1, 2, 3, 4)]
+    assert list((finished / "tensorboard").glob("events.out.tfevents.*"))
+    assert "</html>" in (finished / "report.html").read_text()
+    assert not (finished / "model").exists(), "the model is the user's own folder"
+
+
+def test_a_finished_run_measures_every_step_and_before_and_after(finished: Path) -> None:
+    steps = runs.rows(finished)
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    for name in ("loss", "grad_norm", "reward/mean", "time/step_s", "perf/trained_tokens_per_s"):
+        assert all(math.isfinite(row[name]) for row in steps), name
+    assert all(row["grad_norm"] > 0 for row in steps)
+    assert [row["step"] for row in runs.rows(finished, "eval")] == [0, 4]
+
+
+def test_a_finished_run_parks_and_resumes_samples_and_conserves_them(finished: Path) -> None:
+    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trained(finished))
+    ledger = runs.ledger(finished)
+    assert ledger.tokens.live + ledger.tokens.trained == ledger.tokens.decoded
+    assert not ledger.running and not ledger.unscored, "a finished run has parked what it had begun"
+    check_bound(finished, RolloutConfig().staleness_bound)
+
+
+def test_a_finished_run_trains_the_tokens_that_its_journal_says(finished: Path) -> None:
+    batches, steps = runs.batches(finished), runs.rows(finished)
+    assert [row["tokens/trained"] for row in steps] == [batch.num_tokens for batch in batches]
+    assert steps[-1]["rollout/trained_tokens"] == runs.ledger(finished).tokens.trained
+
+
+def test_a_finished_run_knows_version_and_logprob_of_every_token(finished: Path) -> None:
+    for batch in runs.batches(finished):
+        assert len(batch.groups) == 4
+        for t in batch.trajectories:
+            assert len(t.token_ids) == len(t.policy_versions) == len(t.rollout_logprobs) > 0
+            assert all(-30 < p <= 0 for p in t.rollout_logprobs)
+
+
+def test_a_finished_run_recorded_the_logprobs_that_its_trainer_computes_under_each_version(finished: Path) -> None:
+    assert largest_logprob_error(finished, finished.parent / "model", trained(finished)) < LOGPROB_TOLERANCE
+
+
+def test_a_finished_run_scored_with_the_function_of_the_user(finished: Path) -> None:
+    rewards = {e.sample_id: e.reward for e in runs.events(finished) if isinstance(e, SampleScored)}
+    for t in trained(finished):
+        text = runs.decode(t.token_ids)
+        assert rewards[t.sample_id] == pytest.approx(text.count(t.prompt.columns["answer"]) / max(1, len(text)))
+    assert len(set(rewards.values())) > 1
+
+
+def test_a_finished_run_is_reported_anew_on_request(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "report.html").unlink()
+    assert cli.main(["report", str(finished)]) == 0
+    assert capsys.readouterr().out == f"report: {finished / 'report.html'}\n"
+    assert "letters" in (finished / "report.html").read_text()
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_trains_within_its_bound(experiment: Path, strategy: str) -> None:
+    run = train("--rollout.strategy", strategy, "--steps", "3")
+    assert len(runs.batches(run)) == 3
+    check_bound(run, RolloutConfig(strategy=strategy).staleness_bound)  # type: ignore[arg-type]
+    runs.ledger(run)
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_weights_change_under_running_samples_and_each_token_knows_its_own(experiment: Path, kv: str) -> None:
+    run = train(
+        *("--rollout.strategy", "bounded_async", "--engine.kv_on_update", kv, "--steps", "5"),
+        *("--rollout.num_running", "6", "--rollout.rollout_batch_size", "2", "--checkpoint.every_steps", "1"),
+    )
+    mixed = [t for t in trained(run) if len(set(t.policy_versions)) > 1]
+    assert mixed
+    check_bound(run, RolloutConfig(strategy="bounded_async").staleness_bound)
+    stale_kv = [s for t in mixed for s in t.segments if s.kv_version < s.policy_version]
+    if kv == "keep":
+        assert stale_kv
+    else:
+        assert not stale_kv
+        assert largest_logprob_error(run, Path("model"), mixed) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_trains(experiment: Path, name: str) -> None:
+    kl = ["--algorithm.kl_coef", "0.01"]
+    estimator = ["--algorithm.kl_estimator", "k1", "--algorithm.kl_in", "reward"] if name == "reinforce++" else []
+    run = train("--algorithm.name", name, "--steps", "2", *kl, *estimator)
+    rows = runs.rows(run)
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+    assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl/ref"] != 0

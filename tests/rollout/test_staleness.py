@@ -115,7 +115,7 @@ class World:
             assert self.choose(chooser, order) is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     rng=st.randoms(use_true_random=False),
     batch_size=st.integers(1, 5),
@@ -127,7 +127,7 @@ def test_bound_holds_under_any_timing(rng: random.Random, batch_size: int, max_s
 
 
 def _violated(play: Callable[[random.Random], None]) -> bool:
-    for seed in range(300):
+    for seed in range(100):
         try:
             play(random.Random(seed))
         except AssertionError:
@@ -150,7 +150,7 @@ def test_a_choice_blind_to_deadlines_breaks_the_bound(batch_size: int, max_stale
     assert _violated(lambda rng: World(batch_size, max_staleness).play(rng, 100, newest_first))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rng=st.randoms(use_true_random=False),
     batch_size=st.integers(1, 4),
@@ -175,7 +175,7 @@ def test_every_group_is_consumed_in_time_once_it_is_finished(
     assert len(ledger.ready) < batch_size
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False), batch_size=st.integers(1, 4), max_staleness=st.integers(1, 3))
 def test_preference_rules_where_no_deadline_presses(rng: random.Random, batch_size: int, max_staleness: int) -> None:
     """A group is preferred over a better one only if a deadline demands it."""

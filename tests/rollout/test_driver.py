@@ -434,7 +434,9 @@ def test_a_sample_aborted_before_its_first_token_starts_afresh() -> None:
         if isinstance(e, SegmentEnded) and e.segment.finish_reason is FinishReason.ABORT and not e.segment.token_ids
     ]
     assert_trainable(batches, rig)
-    assert empty or rig.ledger.num_unconsumed
+    assert empty
+    sent = [r for r in rig.engine.requests if r.sample_key == f"{empty[0]}."]
+    assert len(sent) >= 2 and [r.response_ids for r in sent[:2]] == [(), ()]
 
 
 def test_a_finish_that_races_with_the_abort_wins() -> None:

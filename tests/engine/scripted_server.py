@@ -85,6 +85,8 @@ class ScriptedServer:
         """Answers by path that are given, once each, in place of the right one."""
         self.log: list[tuple[str, str, dict[str, str], Any]] = []
         self.num_aborted = self.decoded_tokens = self.most_running = 0
+        self.sampled: set[tuple[str, int, float]] = set()
+        """(weights, token, log-prob) of everything that was decoded."""
         self.requests: dict[str, Any] = {}
         self._alive = asyncio.Event()
         self._alive.set()
@@ -316,7 +318,9 @@ class ScriptedVLLM(ScriptedServer):
         body, position = running.body, running.decoded
         token = token_at(body["seed"], position, self.weights)
         temperature = 1.0 if self.raw_logprobs else body["temperature"] or 1.0
-        running.unsent.append((token, logprob_at(body["seed"], position, self.weights, temperature)))
+        logprob = logprob_at(body["seed"], position, self.weights, temperature)
+        running.unsent.append((token, logprob))
+        self.sampled.add((self.weights, token, round(logprob, 9)))
         running.decoded += 1
         self.decoded_tokens += 1
         text = "".join(self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded))

@@ -1,0 +1,648 @@
+"""What is peculiar to vLLM: its traps, each sprung by a scripted server, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.engine.proof import prove_logprobs
+from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.engine import VLLMEngine, hop_seed
+from rollover.engine.vllm.open import launch_arguments
+from rollover.errors import EngineError, EngineTimeout
+from rollover.types import FinishReason
+from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
+from tests.engine.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
+from tests.engine.vllm_kit import make_engine, model_folder, opened
+from tests.virtual_time import run
+
+Law = Callable[[VLLMEngine, ScriptedVLLM], Awaitable[None]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v0")
+
+
+def check(folder: Path, law: Law, **changes: Any) -> ScriptedVLLM:
+    """Run ``law`` on an open engine."""
+    server = ScriptedVLLM()
+
+    async def main() -> None:
+        async with opened(server, folder, **changes) as engine:
+            server.log.clear()
+            await law(engine, server)
+
+    run(main())
+    return server
+
+
+def bodies(server: ScriptedVLLM, path: str) -> list[Any]:
+    return [body for _, p, _, body in server.log if p == path]
+
+
+def scripted(seed: int, count: int, weights: str, start: int = 0) -> tuple[int, ...]:
+    return tuple(token_at(seed, i, weights) for i in range(start, start + count))
+
+
+# -- what is asked ------------------------------------------------------------------------------------------
+
+
+def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
+        seed = hop_seed(3, 0)
+        assert tokens(chunks) == scripted(seed, 20, str(folder))
+        expected = [logprob_at(seed, i, str(folder)) for i in range(20)]
+        assert [p for c in chunks for p in c.logprobs] == expected
+
+    check(folder, law)
+
+
+def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await collect(engine, request("a", top_p=0.5, top_k=7, temperature=0.25, stop_token_ids=(1, 2)))
+
+    (body,) = bodies(check(folder, law), "/v1/completions")
+    expected = {"top_p": 0.5, "top_k": 7, "min_p": 0.0, "temperature": 0.25, "n": 1, "logprobs": 0}
+    expected |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+    expected |= {"stop_token_ids": [1, 2], "ignore_eos": True, "return_token_ids": True, "stream": True}
+    assert {key: body[key] for key in expected} == expected
+    assert not {"text", "messages", "suffix"} & body.keys()
+
+
+def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await collect(engine, request("a", max_new_tokens=50, seed=3))
+        await collect(engine, request("a", hop=1, max_new_tokens=50, seed=3, response_ids=tuple(range(30))))
+
+    first, second = bodies(check(folder, law), "/v1/completions")
+    assert second["prompt"] == first["prompt"] + list(range(30))
+    assert (first["max_tokens"], second["max_tokens"]) == (50, 20)
+    assert first["seed"] != second["seed"]
+    assert 0 <= second["seed"] < 2**63
+    assert first["request_id"] != second["request_id"]
+
+
+def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.eos = token_at(hop_seed(3, 0), 2, str(folder))
+        chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
+        assert (len(tokens(chunks)), chunks[-1].finish_reason) == (20, FinishReason.LENGTH)
+
+    check(folder, law)
+
+
+def test_a_launched_server_is_told_what_training_needs(folder: Path) -> None:
+    arguments = launch_arguments(VLLMConfig(launch=True, max_running=9), folder, 8123)
+    text = " ".join(arguments)
+    assert "--logprobs-mode processed_logprobs" in text
+    assert "--generation-config vllm" in text
+    assert "--max-num-seqs 9" in text and "--port 8123" in text and "--host 127.0.0.1" in text
+
+
+# -- abort --------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        stream = engine.generate(request("a", max_new_tokens=LONG))
+        await anext(stream)
+        await engine.abort(["a#0"])
+        assert not server.requests
+
+    server = check(folder, law)
+    assert bodies(server, "/abort_requests")[0] == {"request_ids": ["cmpl-a#0-0"]}
+
+
+def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG)))
+        await asyncio.sleep(0.1)
+        await engine.abort([])
+        await engine.abort(["unknown"])
+        assert bodies(server, "/abort_requests") == []
+        assert len(tokens(await other)) == LONG
+
+    check(folder, law)
+
+
+def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        held = asyncio.Event()
+        stream = server._stream
+
+        async def late(body: dict[str, Any]) -> Any:
+            await held.wait()  # accepted, but not yet a request that could be aborted
+            async for piece in stream(body):
+                yield piece
+
+        server._stream = late  # type: ignore[method-assign, assignment]
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.01)
+        abort = asyncio.create_task(engine.abort(["a#0"]))
+        await asyncio.sleep(0.5)
+        assert not abort.done()
+        held.set()
+        await abort
+        chunks = await call
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert len(bodies(server, "/abort_requests")) > 2
+        assert asyncio.get_running_loop().time() < 5.0
+
+    check(folder, law)
+
+
+def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Path) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.aborts_by_id = False
+        engine = make_engine(server, folder)
+        with pytest.raises(EngineError, match="does not stop a call by its id within 5 s"):
+            await engine.open()
+        assert not server.requests
+        await engine.close()
+
+    run(main())
+
+
+def test_an_abort_that_is_ignored_becomes_a_pause_that_stops_all_and_the_server_goes_on(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.aborts_by_id = False
+        calls = [
+            asyncio.create_task(collect(engine, request(n, max_new_tokens=400, seed=i))) for i, n in enumerate("ab")
+        ]
+        server.tick_s = 1.0
+        await asyncio.sleep(2.5)
+        await engine.abort(["a#0"])
+        ends = [(await call)[-1].finish_reason for call in calls]
+        assert ends == [FinishReason.ABORT, FinishReason.ABORT]
+        server.tick_s = 0.01
+        assert len(tokens(await collect(engine, request("c")))) == 12
+
+    assert ("POST", "/pause", {"mode": "abort", "clear_cache": "false"}, None) in check(folder, law).log
+
+
+def test_a_hung_server_cannot_hold_up_an_abort_and_what_it_has_streamed_is_kept(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
+        await asyncio.sleep(0.2)
+        server.freeze()
+        seen = engine.stats().decoded_tokens
+        start_s = asyncio.get_running_loop().time()
+        await engine.abort(["a#0"])
+        assert asyncio.get_running_loop().time() - start_s <= 10.5
+        chunks = await call
+        assert_wellformed(chunks)
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert tokens(chunks) == scripted(hop_seed(3, 0), seen, str(folder)) != ()
+        server.thaw()
+
+    check(folder, law)
+
+
+def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.network_delay_s = 0.5
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=3)))
+        await asyncio.sleep(0.2)
+        assert not server.requests, "it has finished there, and we do not know yet"
+        await engine.abort(["a#0"])
+        chunks = await call
+        assert (len(tokens(chunks)), chunks[-1].finish_reason) == (3, FinishReason.LENGTH)
+
+    check(folder, law)
+
+
+def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        calls = [
+            asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8 if i % 2 else LONG)))
+            for i in range(1000)
+        ]
+        while not all(call.done() for call in calls[1::2]):
+            await asyncio.sleep(0.05)
+        assert server.most_running == 1000
+        await engine.abort([f"r{i}#0" for i in range(0, 1000, 2)])
+        ends = [(await call)[-1].finish_reason for call in calls]
+        assert ends == [FinishReason.ABORT, FinishReason.LENGTH] * 500
+        assert engine.stats().num_running == 0 and not server.requests
+
+    check(folder, law, max_running=1000)
+
+
+# -- answers that cannot be true ----------------------------------------------------------------------------
+
+
+def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
+    """Events with some fields of their choice replaced."""
+
+    def mangle(event: bytes) -> bytes:
+        data = json.loads(event.removeprefix(b"data: "))
+        data["choices"][0] |= changes
+        return f"data: {json.dumps(data)}\n\n".encode()
+
+    return mangle
+
+
+@pytest.mark.parametrize(
+    ("mangle", "message"),
+    [
+        (spoiled(token_ids=[64]), r"token 64 is outside the vocabulary of 64"),
+        (spoiled(token_ids=[1, 2]), r"2 tokens came with 1 log-probs"),
+        (spoiled(token_ids=["1"]), r"sent tokens \['1'\]"),
+        (spoiled(token_ids=None), r"expected 'token_ids'"),
+        (spoiled(logprobs=None), r"1 tokens came with 0 log-probs"),
+        (spoiled(logprobs={"token_logprobs": [0.5]}), r"has the log-prob 0\.5"),
+        (spoiled(logprobs={"token_logprobs": [None]}), r"with log-probs \[None\]"),
+        (spoiled(finish_reason="content_filter"), r"finish_reason 'content_filter', which is none of"),
+        (spoiled(finish_reason="length"), r"ended for its length after 1 tokens, asked for 12"),
+        (spoiled(finish_reason="stop"), r"stopped at token \d+, which was not among the stop tokens"),
+    ],
+)
+def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
+    folder: Path, mangle: Callable[[bytes], bytes], message: str
+) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.mangle = mangle
+        with pytest.raises(EngineError, match=message):
+            await collect(engine, request("a"))
+        assert engine.stats().decoded_tokens == 0
+
+    check(folder, law)
+
+
+def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.mangle = spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13})
+        with pytest.raises(EngineError, match="13 tokens were decoded, asked for at most 12"):
+            await collect(engine, request("a"))
+
+    check(folder, law)
+
+
+def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.mangle = lambda event: b"data: [DONE]\n\n" if b'"length"' in event else event
+        with pytest.raises(EngineError, match=r"the stream of a#0 ended without a finish reason"):
+            await collect(engine, request("a"))
+
+    check(folder, law)
+
+
+def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        stream = engine.generate(request("a", max_new_tokens=LONG, seed=3))
+        head = [await anext(stream) for _ in range(30)]
+        server.kill()
+        with pytest.raises(EngineError, match="broke off POST /v1/completions"):
+            async for chunk in stream:
+                head.append(chunk)
+        assert tokens(head) == scripted(hop_seed(3, 0), len(tokens(head)), str(folder))
+        assert len(tokens(head)) >= 30
+        server.restart()
+
+    check(folder, law)
+
+
+def test_the_clock_of_a_frozen_call_stands_still_while_the_server_is_paused(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        await engine.pause()
+        await asyncio.sleep(500.0)
+        await engine.resume()
+        assert len(tokens(await call)) == LONG
+        server.freeze()
+        with pytest.raises(EngineTimeout):
+            await collect(engine, request("b"))
+        server.thaw()
+
+    check(folder, law)
+
+
+# -- stop strings -------------------------------------------------------------------------------------------
+
+
+class Spelling:
+    """A tokenizer for stop strings: what each token spells."""
+
+    def __init__(self, text: dict[int, str]) -> None:
+        self.text = text
+
+    def complete(self, response_ids: list[int], stop_strings: tuple[str, ...]) -> bool:
+        return any(s in "".join(self.text.get(t, "") for t in response_ids) for s in stop_strings)
+
+
+def spelling(server: ScriptedVLLM, seed: int, folder: Path, places: dict[int, str]) -> Spelling:
+    """The tokens at some places of a hop spell something, all others nothing."""
+    ids = scripted(seed, 60, str(folder))
+    text = {ids[i]: s for i, s in places.items()}
+    assert sum(t in text for t in ids) == len(places), "the tokens stand nowhere else"
+    server.text = text
+    return Spelling(text)
+
+
+def unique_seed(folder: Path, hop: int, places: tuple[int, ...]) -> int:
+    def fits(seed: int) -> bool:
+        ids = scripted(hop_seed(seed, hop), 60, str(folder))
+        return all(ids.count(ids[i]) == 1 for i in places)
+
+    return next(s for s in range(10_000) if fits(s))
+
+
+def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        seed = unique_seed(folder, 0, (4, 5))
+        engine._stop_strings = spelling(server, hop_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
+        for interval, name in ((1, "a"), (16, "b")):
+            engine._settings = _with_interval(engine._settings, interval)
+            chunks = await collect(engine, request(name, max_new_tokens=60, seed=seed, stop_strings=("<end>",)))
+            assert_wellformed(chunks)
+            assert tokens(chunks) == scripted(hop_seed(seed, 0), 6, str(folder))
+            assert chunks[-1].finish_reason is FinishReason.STOP
+
+    server = check(folder, law)
+    assert bodies(server, "/v1/completions")[0]["include_stop_str_in_output"] is True
+
+
+def test_a_stop_string_over_the_cut_is_seen_here_and_the_call_is_stopped_there(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        seed = unique_seed(folder, 3, (1,))
+        speller = spelling(server, hop_seed(seed, 3), folder, {1: "nd>"})
+        engine._stop_strings = Spelling({**speller.text, 63: "<e"})  # type: ignore[assignment]
+        resumed = request("a", hop=1, max_new_tokens=60, seed=seed, response_ids=(0, 1, 63), stop_strings=("<end>",))
+        if 63 in scripted(hop_seed(seed, 3), 2, str(folder)):
+            pytest.skip("the script happens to spell it twice")
+        chunks = await collect(engine, resumed)
+        assert_wellformed(chunks)
+        assert tokens(chunks) == scripted(hop_seed(seed, 3), 2, str(folder))
+        assert chunks[-1].finish_reason is FinishReason.STOP
+        await asyncio.sleep(0.2)
+        assert not server.requests, "it does not decode on for nobody"
+        assert engine.stats().num_running == 0
+
+    check(folder, law)
+
+
+def _with_interval(config: VLLMConfig, interval: int) -> VLLMConfig:
+    from dataclasses import replace
+
+    return replace(config, stream_interval_tokens=interval)
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+
+
+def update_calls(server: ScriptedVLLM) -> list[str]:
+    wanted = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info", "/resume")
+    return [path for _, path, _, _ in server.log if path in wanted]
+
+
+def test_weights_are_replaced_in_the_order_that_leaves_no_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await engine.pause()
+        await engine.load(7, new)
+        await engine.resume()
+        assert (server.version, server.weights) == ("7", str(new))
+
+    assert update_calls(check(folder, law)) == [
+        "/pause",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/weight_info",
+        "/resume",
+    ]
+
+
+def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.held_resets = 4
+        await engine.pause()
+        await engine.load(1, new)
+        server.held_resets = 10**9
+        with pytest.raises(EngineError, match="did not free its prefix cache within 30 s"):
+            await engine.load(2, new)
+        server.held_resets = 0
+        await engine.load(2, new)
+        await engine.resume()
+
+    check(folder, law)
+
+
+def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await collect(engine, request("a"))
+        await engine.pause()
+        await engine.load(1, new)
+        await engine.resume()
+        await collect(engine, request("b"))
+
+    salts = [body["cache_salt"] for body in bodies(check(folder, law), "/v1/completions")]
+    assert salts == ["v0", "v1"]
+
+
+def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        await engine.pause()
+        await engine.load(1, new)
+        await engine.resume()
+        chunks = await call
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert {c.policy_version for c in chunks} == {0}
+
+    check(folder, law)
+
+
+def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.network_delay_s = 0.2
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
+        await asyncio.sleep(0.5)
+        await engine.pause()
+        await engine.load(1, new)
+        await engine.resume()
+        chunks = await call
+        seed = hop_seed(3, 0)
+        labelled = [c.policy_version for c in chunks for _ in c.token_ids]
+        sampled = [0 if t == token_at(seed, i, str(folder)) else 1 for i, t in enumerate(tokens(chunks))]
+        cut = labelled.index(1)
+        assert 0 < cut < LONG
+        assert tokens(chunks)[:cut] == scripted(seed, cut, str(folder))
+        assert tokens(chunks)[cut:] == scripted(seed, LONG - cut, str(new), start=cut)
+        assert sampled[:cut] == [0] * cut
+        assert {c.kv_version for c in chunks} == {0}
+
+    check(folder, law, kv_on_update="keep")
+
+
+def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await engine.pause()
+        server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .*no such folder"):
+            await engine.load(1, new)
+        await engine.resume()
+        assert (server.version, server.weights) == ("0", str(folder))
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
+
+    check(folder, law)
+
+
+def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path: Path) -> None:
+    new = model_folder(tmp_path / "v1")
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await engine.pause()
+        server.reload_error = "out of memory"
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.load(1, new)
+        await engine.resume()
+        server.log.clear()
+        for attempt in (collect(engine, request("a")), engine.probe()):
+            with pytest.raises(EngineError, match="failed while its weights were replaced"):
+                await attempt
+        assert bodies(server, "/v1/completions") == []
+        server.reload_error = None
+        await engine.pause()
+        await engine.load(1, new)
+        await engine.resume()
+        await engine.probe(decode=True)
+        assert len(tokens(await collect(engine, request("b")))) == 12
+
+    check(folder, law)
+
+
+def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await collect(engine, request("a"))
+        server.restart()
+        await asyncio.sleep(5.0)
+        with pytest.raises(EngineError, match=r"says it serves weights 'default', though version 0 was loaded"):
+            await collect(engine, request("b"))
+        with pytest.raises(EngineError, match="restarted"):
+            await engine.probe()
+        assert len(bodies(server, "/v1/completions")) == 1
+
+    check(folder, law)
+
+
+def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await engine.probe(decode=True)
+        server.paused = True
+        with pytest.raises(EngineError, match="is paused, and not by us"):
+            await engine.probe()
+        server.paused = False
+        server.answer_once("/v1/completions", Answer(500, {"error": "CUDA error"}))
+        with pytest.raises(EngineError, match="CUDA error"):
+            await engine.probe(decode=True)
+
+    check(folder, law)
+
+
+def test_log_probs_are_proved_before_training(folder: Path) -> None:
+    def score(prompt: Any, response: Any, temperature: float) -> list[float]:
+        return [expected[temperature][token] for token in response]
+
+    expected: dict[float, dict[int, float]] = {1.0: {}, 0.5: {}}
+    for number in range(4):
+        for i in range(12):
+            seed = hop_seed(number, 0)
+            for temperature, table in expected.items():
+                table[token_at(seed, i, str(folder))] = logprob_at(seed, i, str(folder), temperature)
+
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        server.raw_logprobs = True
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            await prove_logprobs(engine, score, vocab_size=64, tolerance=1e9)
+
+    check(folder, law)
+
+
+# -- the start ----------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, prepare: Callable[[ScriptedVLLM], None], message: str, **changes: Any) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        prepare(server)
+        engine = make_engine(server, folder, **changes)
+        with pytest.raises(EngineError, match=message):
+            await engine.open()
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(folder: Path, tmp_path: Path) -> None:
+    larger = model_folder(tmp_path / "larger", vocab=100)
+    smaller = model_folder(tmp_path / "smaller", vocab=32)
+
+    def without_dev_mode(server: ScriptedVLLM) -> None:
+        server.dev_mode = False
+
+    def nothing(server: ScriptedVLLM) -> None:
+        pass
+
+    def dead(server: ScriptedVLLM) -> None:
+        server.kill()
+
+    refused(folder, without_dev_mode, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1")
+    refused(folder, nothing, r"serves policy, not engine\.served_model = 'other'", served_model="other")
+    refused(larger, nothing, r"serves 'policy', which does not take token 99 of .*larger \(vocabulary of 100\)")
+    refused(smaller, nothing, r"whose vocabulary is larger than the 32 of .*smaller: it is another model")
+    refused(folder, dead, "cannot be reached")
+
+
+def test_the_context_is_the_shorter_of_the_models_and_the_servers(folder: Path) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.max_model_len = 200
+        async with opened(server, folder) as engine:
+            assert engine.capabilities.max_context_tokens == 200 < CONTEXT
+            with pytest.raises(EngineError, match="may reach 203 tokens, but http://one takes 200"):
+                await collect(engine, request("a", max_new_tokens=200))
+
+    run(main())
+
+
+def test_a_server_is_given_our_weights_before_the_first_call(folder: Path) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM(weights="somebody else's")
+        server.version = "41"
+        async with opened(server, folder) as engine:
+            assert (server.weights, server.version) == (str(folder), "0")
+            assert engine.stats().decoded_tokens == 0
+
+    run(main())
+
+
+def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await collect(engine, request("a", prompt_ids=(1,) * 10))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
+        await collect(engine, request("a", hop=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
+
+    check(folder, law)

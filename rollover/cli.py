@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import rollover
-from rollover.errors import RolloverError, nearest
+from rollover.errors import ConfigError, DataError, ModelError, RolloverError, nearest
 
 if TYPE_CHECKING:
     from rollover.config import RunConfig
@@ -252,6 +252,9 @@ def _work(job: str, config: RunConfig, run: RunDir) -> None:
         except KeyboardInterrupt:
             if job == "train":
                 click.echo(f"stopped; go on with: {run.resume_command}", err=True)
+            raise
+        except (ConfigError, DataError, ModelError):
+            run.discard_unless_begun()
             raise
         finally:
             if run.report.is_file():

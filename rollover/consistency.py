@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rollover.algorithms.registry import resolve
@@ -19,15 +19,16 @@ def check(config: RunConfig) -> None:
         raise ValueError("; ".join(found))
 
 
-def check_context(config: RunConfig, max_context_tokens: int) -> None:
-    """Raises ``ConfigError`` when the longest admissible prompt and response do not fit the model or engine."""
-    for key in ("rollout", "eval"):
+def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
+    """Raises ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
+    engine."""
+    for key in keys:
         budget = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
         needed = config.tasks.max_prompt_tokens + budget
         if needed > max_context_tokens:
             raise ConfigError(
                 f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
-                f" {needed} tokens, but the context holds {max_context_tokens}: lower one of the two"
+                f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two"
             )
 
 

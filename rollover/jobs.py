@@ -15,6 +15,7 @@ from rich.table import Table
 
 from rollover import rundir
 from rollover.config import RunConfig, variant
+from rollover.consistency import check_context
 from rollover.errors import ConfigError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -130,6 +131,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     async with AsyncExitStack() as stack:
         engine, _ = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
+        check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = Scorer([spec for s in sources for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
         evaluator = open_evaluator(
@@ -152,8 +154,11 @@ def plan(config: RunConfig) -> list[str]:
 
     Raises:
         ModelError: the model's folder is missing or of an unsupported architecture.
-        DataError: a dataset cannot be read.
+        DataError: a dataset or a reward function cannot be used.
+        ConfigError: prompts and responses do not fit the model.
     """
+    from rollover.tasks.source import check_source
+
     r = config.rollout
     lines = [f"model: {_model_line(config)}"]
     if config.sft is not None:
@@ -170,7 +175,9 @@ def plan(config: RunConfig) -> list[str]:
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
-            lines.append(f"{role} source {source.name}: {source.kind}, scored by {source.reward.kind}")
+            num_rows = check_source(source)
+            size = "" if num_rows is None else f", {num_rows} rows"
+            lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}")
     return lines
 
 
@@ -181,8 +188,10 @@ def _model_line(config: RunConfig) -> str:
     from rollover.trainer.models import read_model_config, resolve_model
 
     assert config.model.path is not None
-    folder = resolve_model(config.model.path)
-    return f"{config.model.path} ({read_model_config(folder)['model_type']})"
+    model = read_model_config(resolve_model(config.model.path))
+    if isinstance(context := model.get("max_position_embeddings"), int):
+        check_context(config, context)
+    return f"{config.model.path} ({model['model_type']})"
 
 
 def _progress(config: RunConfig) -> Progress:

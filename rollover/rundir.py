@@ -40,6 +40,8 @@ from rollover.report.redact import redacted
 CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
 """Keys and sections that may differ when a run is resumed: what was learned would have been the same."""
 
+_PRELIMINARIES = ("config.json", "lock", "metrics.jsonl", "tensorboard")
+
 MIN_FREE_BYTES = 256 * 2**20
 """Free disk below which no run is started: room for the journal and reports of a small one."""
 
@@ -50,6 +52,8 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
         self.path = path
+        self.made = False
+        """Whether the directory was made for this run."""
         self._lock: int | None = _locked(path / "lock")
 
     @property
@@ -99,6 +103,16 @@ class RunDir:
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
+    def discard_unless_begun(self) -> None:
+        """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the
+        directory. Does nothing once there is a journal, a model or anything else that cost work."""
+        if any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
+            return
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if self.made:
+            self.path.rmdir()
+
     def close(self) -> None:
         """Release the lock. Does nothing the second time."""
         if self._lock is not None:
@@ -117,11 +131,13 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 
     Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
     """
+    existed = path.is_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{path}: cannot be made into a run directory: {error.strerror}") from None
     run = RunDir(path)
+    run.made = not existed
     try:
         if run.config_file.is_file():
             changed = differences(_read(path)[0], resolved(config))

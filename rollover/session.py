@@ -18,6 +18,7 @@ from rollover.algorithms.filters import keep_group
 from rollover.algorithms.registry import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.config import RunConfig, resolved
+from rollover.consistency import check_context
 from rollover.engine import open as engine_open
 from rollover.engine.base import Engine
 from rollover.engine.http.config import ServerConfig
@@ -28,7 +29,8 @@ from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
-from rollover.rollout.driver import Limits, RolloutDriver
+from rollover.rollout.config import Limits
+from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.ledger import Ledger
@@ -208,6 +210,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         trainer = _open_trainer(config, folder, checkpoint)
         engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
+        check_context(config, engine.capabilities.max_context_tokens)
         source = train_source(config.tasks, tokenizer, seed=config.seed)
         held_out = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
         scorer = Scorer([spec for s in (source, *held_out) for spec in s.reward_specs], tokenizer)

@@ -9,12 +9,13 @@ import pytest
 
 from rollover import cli, jobs, rundir
 from rollover.config import RunConfig, load
-from rollover.errors import DataError
+from rollover.errors import DataError, ResourceError
 from rollover.rundir import RunDir
 
 TEXT = """\
 steps = 12
 [model.scratch]
+max_position = 2048
 [[tasks.train]]
 kind = "reasoning_gym"
 name = "chain_sum"
@@ -27,10 +28,13 @@ class Jobs:
     def __init__(self) -> None:
         self.done: list[tuple[str, RunConfig, Path]] = []
         self.failure: BaseException | None = None
+        self.leaves: str | None = None
 
     def named(self, name: str) -> object:
         def job(config: RunConfig, run: RunDir) -> None:
             self.done.append((name, config, run.path))
+            if self.leaves is not None:
+                (run.path / self.leaves).touch()
             if self.failure is not None:
                 raise self.failure
             run.report.write_text("<html>")
@@ -62,16 +66,16 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["run.toml", "--rollout.group_size", "2", "--run-dir", "out", "--seed=-4"],
-        ["--seed", "-4", "--rollout.group_size=2", "--output-dir=out", "run.toml"],
-        ["--run_dir", "out", "--rollout.group-size", "2", "run.toml", "--seed", "-4"],
+        ["run.toml", "--rollout.group_size", "2", "--run-dir", "out", "--tasks.prompt_suffix=-4"],
+        ["--tasks.prompt_suffix", "-4", "--rollout.group_size=2", "--output-dir=out", "run.toml"],
+        ["--run_dir", "out", "--rollout.group-size", "2", "run.toml", "--tasks.prompt_suffix", "-4"],
     ],
 )
 def test_overrides_and_options_may_stand_in_any_order(
     work: Jobs, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *argv]) == 0
-    wanted = load("run.toml", ["--rollout.group_size", "2", "--seed", "-4"])
+    wanted = load("run.toml", ["--rollout.group_size", "2", "--tasks.prompt_suffix", "-4"])
     assert work.done == [("train", wanted, Path("out"))]
     assert capsys.readouterr().out == "report: out/report.html\n"
 
@@ -109,9 +113,7 @@ def test_a_dry_run_of_a_resume_changes_nothing(work: Jobs, capsys: pytest.Captur
     assert Path("out/config.json").read_text() == saved
 
 
-def test_evaluating_a_run_measures_its_newest_checkpoint(
-    work: Jobs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     assert "out has no checkpoint yet" in failed(capsys, "eval", "out")
     for step in (9, 10):
@@ -153,17 +155,30 @@ def test_a_refused_command_line_says_why_in_its_first_line(
 def test_every_mistake_of_a_config_is_shown(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text(TEXT + "[rollout]\ngroup_size = 'x'\ntop_q = 1\n")
     assert failed(capsys, "train", "run.toml") == (
-        'error: run.toml:7: rollout.group_size: expected a whole number, got the string "x"\n'
-        "       run.toml:8: rollout.top_q: unknown key; did you mean 'top_p'?\n"
+        'error: run.toml:8: rollout.group_size: expected a whole number, got the string "x"\n'
+        "       run.toml:9: rollout.top_q: unknown key; did you mean 'top_p'?\n"
     )
 
 
-def test_a_failure_of_the_work_is_one_message_and_frees_the_directory(
+def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next(
     work: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work.failure = DataError("rows.jsonl, line 3: no column 'answer'")
     told = failed(capsys, "train", "run.toml", "--run-dir", "out")
     assert told == "error: rows.jsonl, line 3: no column 'answer'\n"
+    assert not Path("out").exists()
+    Path("out").mkdir()
+    failed(capsys, "train", "run.toml", "--run-dir", "out")
+    assert list(Path("out").iterdir()) == [], "a directory of the user is not removed"
+    work.failure = None
+    assert cli.main(["train", "run.toml", "--seed", "4", "--run-dir", "out"]) == 0
+
+
+@pytest.mark.parametrize("failure", [DataError("x"), KeyboardInterrupt(), ResourceError("x")])
+def test_a_run_that_has_begun_keeps_its_directory_and_is_free_to_go_on(work: Jobs, failure: BaseException) -> None:
+    work.failure = failure
+    work.leaves = "journal.sqlite" if isinstance(failure, DataError) else None
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == (130 if isinstance(failure, KeyboardInterrupt) else 2)
     work.failure = None
     assert cli.main(["train", "--resume", "out"]) == 0
 

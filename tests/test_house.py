@@ -74,7 +74,7 @@ def needs_no_torch(module: Path) -> bool:
 def test_a_config_loads_without_torch() -> None:
     code = (
         "import sys; from rollover.config import restore;"
-        "restore({'model': {'scratch': {}}}, 'x'); print('torch' in sys.modules)"
+        "restore({'model': {'scratch': {'max_position': 2048}}}, 'x'); print('torch' in sys.modules)"
     )
     assert python(code) == "False"
 

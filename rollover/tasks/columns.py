@@ -27,10 +27,15 @@ ANSWER_COLUMNS = (
 class ColumnMap:
     """The columns of one source.
 
+    Args:
+        needed: columns that the reward function cannot do without.
+
     Raises ``DataError`` when the first row leaves a choice or lacks a column.
     """
 
-    def __init__(self, config: SourceConfig, first: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, config: SourceConfig, first: Mapping[str, Any], where: str, *, needed: Sequence[str] = ()
+    ) -> None:
         self._config = config
         self._is_gym = config.kind == "reasoning_gym"
         self._prompt_key = f"prompt_column of source {config.name!r}"
@@ -40,13 +45,20 @@ class ColumnMap:
         self._answer = answer
         if answer is None and config.reward.needs_answer:
             self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
+        # A name that no column has is the function's mistake, and told where functions are checked.
+        self._needed = tuple(name for name in needed if name in first)
+        self._function_key = f"reward.function of source {config.name!r}"
         self.content(first, where)
         self._travelling = tuple(self.kept(first, where))
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
-        """The prompt of a row: text or messages. ``DataError`` when its prompt or its answer is missing."""
+        """The prompt of a row: text or messages. ``DataError`` when its prompt, its answer or a column that the reward
+        function asks for is missing."""
         if self._answer is not None:
             _require(row, self._answer, key=self._answer_key, where=where)
+        for name in self._needed:
+            if name not in row:  # null is a value that functions may know what to do with
+                raise _lacking(row, name, "missing", key=self._function_key, where=where)
         return _require(row, self._prompt, key=self._prompt_key, where=where)
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -119,12 +131,14 @@ def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, wher
 
 def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:
     if not _has(row, path):
-        state = "null" if path in row else "missing"
-        raise DataError(
-            f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; "
-            f"mend the row or change {key}"
-        )
+        raise _lacking(row, path, "null" if path in row else "missing", key=key, where=where)
     return read_column(row, path)
+
+
+def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; mend the row or change {key}"
+    )
 
 
 def _has(row: Mapping[str, Any], path: str) -> bool:

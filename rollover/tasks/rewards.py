@@ -265,6 +265,17 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
+def function_columns(config: RewardConfig) -> tuple[str, ...]:
+    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every function
+    is given."""
+    if config.function is None:
+        return ()
+    given = {"prompts", "completions", "completion_ids", *config.params}
+    parameters = inspect.signature(load_function(config.function)).parameters.values()
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in given)
+
+
 def _finite(value: Any, whose: str) -> float:
     try:
         reward = float(value)

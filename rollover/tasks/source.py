@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rollover.errors import DataError
@@ -22,7 +23,7 @@ from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.gym import MAX_ROWS, GymDataset, freeze, gym_seed
 from rollover.tasks.mixture import MixtureSource, PromptSource
 from rollover.tasks.prompts import Encoded, PromptEncoder, Tokenizer
-from rollover.tasks.rewards import RewardSpec
+from rollover.tasks.rewards import RewardSpec, build_reward, function_columns
 from rollover.tasks.rows import Rows, open_rows
 from rollover.types import Prompt
 
@@ -45,7 +46,7 @@ class RowSource:
         self._rows = rows
         self._encoder = encoder
         self._name = order.name
-        self._columns = ColumnMap(config, rows[0], rows.where(0))
+        self._columns = ColumnMap(config, rows[0], rows.where(0), needed=function_columns(config.reward))
         self._admissible = self._scan(skip_long)
         # Prompts of two epochs are asked for in turn around a boundary.
         self._order = lru_cache(maxsize=2)(lambda epoch: order.epoch(epoch, self._admissible))
@@ -172,6 +173,24 @@ def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int)
         rows = _open_rows(source, gym_seed("eval", source.name, config.eval_seed), limit)
         sources.append(RowSource(source, rows, encoder, order, skip_long=config.long_prompts == "skip"))
     return tuple(sources)
+
+
+def check_source(config: SourceConfig) -> int | None:
+    """Open the dataset and the reward function of a source without a tokenizer, as far as nothing is downloaded. Returns
+    the number of rows where there is one.
+
+    Raises:
+        DataError: as a run would.
+    """
+    if config.kind == "reasoning_gym":
+        GymDataset(config.gym_dataset, config.config)
+        return config.limit
+    if config.kind == "hf" and not Path(str(config.path)).is_dir():
+        return None
+    rows = open_rows(config)
+    columns = ColumnMap(config, rows[0], rows.where(0), needed=function_columns(config.reward))
+    build_reward(_reward_spec(config, columns, config.name))
+    return len(rows)
 
 
 def _open_rows(config: SourceConfig, gym_seed: int, limit: int | None) -> Rows:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rollover.clock import Clock
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.errors import DataError
-from rollover.rollout.driver import sample_seed
+from rollover.rollout.hop import sample_seed
 from rollover.tasks.evaluate import EvalRow, ScoredPrompt, evaluate
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource

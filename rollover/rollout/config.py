@@ -26,7 +26,8 @@ class RolloutConfig:
     group_size: int = 8
     """Samples per prompt."""
     over_sampling_batch_size: int | None = None
-    """Groups in flight at the start of a round, for `oversample` and `april`; twice `rollout_batch_size` when absent."""
+    """Groups in flight at the start of a round, for `oversample` and `april`; when absent, twice
+    `rollout_batch_size`."""
     num_running: int | None = None
     """Samples in flight, for `concurrency` and `bounded_async`; what the engine can run when absent."""
     max_staleness: int | None = None
@@ -126,4 +127,24 @@ class RolloutConfig:
             top_k=self.top_k,
             stop_token_ids=stop_token_ids,
             stop_strings=self.stop_strings,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long and how often the driver puts up with trouble."""
+
+    save_every_tokens: int = 256
+    stall_timeout_s: float = 600.0
+    abort_timeout_s: float = 60.0
+    max_retries: int = 3
+    max_failed_batches: int = 2
+    max_filtered_batches: int = 32
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Limits:
+        return cls(
+            save_every_tokens=config.save_every_tokens,
+            stall_timeout_s=config.stall_timeout_s,
+            max_retries=config.max_retries,
         )

@@ -28,18 +28,16 @@ lockstep waits for its consumers), one at a time in order of arrival: two runs t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.engine.base import Chunk, Engine
 from rollover.errors import DataError, EngineError, EngineTimeout, RolloverError, RunError
-from rollover.rollout.config import RolloutConfig
+from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -52,10 +50,11 @@ from rollover.rollout.events import (
     VersionPublished,
     WasteCause,
 )
+from rollover.rollout.hop import OpenSegment, check_chunk, hop_request, reached_end
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import GroupState, Ledger, SampleState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import Batch, FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import Batch, FinishReason, Prompt, SampleId, SamplingParams, Trajectory
 
 
 class Source(Protocol):
@@ -68,66 +67,6 @@ class Scorer(Protocol):
     """Turns a finished trajectory into a reward. Has its own deadline and retries; raises when it gives up."""
 
     async def score(self, trajectory: Trajectory) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How long and how often the driver puts up with trouble."""
-
-    save_every_tokens: int = 256
-    stall_timeout_s: float = 600.0
-    abort_timeout_s: float = 60.0
-    max_retries: int = 3
-    max_failed_batches: int = 2
-    max_filtered_batches: int = 32
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig) -> Limits:
-        return cls(
-            save_every_tokens=config.save_every_tokens,
-            stall_timeout_s=config.stall_timeout_s,
-            max_retries=config.max_retries,
-        )
-
-
-@dataclass(slots=True)
-class _OpenSegment:
-    """Tokens of the current segment that are not in the ledger yet."""
-
-    start_s: float
-    num_prefilled_tokens: int = 0
-    policy_version: int = -1
-    kv_version: int = -1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def belongs(self, chunk: Chunk) -> bool:
-        return not self.token_ids or (self.policy_version, self.kv_version) == (
-            chunk.policy_version,
-            chunk.kv_version,
-        )
-
-    def add(self, chunk: Chunk) -> None:
-        self.policy_version, self.kv_version = chunk.policy_version, chunk.kv_version
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.num_prefilled_tokens += chunk.num_prefilled_tokens
-
-    def closed(self, reason: FinishReason | None, end_s: float) -> Segment:
-        """The record; this segment starts afresh behind it."""
-        segment = Segment(
-            policy_version=self.policy_version,
-            kv_version=self.kv_version,
-            token_ids=tuple(self.token_ids),
-            rollout_logprobs=tuple(self.logprobs),
-            finish_reason=reason,
-            start_s=self.start_s,
-            end_s=end_s,
-            num_prefilled_tokens=self.num_prefilled_tokens,
-        )
-        self.start_s, self.num_prefilled_tokens = end_s, 0
-        self.token_ids, self.logprobs = [], []
-        return segment
 
 
 class RolloutDriver:
@@ -386,7 +325,7 @@ class RolloutDriver:
 
     async def _hop(self, sample_id: SampleId) -> None:
         """One engine call, from the request to its last chunk, and what follows from its end."""
-        segment = _OpenSegment(self._clock.now_s())
+        segment = OpenSegment(self._clock.now_s())
         try:
             try:
                 acted = await self._decode(sample_id, segment)
@@ -404,13 +343,15 @@ class RolloutDriver:
         except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
             self._break(e)
 
-    async def _decode(self, sample_id: SampleId, segment: _OpenSegment) -> bool:
+    async def _decode(self, sample_id: SampleId, segment: OpenSegment) -> bool:
         """Take the chunks of one call. True in lockstep: what follows from its end is done."""
-        if (reason := self._reached_end(sample_id)) is not None:
+        trajectory = self.ledger.sample(sample_id).trajectory
+        if (reason := reached_end(trajectory, self._sampling)) is not None:
             self._end_segment(sample_id, segment, reason)
             return False
         acted = False
-        async for chunk in self._engine.generate(self._request(sample_id)):
+        request = hop_request(trajectory, self._request_ids[sample_id], self._sampling, self._seed)
+        async for chunk in self._engine.generate(request):
             self._last_progress_s = self._clock.now_s()
             self._take(sample_id, segment, chunk)
             if chunk.finish_reason is not None and self._turn is not None:
@@ -420,44 +361,11 @@ class RolloutDriver:
             raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
         return acted
 
-    def _reached_end(self, sample_id: SampleId) -> FinishReason | None:
-        """Why a sample has nothing left to decode: the engine or the process died between its last token and the news
-        that it was the last."""
-        sample = self.ledger.sample(sample_id)
-        last = next((s.token_ids[-1] for s in reversed(sample.trajectory.segments) if s.token_ids), None)
-        if last in self._sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sample.num_tokens >= self._sampling.max_new_tokens else None
-
-    def _request(self, sample_id: SampleId) -> GenerateRequest:
-        trajectory = self.ledger.sample(sample_id).trajectory
-        return GenerateRequest(
-            request_id=self._request_ids[sample_id],
-            sample_key=f"{sample_id}.",
-            prompt_key=f"g{sample_id.group}.",
-            prompt_ids=trajectory.prompt.token_ids,
-            response_ids=trajectory.token_ids,
-            params=self._sampling,
-            seed=sample_seed(self._seed, sample_id),
-        )
-
-    def _take(self, sample_id: SampleId, segment: _OpenSegment, chunk: Chunk) -> None:
-        """
-        Raises:
-            EngineError: the chunk cannot be true; nothing of it was taken.
-        """
-        num_tokens = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids) + len(chunk.token_ids)
-        if num_tokens > self._sampling.max_new_tokens:
-            raise EngineError(
-                f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most"
-                f" {self._sampling.max_new_tokens}"
-            )
-        start_version = self.ledger.groups[sample_id.group].start_version
-        if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
-            raise EngineError(
-                f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
-                f" {start_version} was published before they were asked for"
-            )
+    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk) -> None:
+        """Raises ``EngineError`` when the chunk cannot be true; nothing of it was taken."""
+        group = self.ledger.groups[sample_id.group]
+        before = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids)
+        check_chunk(chunk, sample_id, before, group.start_version, self._sampling)
         if chunk.token_ids:
             self._retries.pop(sample_id, None)
         if not segment.belongs(chunk):
@@ -466,13 +374,13 @@ class RolloutDriver:
         if chunk.finish_reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
             self._end_segment(sample_id, segment, chunk.finish_reason)
 
-    def _end_segment(self, sample_id: SampleId, segment: _OpenSegment, reason: FinishReason | None) -> None:
+    def _end_segment(self, sample_id: SampleId, segment: OpenSegment, reason: FinishReason | None) -> None:
         now_s = self._clock.now_s()
         if segment.policy_version < 0:  # stopped before its first token
             segment.policy_version = segment.kv_version = self.ledger.policy_version
         self._record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment.closed(reason, now_s)))
 
-    def _engine_failed(self, sample_id: SampleId, segment: _OpenSegment, error: EngineError) -> None:
+    def _engine_failed(self, sample_id: SampleId, segment: OpenSegment, error: EngineError) -> None:
         """Park the sample with every token that reached us. After too many failures without a token in between, give it
         up, or the run when all others that are running fail too."""
         if sample_id not in self.ledger.running:  # it had finished before
@@ -581,9 +489,3 @@ class RolloutDriver:
         """The run cannot go on: ``next_batch`` raises ``error``, the first of its kind."""
         self._broken = self._broken or error
         self._changed.set()
-
-
-def sample_seed(seed: int, sample_id: SampleId) -> int:
-    """The seed of a sample's noise: 63 bits, a function of the run's seed and the sample alone."""
-    digest = hashlib.blake2b(f"{seed}/{sample_id.group}/{sample_id.index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -34,7 +34,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "staleness/mean": sum(age * n for age, n in ages.items()) / max(total, 1),
         "staleness/p95": _quantile(ages, 0.95),
         "staleness/max": max(ages),
-        "staleness/head_mean": statistics.fmean(heads),
+        "staleness/head_mean": statistics.fmean(heads or [0]),
         "staleness/off_policy_tokens": sum(n for age, n in ages.items() if age > 0) / max(total, 1),
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
     }

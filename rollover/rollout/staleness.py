@@ -16,8 +16,8 @@ and no group misses its deadline.
 
 *Proof.* The invariant holds with no groups. A start at version v adds one to D(t) for t >= v + S; versions only grow,
 so every deadline is then at most v + S, and D(t) for t >= v + S is the number of all unconsumed groups, at most
-``N (v + S + 1 - s) <= N (t - s + 1)`` by admission; D(t) for smaller t is unchanged. Consuming batch s by the rule leaves
-``D(t) <= N (t - s)``, which is the invariant for s + 1; the rule can be met because it asks for at most
+``N (v + S + 1 - s) <= N (t - s + 1)`` by admission; D(t) for smaller t is unchanged. Consuming batch s by the rule
+leaves ``D(t) <= N (t - s)``, which is the invariant for s + 1; the rule can be met because it asks for at most
 ``N (t - s + 1) - N (t - s) = N`` groups, and these demands are nested. For t = s it leaves no group with deadline s.
 A group that is dropped lowers D. Groups that are open but not started have no deadline yet, and counting them in
 *admission* only admits less. Publishing a version raises v, consuming lowers both sides by N: an admission that was

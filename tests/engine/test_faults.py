@@ -14,7 +14,8 @@ import pytest
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.pool import EnginePool
 from rollover.engine.vllm.engine import VLLMEngine
-from rollover.rollout.driver import Limits, RolloutDriver
+from rollover.rollout.config import Limits
+from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, FinishReason, SamplingParams
 from tests.engine.scripted_server import Answer, ScriptedTransport, ScriptedVLLM

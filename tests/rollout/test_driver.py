@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import DataError, EngineError, EngineTimeout, ResourceError, RunError
-from rollover.rollout.driver import Limits
+from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
     GroupDropped,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.errors import ResourceError, RunError
-from rollover.rollout.driver import Limits
+from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
     CheckpointSaved,

@@ -1,0 +1,99 @@
+"""One hop: an engine call of one sample, from its request to its last chunk. The parts of it that need no waiting."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import EngineError
+from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
+
+
+@dataclass(slots=True)
+class OpenSegment:
+    """Tokens of the current segment that are not in the ledger yet."""
+
+    start_s: float
+    num_prefilled_tokens: int = 0
+    policy_version: int = -1
+    kv_version: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def belongs(self, chunk: Chunk) -> bool:
+        return not self.token_ids or (self.policy_version, self.kv_version) == (
+            chunk.policy_version,
+            chunk.kv_version,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        self.policy_version, self.kv_version = chunk.policy_version, chunk.kv_version
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.num_prefilled_tokens += chunk.num_prefilled_tokens
+
+    def closed(self, reason: FinishReason | None, end_s: float) -> Segment:
+        """The record; this segment starts afresh behind it."""
+        segment = Segment(
+            policy_version=self.policy_version,
+            kv_version=self.kv_version,
+            token_ids=tuple(self.token_ids),
+            rollout_logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            start_s=self.start_s,
+            end_s=end_s,
+            num_prefilled_tokens=self.num_prefilled_tokens,
+        )
+        self.start_s, self.num_prefilled_tokens = end_s, 0
+        self.token_ids, self.logprobs = [], []
+        return segment
+
+
+def hop_request(trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int) -> GenerateRequest:
+    """What the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
+    sample_id = trajectory.sample_id
+    return GenerateRequest(
+        request_id=request_id,
+        sample_key=f"{sample_id}.",
+        prompt_key=f"g{sample_id.group}.",
+        prompt_ids=trajectory.prompt.token_ids,
+        response_ids=trajectory.token_ids,
+        params=sampling,
+        seed=sample_seed(seed, sample_id),
+    )
+
+
+def reached_end(trajectory: Trajectory, sampling: SamplingParams) -> FinishReason | None:
+    """Why there is nothing left to decode: the engine or the process died between the last token and the news that it
+    was the last."""
+    last = next((s.token_ids[-1] for s in reversed(trajectory.segments) if s.token_ids), None)
+    if last in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if trajectory.num_tokens >= sampling.max_new_tokens else None
+
+
+def check_chunk(
+    chunk: Chunk, sample_id: SampleId, num_tokens_before: int, start_version: int | None, sampling: SamplingParams
+) -> None:
+    """Refuse a chunk that cannot be true.
+
+    Raises:
+        EngineError: it goes beyond the budget, or is older than the weights in force when its group started.
+    """
+    num_tokens = num_tokens_before + len(chunk.token_ids)
+    if num_tokens > sampling.max_new_tokens:
+        raise EngineError(
+            f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {sampling.max_new_tokens}"
+        )
+    if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
+        raise EngineError(
+            f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
+            f" {start_version} was published before they were asked for"
+        )
+
+
+def sample_seed(seed: int, sample_id: SampleId) -> int:
+    """The seed of a sample's noise: 63 bits, a function of the run's seed and the sample alone."""
+    digest = hashlib.blake2b(f"{seed}/{sample_id.group}/{sample_id.index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,72 @@
+"""What a batch and a ledger say in numbers, against hand-worked values."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.metrics import batch_metrics, ledger_metrics
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+
+PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
+
+
+def segment(version: int, num_tokens: int, reason: FinishReason | None = FinishReason.STOP) -> Segment:
+    return Segment(
+        policy_version=version,
+        token_ids=tuple(range(num_tokens)),
+        rollout_logprobs=(-0.5,) * num_tokens,
+        finish_reason=reason,
+        kv_version=version,
+        start_s=0.0,
+        end_s=1.0,
+    )
+
+
+def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) -> Trajectory:
+    return Trajectory(sample_id=SampleId(group, index), prompt=PROMPT, segments=segments, reward=reward)
+
+
+def test_staleness_weighs_tokens_and_head_staleness_weighs_samples() -> None:
+    # Step 5. Sample 0: 6 tokens of version 3 and 2 of version 5 (ages 2, 0); sample 1: 4 tokens of version 4 (age 1).
+    one = trajectory(0, 1.0, segment(3, 6, FinishReason.ABORT), segment(5, 2))
+    two = trajectory(1, 0.0, segment(4, 4, FinishReason.LENGTH))
+    numbers = batch_metrics(Batch(step=5, groups=(Group(group_id=0, prompt=PROMPT, trajectories=(one, two)),)))
+    assert numbers["staleness/mean"] == pytest.approx((6 * 2 + 4 * 1) / 12)
+    assert numbers["staleness/head_mean"] == pytest.approx((2 + 1) / 2)
+    assert (numbers["staleness/p95"], numbers["staleness/max"]) == (2.0, 2)
+    assert numbers["staleness/off_policy_tokens"] == pytest.approx(10 / 12)
+    assert numbers["rollout/resumes_per_sample"] == 0.5
+    assert numbers["response/truncated"] == 0.5
+    assert (numbers["response/mean_tokens"], numbers["response/max_tokens"]) == (6.0, 8)
+
+
+def test_a_group_has_signal_when_its_rewards_differ() -> None:
+    def group(number: int, *rewards: float) -> Group:
+        made = tuple(trajectory(i, r, segment(0, 1), group=number) for i, r in enumerate(rewards))
+        return Group(group_id=number, prompt=PROMPT, trajectories=made)
+
+    numbers = batch_metrics(Batch(step=0, groups=(group(0, 1, 1), group(1, 0, 1), group(2, 0, 0), group(3, 0, 0))))
+    assert numbers["reward/groups_with_signal"] == 0.25
+    assert numbers["reward/mean"] == pytest.approx(3 / 8)
+    assert numbers["reward/std"] == pytest.approx((3 / 8 * 5 / 8) ** 0.5)
+
+
+def test_a_batch_without_a_token_divides_nothing_by_zero() -> None:
+    empty = trajectory(0, 0.0, segment(2, 0))
+    numbers = batch_metrics(Batch(step=2, groups=(Group(group_id=0, prompt=PROMPT, trajectories=(empty,)),)))
+    assert (numbers["staleness/mean"], numbers["staleness/head_mean"], numbers["response/mean_tokens"]) == (0, 0, 0)
+
+
+def test_the_account_of_a_ledger_is_its_own() -> None:
+    ledger = Ledger(
+        [
+            GroupOpened(time_s=0, group_id=0, prompt=PROMPT, group_size=1, cursor=1),
+            SampleStarted(time_s=0, sample_id=SampleId(0, 0), policy_version=0),
+            SegmentEnded(time_s=1, sample_id=SampleId(0, 0), segment=segment(0, 3, FinishReason.ABORT)),
+        ]
+    )
+    numbers = ledger_metrics(ledger)
+    assert (numbers["rollout/decoded_tokens"], numbers["rollout/live_tokens"]) == (3, 3)
+    assert (numbers["rollout/trained_tokens"], numbers["rollout/parked_samples"]) == (0, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.vllm.config import VLLMConfig
 
-EngineConfig = EmbeddedConfig | VLLMConfig
+EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig
 """Told apart by ``kind``; the first is meant where it is left out."""

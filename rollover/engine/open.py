@@ -9,6 +9,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Engine, WeightTarget
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.sglang.config import SGLangConfig
 
 
 class TrainedEngine(Engine, WeightTarget, Protocol):
@@ -31,7 +32,11 @@ async def open_engine(
         from rollover.engine.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_folder(folder, config, lockstep=lockstep)
+    assert not lockstep, "the config refuses deterministic = true with a server"
+    if isinstance(config, SGLangConfig):
+        from rollover.engine.sglang.open import open_sglang
+
+        return await open_sglang(config, folder, logs=logs, clock=clock)
     from rollover.engine.vllm.open import open_vllm
 
-    assert not lockstep, "the config refuses deterministic = true with a server"
     return await open_vllm(config, folder, logs=logs, clock=clock)

@@ -41,8 +41,8 @@ def solution(config: SourceConfig, prompt: Prompt) -> str:
 def examples(
     source: PromptSource, configs: Sequence[SourceConfig], tokenizer: Any, *, bare_answers: float = 0.0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of them only
-    the last line is left, spread evenly over the examples."""
+    """(prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of them
+    only the last line is left, spread evenly over the examples."""
     by_name: Mapping[str, SourceConfig] = {config.name: config for config in configs}
     for index in count():
         prompt = source.prompt(index)
@@ -54,5 +54,6 @@ def examples(
 
 
 def _spread(index: int) -> float:
-    """Points of [0, 1) that fill it evenly however long the sequence (Weyl, golden ratio), out of step with a mixture."""
+    """Points of [0, 1) that fill it evenly however long the sequence (Weyl, golden ratio), out of step with any
+    mixture."""
     return index * 0.6180339887498949 % 1.0

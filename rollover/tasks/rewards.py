@@ -266,8 +266,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def function_columns(config: RewardConfig) -> tuple[str, ...]:
-    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every function
-    is given."""
+    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every
+    function is given."""
     if config.function is None:
         return ()
     given = {"prompts", "completions", "completion_ids", *config.params}

@@ -176,8 +176,8 @@ def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int)
 
 
 def check_source(config: SourceConfig) -> int | None:
-    """Open the dataset and the reward function of a source without a tokenizer, as far as nothing is downloaded. Returns
-    the number of rows where there is one.
+    """Open the dataset and the reward function of a source without a tokenizer, as far as nothing is downloaded.
+    Returns the number of rows where there is one.
 
     Raises:
         DataError: as a run would.

@@ -118,16 +118,12 @@ def test_masked_samples_stay_in_the_baseline_and_tokens_share_their_samples_adva
 )
 def test_soft_overlong_punishment_falls_to_minus_1_over_the_buffer(length: int, punishment: float) -> None:
     # budget 100, buffer 0.2 * 100 = 20 tokens: 0 up to 80, -1/2 at 90, -1 at 100
-    actual = shaped_rewards(
-        row("dapo"), rewards_B=f64(1), lengths_B=torch.tensor([length]), max_response_tokens=100
-    )
+    actual = shaped_rewards(row("dapo"), rewards_B=f64(1), lengths_B=torch.tensor([length]), max_response_tokens=100)
     assert actual.item() == pytest.approx(1 + punishment, abs=1e-12)
 
 
 def test_rows_without_an_overlong_buffer_leave_rewards_alone() -> None:
-    actual = shaped_rewards(
-        row("grpo"), rewards_B=f64(1), lengths_B=torch.tensor([100]), max_response_tokens=100
-    )
+    actual = shaped_rewards(row("grpo"), rewards_B=f64(1), lengths_B=torch.tensor([100]), max_response_tokens=100)
     assert actual.item() == 1
 
 

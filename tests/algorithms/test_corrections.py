@@ -78,9 +78,7 @@ def test_with_fresh_data_every_correction_is_plain_ppo(name: str) -> None:
     variants += [row(name, guard=(0.999, 1.001))]
     variants += [row(name, old="rollout", correction="none")] if name != "rloo" else []
     for algorithm in variants:
-        torch.testing.assert_close(
-            gradient(algorithm, fresh, denominators(fresh)), expected, rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(gradient(algorithm, fresh, denominators(fresh)), expected, rtol=0, atol=1e-12)
 
 
 def test_single_ratio_form_loses_stale_tokens_before_the_first_update() -> None:

@@ -146,9 +146,7 @@ def slope(algorithm: Algorithm, seed: int) -> float:
 
 
 @pytest.mark.parametrize(("vocabulary", "max_length", "responses"), [(3, 3, 15), (5, 2, 21), (3, 4, 31)])
-def test_responses_of_mixed_versions_have_total_probability_1(
-    vocabulary: int, max_length: int, responses: int
-) -> None:
+def test_responses_of_mixed_versions_have_total_probability_1(vocabulary: int, max_length: int, responses: int) -> None:
     world = World.make(0, vocabulary, max_length)
     assert world.num_samples == responses
     for delta in (0.0, 0.4):

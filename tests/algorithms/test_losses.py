@@ -163,9 +163,7 @@ ONE = replace(WORKED, num_tokens=1, num_samples=1, tokens_per_group=(1,))
 
 @given(ratio=st.floats(0.3, 2.0), advantage=st.sampled_from([-1.5, -0.1, 0.1, 1.5]))
 @settings(max_examples=200, deadline=None)
-def test_clip_higher_zeroes_the_gradient_exactly_outside_its_two_bounds(
-    ratio: float, advantage: float
-) -> None:
+def test_clip_higher_zeroes_the_gradient_exactly_outside_its_two_bounds(ratio: float, advantage: float) -> None:
     tokens = one_token(ratio, advantage)
     clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
     if min(abs(ratio - 1.28), abs(ratio - 0.8)) > 1e-9:
@@ -208,9 +206,7 @@ def test_rows_agree_with_reinforce_where_the_step_begins(name: str) -> None:
 
 def test_an_absurd_ratio_neither_overflows_nor_poisons_its_neighbours() -> None:
     worked = worked_batch(advantages=(-1, 1, 1))
-    tokens = replace(
-        worked, trainer_logprobs_T=(worked.proximal_logprobs_T + f64(800, 0, 0)).requires_grad_()
-    )
+    tokens = replace(worked, trainer_logprobs_T=(worked.proximal_logprobs_T + f64(800, 0, 0)).requires_grad_())
     assert torch.isfinite(policy_loss(row("grpo"), tokens, WORKED)[0])
     assert torch.isfinite(gradient(row("grpo"), tokens, WORKED)).all()
 
@@ -224,9 +220,7 @@ def test_a_value_that_is_not_finite_is_refused_with_its_sample(name: str, value:
     tokens = worked_batch()
     broken = getattr(tokens, name).detach().clone()
     broken[2] = value
-    with pytest.raises(
-        LossError, match=f"{name} is {value} at token 2, in the micro-batch's sample 1"
-    ) as error:
+    with pytest.raises(LossError, match=f"{name} is {value} at token 2, in the micro-batch's sample 1") as error:
         policy_loss(row("grpo", kl_coef=0.1), replace(tokens, **{name: broken}), WORKED)
     assert error.value.sample_index == 1
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
-from rollover.rollout.config import RolloutConfig
-from rollover.rollout.config import Limits
+from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.hop import sample_seed
 from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.hop import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.strategies import STRATEGIES

@@ -30,9 +30,7 @@ def test_a_dataset_whose_size_bounds_the_index_goes_on_without_end() -> None:
     assert GymDataset("gsm_symbolic", {}, seed=3).entry(5 * CHUNK + 2) == far
 
 
-@given(
-    st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, MAX_ROWS - 1), st.integers(0, MAX_ROWS - 1)
-)
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, MAX_ROWS - 1), st.integers(0, MAX_ROWS - 1))
 def test_no_generator_is_seeded_alike_for_training_and_evaluation(
     train: int, evaluate: int, row: int, other: int
 ) -> None:
@@ -44,9 +42,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 HASHABLE = st.recursive(PLAIN, lambda inner: st.tuples(inner, inner))
 ENTRIES = st.recursive(
     HASHABLE | st.sets(st.integers() | st.text()),
-    lambda inner: (
-        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner)
-    ),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )
 

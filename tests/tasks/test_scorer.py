@@ -160,9 +160,7 @@ def test_sources_share_one_pool_of_the_largest_size() -> None:
     specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
 
     async def use(scorer: Scorer) -> None:
-        rewards = await asyncio.gather(
-            *(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc")
-        )
+        rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc"))
         assert rewards == [3.0, 0.25, 0.25] * 3
         assert 1 <= scorer.num_processes <= 2
 

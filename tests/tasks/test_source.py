@@ -287,9 +287,8 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(DataError) as caught:
         opened(SourceConfig(kind="hf", name="file", path="owner/set", reward=EXACT))
-    assert (
-        "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check"
-        in str(caught.value)
+    assert "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check" in str(
+        caught.value
     )
 
 

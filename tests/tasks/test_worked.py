@@ -56,23 +56,17 @@ def test_every_line_is_true(name: str, config: dict[str, Any]) -> None:
 
 
 @each_case
-def test_the_answer_comes_from_the_question_and_not_from_the_item_s_answer(
-    name: str, config: dict[str, Any]
-) -> None:
+def test_the_answer_comes_from_the_question_and_not_from_the_item_s_answer(name: str, config: dict[str, Any]) -> None:
     entry = GymDataset(name, config, seed=13).entry(0)
     assert worked_solution(name, {**entry, "answer": "nothing"}) == worked_solution(name, entry)
 
 
 @each_case
-def test_an_entry_that_went_through_the_journal_has_the_same_solution(
-    name: str, config: dict[str, Any]
-) -> None:
+def test_an_entry_that_went_through_the_journal_has_the_same_solution(name: str, config: dict[str, Any]) -> None:
     dataset = GymDataset(name, config, seed=14)
     for row in range(20):
         entry = dataset.entry(row)
-        assert worked_solution(name, thaw(json.loads(json.dumps(freeze(entry))))) == worked_solution(
-            name, entry
-        )
+        assert worked_solution(name, thaw(json.loads(json.dumps(freeze(entry))))) == worked_solution(name, entry)
 
 
 def test_a_chain_sum_takes_the_terms_in_order_and_goes_on_from_each_result() -> None:
@@ -85,9 +79,7 @@ def test_a_chain_sum_takes_the_terms_in_order_and_goes_on_from_each_result() -> 
         assert len(steps) == entry["metadata"]["num_terms"] - 1
         assert [a for a, *_ in steps[1:]] == [c for *_, c in steps[:-1]]
         first = steps[0][0]
-        assert (
-            " ".join([str(first), *(f"{op} {b}" for _, op, b, _ in steps)]) == entry["metadata"]["expression"]
-        )
+        assert " ".join([str(first), *(f"{op} {b}" for _, op, b, _ in steps)]) == entry["metadata"]["expression"]
 
 
 def test_a_product_is_taken_one_digit_at_a_time() -> None:
@@ -109,7 +101,5 @@ def test_a_greatest_common_divisor_ends_at_the_first_remainder_of_zero() -> None
 
 
 def test_an_unknown_dataset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match="'chainsum' has no worked solutions .*; known: chain_sum, gcd, products"
-    ):
+    with pytest.raises(DataError, match=r"'chainsum' has no worked solutions .*; known: chain_sum, gcd, products"):
         worked_solution("chainsum", {})

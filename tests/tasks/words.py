@@ -22,9 +22,7 @@ def char_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = Fuse()
     core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = chat_template
     return tokenizer
 

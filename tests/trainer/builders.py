@@ -82,9 +82,7 @@ def make_samples(num: int, *, seed: int = 0, max_response: int = 30) -> list[Tra
 
     prompts = [tokens(rng.randint(1, 8)) for _ in range(num // 3)]
     return [
-        TrainingSample(
-            prompt_ids=prompts[i % len(prompts)], response_ids=tokens(rng.randint(1, max_response))
-        )
+        TrainingSample(prompt_ids=prompts[i % len(prompts)], response_ids=tokens(rng.randint(1, max_response)))
         for i in range(num)
     ]
 

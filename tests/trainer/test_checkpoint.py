@@ -151,17 +151,13 @@ def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(
 
 
 def test_settings_that_differ_are_named(folder: Path, saved: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"trainer\.learning_rate = 0\.001, now it is 0\.5: restore the setting"
-    ):
+    with pytest.raises(ModelError, match=r"trainer\.learning_rate = 0\.001, now it is 0\.5: restore the setting"):
         make_trainer(folder, learning_rate=0.5, resume_from=saved)
     with pytest.raises(ModelError, match=r"algorithm\.advantage = 'group_std', now it is 'leave_one_out'"):
         make_trainer(folder, algorithm="rloo", resume_from=saved)
     with pytest.raises(ModelError, match=r"temperature = 0\.8, now it is 1\.0"):
         make_trainer(folder, temperature=1.0, resume_from=saved)
-    make_trainer(
-        folder, micro_batch_tokens=50, num_steps=99, resume_from=saved
-    )  # change nothing that is learned
+    make_trainer(folder, micro_batch_tokens=50, num_steps=99, resume_from=saved)  # change nothing that is learned
 
 
 def test_a_deterministic_run_refuses_another_number_of_threads(folder: Path, saved: Path) -> None:
@@ -173,9 +169,7 @@ def test_a_deterministic_run_refuses_another_number_of_threads(folder: Path, sav
 
 def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
     other = make_folder(tmp_path / "other", hidden_size=16)
-    with pytest.raises(
-        ModelError, match=r"hidden_size = 32.*has 16: resume with the model the run began with"
-    ):
+    with pytest.raises(ModelError, match=r"hidden_size = 32.*has 16: resume with the model the run began with"):
         make_trainer(other, resume_from=saved)
 
 

@@ -15,9 +15,7 @@ from tests.trainer.builders import make_folder, make_model, make_samples, separa
 CPU = torch.device("cpu")
 
 
-def packed(
-    model: Any, samples: list[TrainingSample], temperature: float, *, budget: int = 100
-) -> torch.Tensor:
+def packed(model: Any, samples: list[TrainingSample], temperature: float, *, budget: int = 100) -> torch.Tensor:
     rows = [DeviceRow.of(r, CPU) for r in pack(samples, budget)]
     return all_logprobs(model, rows, temperature, num_tokens=sum(len(s.response_ids) for s in samples))
 

@@ -22,9 +22,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
     assert resolve_model(tmp_path) == tmp_path
-    with pytest.raises(
-        ModelError, match=r"nowhere' does not exist; give a folder with config\.json or a hub id"
-    ):
+    with pytest.raises(ModelError, match=r"nowhere' does not exist; give a folder with config\.json or a hub id"):
         resolve_model(tmp_path / "nowhere")
 
 
@@ -35,9 +33,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pyte
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(
-        ModelError, match="'some/model' is no folder here and could not be fetched from the hub"
-    ):
+    with pytest.raises(ModelError, match="'some/model' is no folder here and could not be fetched from the hub"):
         resolve_model("some/model")
 
 
@@ -49,9 +45,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pyte
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
     ],
 )
-def test_models_that_cannot_be_trained_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_models_that_cannot_be_trained_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(make_folder(tmp_path), **changes)
     with pytest.raises(ModelError, match=message):
         load_policy(tmp_path)

@@ -15,9 +15,7 @@ def test_first_fit_decreasing_fills_bins_as_worked_by_hand() -> None:
 
 
 @given(LENGTHS, st.integers(1, 80))
-def test_every_sequence_is_in_one_bin_and_only_lone_ones_exceed_the_budget(
-    lengths: list[int], budget: int
-) -> None:
+def test_every_sequence_is_in_one_bin_and_only_lone_ones_exceed_the_budget(lengths: list[int], budget: int) -> None:
     bins = first_fit_decreasing(lengths, budget)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     for b in bins:
@@ -54,15 +52,11 @@ def lines_of(row: PackedRow) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(sample_lists(), st.integers(1, 90))
-def test_each_response_token_is_predicted_once_from_its_own_prefix(
-    samples: list[TrainingSample], budget: int
-) -> None:
+def test_each_response_token_is_predicted_once_from_its_own_prefix(samples: list[TrainingSample], budget: int) -> None:
     seen: dict[int, int] = {}
     for row in pack(samples, budget):
         lines = lines_of(row)
-        for position, target, token, place in zip(
-            row.predict_T, row.target_T, row.token_T, row.sample_T, strict=True
-        ):
+        for position, target, token, place in zip(row.predict_T, row.target_T, row.token_T, row.sample_T, strict=True):
             sample = samples[row.samples_B[place]]
             line = next(line for line in lines if position in line)
             prefix = row.input_ids_N[line[: line.index(position) + 1]].tolist()

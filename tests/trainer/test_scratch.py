@@ -44,9 +44,7 @@ def test_a_scratch_folder_loads_as_any_other(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert model.config.model_type == "qwen3" and model.config.vocab_size == len(TOKENIZER)
     assert (model.config.head_dim, model.config.eos_token_id, model.config.pad_token_id) == (16, 1, 0)
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "m")("1 + 2")["input_ids"] == TOKENIZER("1 + 2")["input_ids"]
-    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "m")("1 + 2")["input_ids"] == TOKENIZER("1 + 2")["input_ids"]
     load_policy(tmp_path / "m")
 
 

@@ -47,9 +47,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TokenBatch, Denominators
 
 
 def of_batch(batch: Batch) -> list[TrainingSample]:
-    return [
-        TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in batch.trajectories
-    ]
+    return [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in batch.trajectories]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr-grpo", "rloo", "reinforce++"])
@@ -126,20 +124,14 @@ def test_proximal_logprobs_are_those_at_the_start_of_the_batch_for_every_mini_ba
     assert moved > 0.05 and metrics["ratio/max"] > 1.05
 
 
-def test_mini_batches_deal_each_group_once_with_denominators_of_their_own(
-    folder: Path, seen: list[Any]
-) -> None:
+def test_mini_batches_deal_each_group_once_with_denominators_of_their_own(folder: Path, seen: list[Any]) -> None:
     batch = make_batch(num_groups=5)
     make_trainer(folder, mini_batches=2).step(batch)
     assert [d.num_groups for _, d in seen] == [3, 2]
     assert sum(d.num_tokens for _, d in seen) == batch.num_tokens
-    assert sorted(n for _, d in seen for n in d.tokens_per_group) == sorted(
-        g.num_tokens for g in batch.groups
-    )
+    assert sorted(n for _, d in seen for n in d.tokens_per_group) == sorted(g.num_tokens for g in batch.groups)
     for tokens, d in seen:
-        counts = torch.zeros(d.num_groups).index_add(
-            0, tokens.group_B[tokens.sample_T], torch.ones(d.num_tokens)
-        )
+        counts = torch.zeros(d.num_groups).index_add(0, tokens.group_B[tokens.sample_T], torch.ones(d.num_tokens))
         assert counts.tolist() == list(d.tokens_per_group)
 
 
@@ -223,9 +215,7 @@ def test_bfloat16_keeps_master_weights_and_gradients_in_float32(folder: Path) ->
     assert norms[1] != norms[0] and norms[1] == pytest.approx(norms[0], rel=0.1)
 
 
-def test_weights_are_views_in_hugging_face_names_with_tied_matrices_once(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_weights_are_views_in_hugging_face_names_with_tied_matrices_once(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     names = set(trainer.weights())
     assert names == set(make_model().state_dict()) - {"lm_head.weight"}

@@ -1,0 +1,81 @@
+"""Supervised examples: what a warm-up is shown."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import DataError
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.examples import examples
+from rollover.tasks.source import train_source
+
+
+class Characters:
+    """One token per character; 0 ends a text."""
+
+    chat_template = None
+    eos_token_id = 0
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(c) for c in t] for t in text]}
+
+    def apply_chat_template(self, conversation: object, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise AssertionError("there is no template")
+
+    def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
+        raise AssertionError("nothing is decoded")
+
+
+SUMS = SourceConfig(
+    kind="reasoning_gym",
+    name="sums",
+    dataset="chain_sum",
+    config={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    reward=RewardConfig(extract="hashes", workers=0),
+)
+
+
+def shown(config: SourceConfig, num: int, bare_answers: float = 0.0) -> list[tuple[str, str]]:
+    tokenizer = Characters()
+    source = train_source(TasksConfig(train=(config,), prompt_suffix="\n"), tokenizer, seed=0)
+    drawn = islice(examples(source, (config,), tokenizer, bare_answers=bare_answers), num)
+    made = []
+    for prompt_ids, response_ids in drawn:
+        assert response_ids[-1] == 0, "the model must learn to stop"
+        made.append(("".join(map(chr, prompt_ids)), "".join(map(chr, response_ids[:-1]))))
+    return made
+
+
+def test_a_sum_of_three_terms_is_worked_out_in_two_lines_and_an_answer() -> None:
+    for prompt, response in shown(SUMS, 20):
+        assert prompt.endswith("\n")
+        first, second, answer = response.split("\n")
+        assert first.rpartition(" = ")[2] == second.split()[0]
+        assert answer == f"#### {second.rpartition(' = ')[2]}"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_the_asked_share_shows_the_answer_alone(share: float) -> None:
+    responses = [response for _, response in shown(SUMS, 400, share)]
+    bare = [r for r in responses if r.startswith("####") and "\n" not in r]
+    assert len(bare) == pytest.approx(400 * share, abs=2)
+    worked = {prompt: response for prompt, response in shown(SUMS, 400)}
+    for prompt, response in shown(SUMS, 400, share):
+        assert worked[prompt].endswith(response), "a bare answer is the last line of the solution"
+
+
+def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in [("1+1?", "2"), ("2+2?", "4")]))
+    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    assert set(shown(config, 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
+
+
+def test_a_task_without_solutions_is_refused_by_name() -> None:
+    config = SourceConfig(kind="reasoning_gym", name="maze", reward=RewardConfig(workers=0))
+    with pytest.raises(DataError, match="'maze' has no worked solutions"):
+        shown(config, 1)

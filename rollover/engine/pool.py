@@ -102,8 +102,6 @@ class EnginePool:
         self._source = source
         self._paused: set[int] | None = None
         """Members to resume, while the pool is paused."""
-        self._has = [0 for _ in members]
-        """The version that each member serves."""
         self._calls: dict[str, _Call] = {}
         self._closing: dict[str, int] = {}
         """Where calls run that were closed before their end, until somebody asks for their abort."""
@@ -238,8 +236,6 @@ class EnginePool:
             reasons = "; ".join(dict.fromkeys(str(e) for e in failed.values())) or self._state.why_none()
             raise EngineError(f"no engine took weights version {version}: {reasons}")
         self._version, self._source = version, source
-        for index in loaded:
-            self._has[index] = version
         self._take_out_all(failed)
 
     async def resume(self) -> None:
@@ -354,8 +350,6 @@ class EnginePool:
     async def _probe(self, index: int, *, decode: bool) -> None:
         try:
             await self._members[index].probe(decode=decode)
-            if self._has[index] != self._version:
-                raise EngineError(f"it serves weights version {self._has[index]}, not {self._version}")
         except EngineError as e:
             if not self._state.is_down(index) and self._state.late(index, str(e), self._clock.now_s()):
                 self._left(index)
@@ -378,7 +372,6 @@ class EnginePool:
                     await engine.load(version, source)
                 finally:
                     await engine.resume()
-                self._has[index] = version
                 await engine.probe(decode=True)
                 if self._paused is None and version == self._version:
                     break

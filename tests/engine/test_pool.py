@@ -29,8 +29,8 @@ class Flaky(FakeEngine):
         self.name = name
         self.failing: str | None = None
         self.hanging = False
-        self.num_probes = self.num_revivals = 0
-        self.probe_times: list[float] = []
+        self.probe_s = 0.0
+        self.num_revivals = 0
 
     def __repr__(self) -> str:
         return self.name
@@ -42,8 +42,7 @@ class Flaky(FakeEngine):
             raise EngineError(f"{self.name}: {self.failing}")
 
     async def probe(self, *, decode: bool = False) -> None:
-        self.num_probes += 1
-        self.probe_times.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.probe_s)
         try:
             async with asyncio.timeout(1.0):
                 await self._ill()
@@ -186,17 +185,20 @@ def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
 def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
+        one.probe_s = two.probe_s = 0.5
         async with pool_of(one, two) as pool:
-            for member in (one, two):
-                member.fail(EngineError("a passing failure"))
             call = asyncio.create_task(collect(pool, request("a", max_new_tokens=1000)))
             await asyncio.sleep(0.05)
-            (one if one.requests else two).fail(EngineError("a passing failure"))
+            suspect = one if one.requests else two
+            suspect.fail(EngineError("a passing failure"))
             await asyncio.gather(call, return_exceptions=True)
             await pool.pause()
             await pool.load(1, {"w": 1})
             await pool.resume()
             assert (one.version, two.version) == (1, 1)
+            assert pool.capabilities.max_running == 64, "it gets no calls before it is probed"
+            await asyncio.sleep(1.0)
+            assert pool.capabilities.max_running == 128
 
     run(main())
 

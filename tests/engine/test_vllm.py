@@ -547,6 +547,16 @@ def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) 
     check(folder, law)
 
 
+def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await engine.probe()
+        server.restart()
+        with pytest.raises(EngineError, match="restarted"):
+            await engine.probe()
+
+    check(folder, law)
+
+
 def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         await engine.probe(decode=True)

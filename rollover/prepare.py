@@ -18,7 +18,7 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import examples, solution
-from rollover.tasks.source import train_source
+from rollover.tasks.source import eval_sources, held_out_texts, train_source
 
 NUM_TOKENIZER_TEXTS = 2000
 """Prompts with their solutions that a tokenizer from scratch is made of."""
@@ -102,7 +102,10 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
     assert warmup is not None
     tokenizer = load_tokenizer(base)
     configs = _warmup_sources(config)
-    source = train_source(replace(config.tasks, train=configs), tokenizer, seed=_warmup_seed(config))
+    evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+    held_out = held_out_texts(config.tasks, evaluation)
+    tasks = replace(config.tasks, train=configs)
+    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out)
 
     def on_progress(done: SFTProgress) -> None:
         progress.warmup(done.step + 1, warmup.num_steps, done.loss)

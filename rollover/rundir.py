@@ -39,6 +39,8 @@ from rollover.report.redact import redacted
 
 CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
 """Keys and sections that may differ when a run is resumed: what was learned would have been the same."""
+FIXED = ("eval.num_prompts",)
+"""... except these, which decide what is kept out of training."""
 
 _PRELIMINARIES = ("config.json", "lock", "metrics.jsonl", "tensorboard")
 
@@ -188,7 +190,7 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     before = _read(path)[0]
     config = restore(before, str(path / "config.json"), overrides)
     for key in differences(before, resolved(config)):
-        if key.split(".")[0] not in CHANGEABLE:
+        if key in FIXED or key.split(".")[0] not in CHANGEABLE:
             raise RunError(
                 f"{path}: {key} cannot change when a run is resumed (only {', '.join(CHANGEABLE)}): "
                 "leave the override out, or start a new run"

@@ -173,6 +173,9 @@ class TasksConfig:
     """Longest admissible prompt, in tokens."""
     long_prompts: Literal["skip", "error"] = "skip"
     """Longer prompts are left out and counted, or stop the run at once."""
+    keep_eval_out: bool = True
+    """Leave prompts out of training (and warm-up) that are also evaluation prompts, so that accuracy is measured on
+    what was never shown. Compared by their text; they count as skipped."""
     eval_seed: int = 0
     """Draws the generated evaluation items; not the run's seed, so that runs of several seeds are measured
     on the same ones."""

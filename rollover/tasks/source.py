@@ -3,15 +3,15 @@
 So one integer, the number of prompts drawn, is the whole state of a source and a restart goes on exactly
 where it was. Draw ``index`` of a finite source is row ``order[index % rows]`` of epoch ``index // rows``,
 each epoch with an order of its own; a reasoning-gym source without a limit never repeats a row. Rows whose
-prompt is too long are no rows: finite sources leave them out before they count, endless ones take another
-row in their place.
+prompt is too long, or held out for evaluation, are no rows: finite sources leave them out before they count,
+endless ones take another row in their place.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,11 +40,19 @@ class RowSource:
     """A finite source: a file, a hub dataset, or the first ``limit`` items of a reasoning-gym dataset."""
 
     def __init__(
-        self, config: SourceConfig, rows: Rows, encoder: PromptEncoder, order: _Order, *, skip_long: bool
+        self,
+        config: SourceConfig,
+        rows: Rows,
+        encoder: PromptEncoder,
+        order: _Order,
+        *,
+        skip_long: bool,
+        held_out: Collection[str] = (),
     ) -> None:
         self._config = config
         self._rows = rows
         self._encoder = encoder
+        self._held_out = held_out
         self._name = order.name
         self._columns = ColumnMap(config, rows[0], rows.where(0), needed=function_columns(config.reward))
         self._admissible = self._scan(skip_long)
@@ -77,19 +85,20 @@ class RowSource:
         )
 
     def _scan(self, skip_long: bool) -> array[int]:
-        """Read every row once: which are short enough? Finds rows without the needed columns on the way."""
+        """Read every row once: which are short enough and not held out? Finds rows without the needed columns on the
+        way."""
         admissible = array("q")
         num_rows, where = len(self._rows), self._rows.where
         for start in range(0, num_rows, _SCAN_ROWS):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
             contents = [(self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r)) for r in chunk]
             for row, encoded in zip(chunk, self._encoder.encode_many(contents), strict=True):
-                if _fits(encoded, self._encoder, skip_long, where(row)):
+                if encoded.text not in self._held_out and _fits(encoded, self._encoder, skip_long, where(row)):
                     admissible.append(row)
         if not admissible:
             raise DataError(
-                f"source {self._config.name!r}: each of its {num_rows} prompts is longer than "
-                f"{self._encoder.max_tokens} tokens; raise tasks.max_prompt_tokens"
+                f"source {self._config.name!r}: each of its {num_rows} prompts is "
+                + _left_out(self._encoder.max_tokens, self._held_out)
             )
         return admissible
 
@@ -98,10 +107,18 @@ class GymSource:
     """A reasoning-gym dataset without end: row = index."""
 
     def __init__(
-        self, config: SourceConfig, dataset: GymDataset, encoder: PromptEncoder, *, name: str, skip_long: bool
+        self,
+        config: SourceConfig,
+        dataset: GymDataset,
+        encoder: PromptEncoder,
+        *,
+        name: str,
+        skip_long: bool,
+        held_out: Collection[str] = (),
     ) -> None:
         self._config = config
         self._dataset = dataset
+        self._held_out = held_out
         self._encoder = encoder
         self._name = name
         self._skip_long = skip_long
@@ -127,7 +144,7 @@ class GymSource:
             entry = self._dataset.entry(row)
             where = f"reasoning-gym dataset {self._dataset.name!r}, item {row}"
             encoded = self._encoder.encode(entry["question"], where=where)
-            if _fits(encoded, self._encoder, self._skip_long, where):
+            if encoded.text not in self._held_out and _fits(encoded, self._encoder, self._skip_long, where):
                 return Prompt(
                     prompt_id=f"{self._name}/{row}@0",
                     token_ids=encoded.token_ids,
@@ -137,26 +154,31 @@ class GymSource:
                 )
             self._skipped.add(row)
         raise DataError(
-            f"source {self._config.name!r}: {_LANES} items in a row are longer than "
-            f"{self._encoder.max_tokens} tokens; raise tasks.max_prompt_tokens or ask for smaller items"
+            f"source {self._config.name!r}: each of {_LANES} items in a row is "
+            + _left_out(self._encoder.max_tokens, self._held_out)
         )
 
 
-def train_source(config: TasksConfig, tokenizer: Tokenizer, *, seed: int) -> PromptSource:
-    """The training mixture. Raises ``DataError`` for anything wrong with a source."""
+def train_source(
+    config: TasksConfig, tokenizer: Tokenizer, *, seed: int, held_out: Collection[str] = frozenset()
+) -> PromptSource:
+    """The training mixture, without the prompts whose text is among ``held_out``. Raises ``DataError`` for anything
+    wrong with a source."""
     if not config.train:
         raise DataError("tasks.train names no source; add one [[tasks.train]] table")
     encoder = PromptEncoder(tokenizer, config)
     sources: list[PromptSource] = []
+    skip_long = config.long_prompts == "skip"
     for source in config.train:
         if source.kind == "reasoning_gym" and source.limit is None:
             dataset = GymDataset(source.gym_dataset, source.config, gym_seed("train", source.name, seed))
-            skip_long = config.long_prompts == "skip"
-            sources.append(GymSource(source, dataset, encoder, name=source.name, skip_long=skip_long))
+            sources.append(
+                GymSource(source, dataset, encoder, name=source.name, skip_long=skip_long, held_out=held_out)
+            )
         else:
             order = _Order(name=source.name, seed=seed, shuffle=config.shuffle)
             rows = _open_rows(source, gym_seed("train", source.name, seed), source.limit)
-            sources.append(RowSource(source, rows, encoder, order, skip_long=config.long_prompts == "skip"))
+            sources.append(RowSource(source, rows, encoder, order, skip_long=skip_long, held_out=held_out))
     if len(sources) == 1:
         return sources[0]
     return MixtureSource(sources, [source.weight for source in config.train])
@@ -173,6 +195,23 @@ def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int)
         rows = _open_rows(source, gym_seed("eval", source.name, config.eval_seed), limit)
         sources.append(RowSource(source, rows, encoder, order, skip_long=config.long_prompts == "skip"))
     return tuple(sources)
+
+
+def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> frozenset[str]:
+    """The evaluation prompts that training must not see; none when ``keep_eval_out`` is off."""
+    if not config.keep_eval_out:
+        return frozenset()
+    return frozenset(source.prompt(i).text for source in evaluation for i in range(source.num_rows))
+
+
+def _left_out(max_tokens: int, held_out: Collection[str]) -> str:
+    """Why a source has nothing left, and what to do."""
+    text = f"longer than {max_tokens} tokens"
+    mend = "raise tasks.max_prompt_tokens or ask for smaller items"
+    if held_out:
+        text += " or an evaluation prompt"
+        mend += ", or set tasks.keep_eval_out = false"
+    return f"{text}; {mend}"
 
 
 def check_source(config: SourceConfig) -> int | None:

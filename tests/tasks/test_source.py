@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rollover.errors import DataError
 from rollover.tasks import PromptSource, RewardConfig, SourceConfig, TasksConfig, eval_sources, train_source
+from rollover.tasks.source import held_out_texts
 from tests.tasks.words import CHAT, char_tokenizer, ids
 
 EXACT = RewardConfig(kind="exact", workers=0)
@@ -149,7 +151,7 @@ def test_long_prompts_can_be_an_error_with_file_and_line(tmp_path: Path) -> None
 
 
 def test_an_endless_source_of_long_prompts_gives_up() -> None:
-    with pytest.raises(DataError, match="16 items in a row are longer than 20 tokens"):
+    with pytest.raises(DataError, match="each of 16 items in a row is longer than 20 tokens"):
         opened(gym(), max_prompt_tokens=20).prompt(0)
 
 
@@ -309,3 +311,44 @@ def test_a_column_json_cannot_hold_is_told(tmp_path: Path) -> None:
 def test_a_run_without_sources_is_told() -> None:
     with pytest.raises(DataError, match=r"tasks.train names no source"):
         opened()
+
+
+def test_evaluation_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"q{i}", "answer": "1"}) for i in range(20)))
+    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    tasks = TasksConfig(train=(config,), eval=(config,), chat_template="off")
+    evaluation = eval_sources(tasks, char_tokenizer(), num_prompts=5)
+    held_out = held_out_texts(tasks, evaluation)
+    source = train_source(tasks, char_tokenizer(), seed=0, held_out=held_out)
+    assert held_out == {f"q{i}" for i in range(5)}
+    assert {source.prompt(i).text for i in range(15)} == {f"q{i}" for i in range(5, 20)}
+    assert (source.num_rows, source.num_skipped) == (15, 5)
+    assert held_out_texts(replace(tasks, keep_eval_out=False), evaluation) == frozenset()
+
+
+def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
+    config = SourceConfig(
+        kind="reasoning_gym",
+        name="chain_sum",
+        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        reward=RewardConfig(workers=0),
+    )
+    tasks = TasksConfig(train=(config,))
+    free = train_source(tasks, char_tokenizer(), seed=0)
+    first = [free.prompt(i).text for i in range(300)]
+    held_out = set(first[:20])
+    kept = train_source(tasks, char_tokenizer(), seed=0, held_out=held_out)
+    again = [kept.prompt(i).text for i in range(300)]
+    assert not held_out & set(again)
+    assert [b for a, b in zip(first, again, strict=True) if a not in held_out] == [
+        a for a in first if a not in held_out
+    ]
+
+
+def test_a_source_whose_prompts_are_all_held_out_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "1"}))
+    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    with pytest.raises(DataError, match=r"or an evaluation prompt; .*tasks.keep_eval_out = false"):
+        train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0, held_out={"q"})

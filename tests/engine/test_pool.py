@@ -196,6 +196,7 @@ def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> Non
             await pool.load(1, {"w": 1})
             await pool.resume()
             assert (one.version, two.version) == (1, 1)
+            assert [event for event, _ in suspect.events] == ["pause", "load", "resume"]
             assert pool.capabilities.max_running == 64, "it gets no calls before it is probed"
             await asyncio.sleep(1.0)
             assert pool.capabilities.max_running == 128

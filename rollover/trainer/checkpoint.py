@@ -1,7 +1,8 @@
 """Checkpoints on disk: a folder is whole or it is not there.
 
 Layout of ``step_<version>/``: an ordinary Hugging Face model folder (trainable and servable as it is), plus
-``optimizer.safetensors`` (Adam's moments by parameter name, generator states) and ``trainer.json``. Nothing
+``trainer/optimizer.safetensors`` (Adam's moments by parameter name, generator states; in a folder of its own, since
+servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``. Nothing
 is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones.
 """
 
@@ -28,7 +29,7 @@ from rollover.errors import ModelError, ResourceError
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER = "trainer/optimizer.safetensors"
 
 _NAME = re.compile(r"step_(\d+)")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -71,6 +72,12 @@ def prune_checkpoints(root: Path, keep_last: int) -> None:
         shutil.rmtree(path)
 
 
+def doing_without(folder: Path) -> str:
+    """What the user can do about a damaged checkpoint."""
+    others = [path.name for path in list_checkpoints(folder.parent) if path != folder]
+    return f"delete {folder} to go on from {others[-1]}" if others else "no other is left: start a new run"
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``ModelError`` when the folder is no checkpoint of this format."""
     path = folder / MANIFEST
@@ -85,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, TypeError, KeyError) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{path} is damaged ({error}); resume from another checkpoint") from error
+        raise ModelError(f"{path} is damaged ({error}); {doing_without(folder)}") from error
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
@@ -140,6 +147,7 @@ def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: Manifest) 
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{moment}/{name}"] = value.contiguous()
+    (folder / OPTIMIZER).parent.mkdir()
     save_file(tensors, folder / OPTIMIZER)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
 
@@ -154,7 +162,7 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
         with safe_open(path, framework="pt") as file:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+        raise ModelError(f"{path} cannot be read ({error}); {doing_without(folder)}") from error
     generators = {n: tensors.pop(n) for n in list(tensors) if n.split("/")[0].endswith("_generator")}
     parameters = dict(model.named_parameters())
     if tensors:

@@ -24,6 +24,7 @@ from rollover.errors import ModelError, RolloverError
 from rollover.trainer.checkpoint import (
     Manifest,
     check_identity,
+    doing_without,
     read_manifest,
     read_state,
     write_folder,
@@ -38,6 +39,7 @@ from rollover.trainer.models import (
     load_policy,
     named_weights,
     pick_device,
+    read_model_config,
     resolve_model,
     save_model,
 )
@@ -94,9 +96,14 @@ class Trainer:
         if resume_from is not None:
             self._version = self._check_resumable(resume_from, initial)
         with reporting_out_of_memory(config):
-            self._model = load_policy(
-                self._folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
-            )
+            try:
+                self._model = load_policy(
+                    self._folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
+                )
+            except ModelError as error:
+                if resume_from is None:
+                    raise
+                raise ModelError(f"{error}; {doing_without(resume_from)}") from error
             self._optimizer = build_optimizer(self._model, config)
             self._ref_model = None
             if algorithm.needs_ref:
@@ -189,6 +196,10 @@ class Trainer:
                 f"now there are {torch.get_num_threads()}: set OMP_NUM_THREADS={manifest.num_threads}, "
                 "or deterministic = false"
             )
+        try:
+            read_model_config(checkpoint)
+        except ModelError as error:
+            raise ModelError(f"{error}; {doing_without(checkpoint)}") from error
         check_same_architecture(checkpoint, initial)
         return manifest.version
 

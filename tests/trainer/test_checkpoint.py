@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -
 
 
 def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -> None:
-    path = saved / "optimizer.safetensors"
+    path = saved / "trainer" / "optimizer.safetensors"
     tensors = load_file(path)
     name = "exp_avg/model.norm.weight"
     save_file({**tensors, name: torch.zeros(5)}, path)

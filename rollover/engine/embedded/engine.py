@@ -65,7 +65,7 @@ class EmbeddedEngine:
         stream = self._streams[request.request_id] = _Stream()
         try:
             await self._do("generate", lambda core: core.add(request))
-            while not stream.finished:
+            while not (stream.finished and stream.queue.empty()):  # a failure may have come before the first look
                 item = await stream.queue.get()
                 if isinstance(item, RolloverError):
                     raise item

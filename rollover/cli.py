@@ -253,8 +253,11 @@ def _work(job: str, config: RunConfig, run: RunDir) -> None:
             if job == "train":
                 click.echo(f"stopped; go on with: {run.resume_command}", err=True)
             raise
-        except (ConfigError, DataError, ModelError):
-            run.discard_unless_begun()
+        except (RolloverError, OSError) as error:
+            if isinstance(error, ConfigError | DataError | ModelError):
+                run.discard_unless_begun()
+            if job == "train" and run.journal.is_file():
+                error.add_note(f"nothing is lost; go on with: {run.resume_command}")
             raise
         finally:
             if run.report.is_file():
@@ -282,18 +285,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message())
     except RolloverError as error:
-        return _fail(str(error))
+        return _fail(str(error), error)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _fail(f"no space left on the disk ({error.filename or 'unknown file'}): make room and --resume")
+        return _fail(f"no space left on the disk ({error.filename or 'unknown file'}): make room", error)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return 0
 
 
-def _fail(message: str) -> int:
-    first, *more = message.splitlines() or [""]
+def _fail(message: str, error: BaseException | None = None) -> int:
+    """Show the message, and below it what was noted on the error."""
+    first, *more = "\n".join([message, *getattr(error, "__notes__", ())]).splitlines() or [""]
     click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
     for line in more:
         click.echo(f"       {line}", err=True)

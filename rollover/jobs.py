@@ -60,11 +60,12 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
         raise ConfigError("tasks.eval: nothing to evaluate on; add a source")
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         result = asyncio.run(_evaluate(config, run, progress, metrics))
-        table = Table("source", "prompts", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
+        table = Table("source", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
         for row in result.rows:
             shown = (row.reward, *row.pass_at.values())
-            cells = [f"{e.mean:.3f}" + (f" ± {e.standard_error:.3f}" if e.standard_error else "") for e in shown]
-            table.add_row(row.source, str(row.num_prompts), str(row.num_samples), *cells)
+            cells = [f"{e.mean:.3f}" + (f"±{e.standard_error:.3f}" if e.standard_error else "") for e in shown]
+            per_prompt = row.num_samples // row.num_prompts
+            table.add_row(row.source.removeprefix("eval/"), f"{row.num_prompts} x {per_prompt}", *cells)
         progress.console.print(table)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from rollover.engine.base import Engine
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
 from rollover.engine.proof import TEMPERATURES, prove_logprobs
+from rollover.errors import RunError
 from rollover.evaluation import Evaluator
 from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter, read_metrics
@@ -38,7 +39,7 @@ from rollover.rollout.metrics import batch_metrics, ledger_metrics
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
 from rollover.tasks.scorer import Scorer
-from rollover.tasks.source import RowSource, eval_sources, train_source
+from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source
 from rollover.types import Batch, SamplingParams
 from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """The open parts of a run. ``timings`` collects the seconds of the step under way by name."""
+    """The open parts of a run. ``timings`` collects the seconds of the step under way by name; ``evaluated`` are the
+    versions that have been measured before."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Session:
         metrics: MetricsWriter,
         progress: Progress,
         clock: SystemClock,
+        evaluated: Collection[int],
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -78,8 +81,7 @@ class Session:
         self._progress = progress
         self._clock = clock
         self._saved_version = trainer.version
-        measured = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
-        self._evaluated_version = trainer.version if trainer.version in measured else -1
+        self._evaluated_version = trainer.version if trainer.version in evaluated else -1
         self._step_began_s = clock.now_s()
         self._at_last_step = _Counters.of(driver.ledger, scorer)
 
@@ -204,6 +206,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
     async with AsyncExitStack() as stack:
         sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run))
         metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
+        evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
         folder = initial_policy(config, run.path / "model", progress, metrics)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
@@ -211,11 +214,17 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
-        source = train_source(config.tasks, tokenizer, seed=config.seed)
-        held_out = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
-        scorer = Scorer([spec for s in (source, *held_out) for spec in s.reward_specs], tokenizer)
+        evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+        held_out = held_out_texts(config.tasks, evaluation)
+        source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
+        scorer = Scorer([spec for s in (source, *evaluation) for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
         resuming = run.journal.exists()
+        if checkpoint is not None and not resuming:
+            raise RunError(
+                f"{run.journal} is gone, and {checkpoint} cannot go on without it: put it back, or start a new run with"
+                f" --model.path {checkpoint}"
+            )
         journal = Journal(run.journal)
         stack.callback(journal.close)
         ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
@@ -250,7 +259,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             evaluator=open_evaluator(
                 config,
                 engine=engine,
-                sources=held_out,
+                sources=evaluation,
                 scorer=scorer,
                 stops=stops,
                 clock=clock,
@@ -260,6 +269,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             metrics=metrics,
             progress=progress,
             clock=clock,
+            evaluated=evaluated,
         )
 
 

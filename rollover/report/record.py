@@ -43,7 +43,9 @@ def read_run(run_dir: Path) -> RunRecord:
             raise ValueError("not a JSON object")
     except ValueError as e:
         raise RunError(f"{path} cannot be read: {e}") from e
-    meta = config.pop("meta", {})
+    meta = config.pop("meta", None)
+    if not isinstance(meta, dict):
+        raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
     journal = run_dir / "journal.sqlite"
     events = effective(read_events(journal)) if journal.is_file() else []
     return RunRecord(

@@ -133,7 +133,7 @@ class Journal:
 
     def read(self) -> Iterator[tuple[int, Event]]:
         try:
-            yield from _select(self._db)
+            yield from _select(self._db, self.path)
         except sqlite3.DatabaseError as e:
             raise RunError(f"{self.path} is not a journal: {e}") from e
 
@@ -141,9 +141,16 @@ class Journal:
         self._db.close()
 
 
-def _select(db: sqlite3.Connection) -> Iterator[tuple[int, Event]]:
+def _select(db: sqlite3.Connection, path: Path) -> Iterator[tuple[int, Event]]:
     for seq, kind, body, blob in db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
-        yield seq, _decode(kind, body, blob)
+        try:
+            event = _decode(kind, body, blob)
+        except (ValueError, KeyError, TypeError) as e:
+            raise RunError(
+                f"{path}, event {seq}: not an event of this version ({e!r}); bring the file back from a copy,"
+                " or start a new run from the newest checkpoint"
+            ) from e
+        yield seq, event
 
 
 def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
@@ -170,7 +177,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
         db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         try:
             _check_format(db, path, create=False)
-            yield from _select(db)
+            yield from _select(db, path)
         finally:
             db.close()
     except sqlite3.DatabaseError as e:

@@ -76,6 +76,15 @@ tensorboard = false
 progress = "off"
 """
 
+UNSEEN = """\
+[[tasks.eval]]
+kind = "jsonl"
+name = "unseen"
+path = "unseen.jsonl"
+reward = {kind = "function", function = "letter_reward:share_now", workers = 0, pass_score = 0.05}
+"""
+"""Goes behind ``CONFIG``: prompts that are not trained."""
+
 
 def save_tokenizer(folder: Path) -> int:
     """One token per character. Returns the size of the vocabulary."""
@@ -125,6 +134,8 @@ def write_experiment(folder: Path, model: Path) -> Path:
     (folder / "model").symlink_to(model)
     rows = [{"prompt": f"{i}{letter}=", "answer": letter} for i, letter in enumerate(LETTERS * 2)]
     (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unseen = [{"prompt": f"{letter}{letter}=", "answer": letter} for letter in LETTERS]
+    (folder / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unseen))
     (folder / "letter_reward.py").write_text(REWARD)
     (folder / "run.toml").write_text(CONFIG)
     return folder / "run.toml"

@@ -94,9 +94,8 @@ def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processes) -> None:
-    argv = ["--logging.progress", "plain", "--run-dir", "out"]
-    held_out = ["--tasks.eval", '[{kind="jsonl", name="h", path="letters.jsonl", reward={kind="exact", workers=0}}]']
-    succeeded(processes.run("train", "run.toml", *argv, *held_out))
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    succeeded(processes.run("train", "run.toml", "--logging.progress", "plain", "--run-dir", "out"))
     metrics = Path("out/metrics.jsonl").read_text()
     again = succeeded(processes.run("train", "--resume", "out"))
     assert "all 4 steps are done; for more: rollover train --resume out --steps N" in again.out

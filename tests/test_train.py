@@ -64,9 +64,8 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("finished")
     with runs.working_in(folder, tiny_model):
         with (folder / "run.toml").open("a") as file:
-            file.write('[[tasks.eval]]\nkind = "jsonl"\nname = "held-out"\npath = "letters.jsonl"\n')
-            file.write('reward = {kind = "function", function = "letter_reward:share_now", workers = 0}\n')
-        train("--checkpoint.every_steps", "1", "--logging.tensorboard", "true", "--eval.num_prompts", "8")
+            file.write(runs.UNSEEN)
+        train("--checkpoint.every_steps", "1", "--logging.tensorboard", "true")
     yield folder / "out"
 
 
@@ -161,3 +160,75 @@ def test_every_algorithm_trains(experiment: Path, name: str) -> None:
     rows = runs.rows(run)
     assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
     assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl/ref"] != 0
+
+
+# -- what users bring -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "parquet"), ("qwen2", "jsonl")])
+def test_a_model_dataset_and_reward_of_the_user_work_by_config_alone(experiment: Path, family: str, kind: str) -> None:
+    """The function is synchronous, so it runs in processes; its module lies in the working directory alone."""
+    runs.save_model(Path("my-model"), family)
+    table = [{"task": {"text": f"{i}{letter}="}, "answer": letter} for i, letter in enumerate(runs.LETTERS)]
+    if kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(table), "my-data.parquet")
+    else:
+        Path("my-data.jsonl").write_text("\n".join(map(json.dumps, table)))
+    source = {"kind": kind, "path": f"my-data.{kind}", "prompt_column": "task.text", "reward.workers": "1"}
+    source["reward.function"] = "letter_reward:share"
+    settings = [word for key, value in source.items() for word in (f"--tasks.train.0.{key}", value)]
+    run = train("--model.path", "my-model", "--steps", "2", *settings)
+    for t in trained(run):
+        text = runs.decode(t.token_ids)
+        assert t.reward == pytest.approx(text.count(t.prompt.columns["answer"]) / max(1, len(text)))
+    assert json.loads((run / "checkpoints/step_2/config.json").read_text())["model_type"] == family
+
+
+def test_sft_alone_learns_the_answers_and_leaves_a_model_folder(experiment: Path) -> None:
+    settings = ("--sft.num_steps", "60", "--sft.batch_size", "8", "--sft.learning_rate", "1e-2")
+    assert cli.main(["sft", "run.toml", "--run-dir", "taught", *settings]) == 0
+    losses = [row["loss"] for row in runs.rows(Path("taught"), "warmup")]
+    assert len(losses) == 60 and sum(losses[-5:]) < sum(losses[:5]) / 2
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    for model in ("model", "taught/model"):
+        assert cli.main(["eval", "run.toml", "--run-dir", f"of-{model[:3]}", "--model.path", model]) == 0
+    before, after = (runs.rows(Path(run), "eval")[0]["accuracy"] for run in ("of-mod", "of-tau"))
+    assert after > before
+
+
+def test_eval_reports_pass_at_k_on_every_source(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = runs.UNSEEN.replace('name = "unseen"', 'name = "seen"').replace("unseen.jsonl", "letters.jsonl")
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN + more)
+    argv = ["--run-dir", "out", "--eval.samples_per_prompt", "4", "--eval.k", "[1, 2, 4]", "--eval.num_prompts", "5"]
+    assert cli.main(["eval", "run.toml", *argv]) == 0
+    [row] = runs.rows(Path("out"), "eval")
+    for source in ("/unseen", "/seen", ""):
+        rates = [row[f"{name}{source}"] for name in ("accuracy", "pass@2", "pass@4")]
+        assert 0 < rates[0] < rates[1] < rates[2] <= 1
+    assert row["accuracy"] == pytest.approx((row["accuracy/unseen"] + row["accuracy/seen"]) / 2)
+    table = capsys.readouterr().out
+    assert "pass@4" in table and "│ unseen │ 5 x 4   │ " in table and "│ all    │ 10 x 4  │ " in table
+    assert "…" not in table, "it fits 80 columns"
+
+
+def test_eval_of_a_run_measures_its_newest_checkpoint(experiment: Path) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    run = train("--steps", "2")
+    assert cli.main(["eval", "out", "--run-dir", "again"]) == 0
+    [measured] = runs.rows(Path("again"), "eval")
+    assert measured["accuracy"] == runs.rows(run, "eval")[-1]["accuracy"]
+
+
+def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = '[variants.plain.rollout]\nstrategy = "sync"\n[variants.rolling.rollout]\nstrategy = "april"\n'
+    Path("run.toml").write_text(runs.CONFIG + variants)
+    run = train("--steps", "2")
+    assert "plain" in (table := capsys.readouterr().out) and "rolling" in table
+    assert "</html>" in (run / "report.html").read_text()
+    first = [runs.batches(run / name)[0].groups[0].trajectories[0].token_ids for name in ("plain", "rolling")]
+    assert first[0] == first[1], "the same policy, prompt and noise"
+    assert cli.main(["train", "--resume", "out", "--steps", "3"]) == 0
+    assert [len(runs.batches(run / name)) for name in ("plain", "rolling")] == [3, 3]

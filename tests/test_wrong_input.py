@@ -1,0 +1,341 @@
+"""What a user can get wrong: each gives one message that names the place and the mend, exit code 2, and nothing is lost.
+
+The command line runs in this process; only what needs a second process or a damaged machine gets one.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollover import cli, rundir
+from rollover.engine.embedded.core import EngineCore
+from rollover.rollout.journal import Journal
+from rollover.trainer.trainer import Trainer
+from tests import runs
+
+Say = Callable[..., str]
+
+
+@pytest.fixture
+def refused(experiment: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """What ``rollover`` says when it refuses ``argv``."""
+
+    def say(*argv: str) -> str:
+        capsys.readouterr()
+        assert cli.main(argv) == 2, capsys.readouterr().out[-500:]
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert err.startswith("error: ")
+        return err.removeprefix("error: ").strip()
+
+    return say
+
+
+def refused_start(refused: Say, *argv: str) -> str:
+    """A start that is refused leaves no directory behind."""
+    message = refused("train", "run.toml", "--run-dir", "out", *argv)
+    assert not Path("out").exists()
+    return message
+
+
+CONTRADICTIONS = [
+    (["--rollout.group_size", "1"], "--rollout.group_size is 1, but the advantage 'group_std'"),
+    (["--rollout.over_sampling_batch_size", "2"], "--rollout.over_sampling_batch_size (2) must be at least"),
+    (["--rollout.over_sampling_batch_size", "40", "--rollout.max_staleness", "4"], "max_staleness (4) is below 9"),
+    (["--rollout.strategy", "sync", "--rollout.max_staleness", "2"], "'sync' is always at 0"),
+    (["--rollout.strategy", "concurrency", "--rollout.num_running", "99"], "is above engine.max_running (24)"),
+    (["--trainer.mini_batches", "5"], "trainer.mini_batches (5) is above rollout.rollout_batch_size (4)"),
+    (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
+    (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),
+    (["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
+    (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true cannot hold with"),
+    (["--tasks.max_prompt_tokens", "1"], "each of its 16 prompts is longer than 1 tokens; raise tasks.max_prompt_tokens"),
+    (["--tasks.train", "[]"], "tasks.train names no source"),
+    (["--trainer.micro_batch_tokens", "0"], "micro_batch_tokens must be at least 1, got 0"),
+    (["--trainer.device", "abacus"], "trainer.device 'abacus' cannot be used"),
+    (["--trainer.learnign_rate", "1"], "--trainer.learnign_rate: unknown key; did you mean 'learning_rate'?"),
+    (["--steps", "many"], '--steps: expected a whole number, got the string "many"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "message"), CONTRADICTIONS)
+def test_settings_that_cannot_work_are_refused(refused: Say, argv: list[str], message: str) -> None:
+    assert message in refused_start(refused, *argv)
+
+
+DATASETS = [
+    ("", "source 'letters': data.jsonl holds no rows"),
+    ('{"prompt": "a=", "answer": "a"}\n{"prompt"', "data.jsonl, line 2: not valid JSON"),
+    ('{"prompt": "a=", "answer": "a"}\n\n[1]\n', "data.jsonl, line 3: expected a JSON object, got list"),
+    ('{"prompt": "a=", "answer": "a"}\n{"answer": "a"}\n', "data.jsonl, line 2: column 'prompt' is missing; the columns are answer;"),
+    ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; mend the row or change reward.function"),
+    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, input, messages is there; the columns are text, answer; set prompt_column"),
+    ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' could both be meant; set prompt_column"),
+    ('{"prompt": 3, "answer": "a"}\n', "data.jsonl, line 1: a prompt is text or a list of messages"),
+    ('{"prompt": "", "answer": "a"}\n', "data.jsonl, line 1: the prompt is empty"),
+    ("\x00\x01PAR1", "data.jsonl, line 1: not valid JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), DATASETS)
+def test_a_dataset_that_cannot_be_used_is_named_with_its_line(refused: Say, content: str, message: str) -> None:
+    Path("data.jsonl").write_text(content)
+    assert message in refused_start(refused, "--tasks.train.0.path", "data.jsonl")
+
+
+def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
+    assert "source 'letters': no file gone.jsonl" in refused_start(refused, "--tasks.train.0.path", "gone.jsonl")
+    Path("torn.parquet").write_bytes(b"PAR1 and nothing else")
+    torn = refused_start(refused, "--tasks.train.0.path", "torn.parquet", "--tasks.train.0.kind", "parquet")
+    assert "torn.parquet: not a readable Parquet file" in torn
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tasks.train.0.reward.function", "letter_reward:shar"], "no function 'shar' in letter_reward; did you mean 'share'?"),
+        (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or lie in"),
+        (["--tasks.train.0.reward.function", "letter_reward:share"], "is not async and would block the run; set reward.workers to 1 or more"),
+        (["--tasks.train.0.reward.function", "letter_reward"], "reward.function must read 'module:function', got 'letter_reward'"),
+        (["--tasks.train.0.reward.kind", "exakt"], "'exakt' is not allowed; did you mean 'exact'?"),
+        (["--tasks.train", '[{kind="reasoning_gym", name="chain_summ"}]'], "no dataset 'chain_summ'; did you mean 'chain_sum'?"),
+        (["--tasks.train", '[{kind="reasoning_gym", name="chain_sum", config={terms=3}}]'], "no parameter 'terms'; did you mean 'min_terms'?"),
+    ],
+)  # fmt: skip
+def test_an_unknown_task_or_reward_gets_the_nearest(refused: Say, argv: list[str], message: str) -> None:
+    assert message in refused_start(refused, *argv)
+
+
+def damaged(model: Path, change: Callable[[Path], object]) -> None:
+    shutil.copytree(model, "wrong")
+    change(Path("wrong"))
+
+
+def edited(file: str, old: str, new: str) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+
+    return edit
+
+
+MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, "model 'wrong' is no folder here and could not be fetched from the hub"),
+    (lambda folder: (folder / "config.json").unlink(), "model folder 'wrong' has no config.json"),
+    (edited("config.json", '"qwen3"', '"gpt2"'), "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3"),
+    (edited("config.json", "{", "("), "wrong/config.json is not a model config"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "wrong: no tokenizer (tokenizer.json, "),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "wrong: the tokenizer cannot be loaded ("),
+    (edited("tokenizer_config.json", '"eos_token"', '"eos"'), "names no end token (eos_token in tokenizer_config.json)"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "model folder 'wrong' has no *.safetensors weights"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "model folder 'wrong' cannot be loaded: "),
+    (edited("config.json", '"intermediate_size": 48', '"intermediate_size": 64'), "weights do not fit config.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MODELS)
+def test_a_model_that_cannot_be_used_says_what_is_wrong_with_it(
+    refused: Say, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str
+) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    damaged(tiny_model, change)
+    assert message in refused_start(refused, "--model.path", "wrong")
+    assert "\n" not in refused_start(refused, "--model.path", "wrong")
+
+
+def test_a_dry_run_finds_what_a_run_would_and_makes_nothing(refused: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().iterdir())
+    for argv, message in (
+        (["--tasks.train.0.path", "gone.jsonl"], "no file gone.jsonl"),
+        (["--tasks.train.0.reward.function", "letter_reward:shar"], "did you mean 'share'?"),
+        (["--model.path", "nowhere/at/all"], "does not exist"),
+        (["--rollout.max_new_tokens", "100"], "the model's context holds 80"),
+    ):
+        assert message in refused("train", "run.toml", "--dry-run", *argv)
+    assert cli.main(["train", "run.toml", "--dry-run"]) == 0
+    assert "# train source letters: jsonl, 16 rows, scored by function" in capsys.readouterr().out
+    assert [p for p in sorted(Path().iterdir()) if p.name != "__pycache__"] == before
+
+
+# -- run directories ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_steps(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished run of two steps with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("two-steps")
+    with runs.working_in(folder, tiny_model):
+        assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "2", "--checkpoint.every_steps", "1"]) == 0
+    yield folder / "out"
+
+
+@pytest.fixture
+def run(two_steps: Path, experiment: Path) -> Path:
+    """A copy of that run, to be damaged."""
+    shutil.copytree(two_steps, "out")
+    return Path("out")
+
+
+def state(run: Path) -> dict[str, bytes]:
+    """Every file that must outlive a refusal."""
+    kept = [p for p in run.rglob("*") if p.is_file() and not p.name.startswith(("journal.sqlite-", "lock"))]
+    return {str(p): p.read_bytes() for p in kept}
+
+
+def refused_resume(refused: Say, run: Path, *argv: str) -> str:
+    before = state(run)
+    message = refused("train", "--resume", str(run), "--steps", "3", *argv)
+    after = state(run)
+    config = str(run / "config.json")
+    assert {k: v for k, v in after.items() if k != config} == {k: v for k, v in before.items() if k != config}
+    return message
+
+
+def test_a_directory_with_a_run_takes_no_other(refused: Say, run: Path) -> None:
+    assert "out holds a run of another config (it differs in steps" in refused("train", "run.toml", "--run-dir", "out")
+    assert "rollout.group_size cannot change when a run is resumed" in refused_resume(
+        refused, run, "--rollout.group_size", "4"
+    )
+    Path("thesis").mkdir()
+    Path("thesis/thesis.tex").write_text("x")
+    assert "neither empty nor a run directory" in refused("train", "run.toml", "--run-dir", "thesis")
+
+
+def test_a_directory_is_used_by_one_process_at_a_time(refused: Say, run: Path) -> None:
+    with rundir.RunDir(run):
+        assert "out is in use by pid" in refused("train", "--resume", "out")
+        assert "out is in use by pid" in refused("train", "run.toml", "--run-dir", "out")
+
+
+def test_what_is_no_run_is_neither_resumed_nor_reported(refused: Say) -> None:
+    assert "model is not a run directory" in refused("report", "model")
+    assert "model/config.json is damaged: it is not what a run writes there" in refused("train", "--resume", "model")
+    assert "gone is not a run directory" in refused("train", "--resume", "gone")
+    assert not Path("model/report.html").exists()
+
+
+def test_a_damaged_config_is_named(refused: Say, run: Path) -> None:
+    (run / "config.json").write_text("{")
+    assert "out/config.json is damaged" in refused("train", "--resume", "out")
+    assert "out/config.json" in refused("report", "out")
+
+
+def test_a_damaged_journal_is_named_and_left_alone(refused: Say, run: Path) -> None:
+    (run / "journal.sqlite").write_bytes(b"this is no database" * 100)
+    assert "out/journal.sqlite is not a journal" in refused_resume(refused, run)
+    assert "out/journal.sqlite is not a journal" in refused("report", "out")
+
+
+def test_an_event_that_cannot_be_read_is_named(refused: Say, run: Path) -> None:
+    with sqlite3.connect(run / "journal.sqlite") as db:
+        db.execute("UPDATE events SET body = '{' WHERE seq = 5")
+    db.close()
+    assert "out/journal.sqlite, event 5" in refused_resume(refused, run)
+    assert "out/journal.sqlite, event 5" in refused("report", "out")
+
+
+def test_a_missing_journal_does_not_start_the_rollout_afresh(refused: Say, run: Path) -> None:
+    (run / "journal.sqlite").unlink()
+    message = refused_resume(refused, run)
+    assert "out/journal.sqlite" in message and "step_2" in message
+
+
+def test_a_damaged_line_of_metrics_is_named(refused: Say, run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(["nonsense\n", *lines]))
+    assert "out/metrics.jsonl:1 is not a metrics row" in refused("report", "out")
+    assert "out/metrics.jsonl:1 is not a metrics row" in refused_resume(refused, run)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimizer.safetensors", "trainer.json", "config.json"])
+def test_a_damaged_checkpoint_names_itself_and_the_one_before(refused: Say, run: Path, file: str) -> None:
+    (run / "checkpoints" / "step_2" / file).write_bytes(b"\x08\x00")
+    message = refused_resume(refused, run)
+    assert "checkpoints/step_2" in message and "delete" in message and "step_1" in message
+    shutil.rmtree(run / "checkpoints" / "step_2")
+    assert cli.main(["train", "--resume", "out", "--steps", "3"]) == 0
+    assert len(runs.batches(run)) == 3, "the mend that was offered works"
+
+
+def test_a_checkpoint_of_another_model_is_refused(refused: Say, run: Path) -> None:
+    Path("model").unlink()
+    runs.save_model(Path("model"), intermediate_size=64)
+    assert "intermediate_size = 48, but the run's model 'model' has 64" in refused_resume(refused, run)
+
+
+# -- a machine that has run out -------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_to_begin_is_told_before_work(refused: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 10**18)
+    assert "GB are free; make room or choose another place with --run-dir" in refused("train", "run.toml")
+
+
+@pytest.mark.parametrize("full", ["journal", "checkpoint"])
+def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
+    refused: Say, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def write_journal(journal: Journal, events: object) -> None:
+        if journal.last_seq > 60:
+            journal._db.execute("PRAGMA max_page_count = 1")
+        append(journal, events)  # type: ignore[arg-type]
+
+    def save(trainer: Trainer, folder: Path) -> None:
+        def no_room(*args: object, **options: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("rollover.trainer.checkpoint.save_file", no_room)
+            save_as_ever(trainer, folder)
+
+    append, save_as_ever = Journal.append, Trainer.save
+    with monkeypatch.context() as patch:
+        if full == "journal":
+            patch.setattr(Journal, "append", write_journal)
+        else:
+            patch.setattr(Trainer, "save", save)
+        message = refused("train", "run.toml", "--run-dir", "out")
+    assert "disk" in message and "space" in message and "go on with: rollover train --resume out" in message
+    before = runs.ledger(Path("out"))
+    assert before.num_admitted > 0
+    assert cli.main(["train", "--resume", "out"]) == 0
+    assert runs.ledger(Path("out")).tokens.wasted == before.tokens.wasted
+
+
+@pytest.mark.parametrize(
+    ("where", "advice"),
+    [("train", "lower trainer.micro_batch_tokens (now 8192)"), ("decode", "max_running")],
+)
+def test_out_of_memory_says_what_to_lower(
+    refused: Say, monkeypatch: pytest.MonkeyPatch, where: str, advice: str
+) -> None:
+    def no_memory(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        if where == "train":
+            patch.setattr(Trainer, "_accumulate", no_memory)
+        else:
+            patch.setattr(EngineCore, "step", no_memory)
+        message = refused("train", "run.toml", "--run-dir", "out")
+    assert advice in message
+    assert cli.main(["train", "--resume", "out"]) == 0
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_reason(refused: Say) -> None:
+    Path("broken_reward.py").write_text("async def f(completions, **columns):\n    return 1 / 0\n")
+    message = refused("train", "run.toml", "--run-dir", "out", "--tasks.train.0.reward.function", "broken_reward:f")
+    assert "ZeroDivisionError: division by zero (broken_reward.py, line 2)" in message

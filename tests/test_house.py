@@ -51,9 +51,7 @@ def cpu_s_of_children() -> float:
 
 def test_scheduling_reporting_tasks_and_configs_import_without_torch() -> None:
     light = [name_of(module) for module in MODULES if needs_no_torch(module)]
-    assert {"rollover.cli", "rollover.rollout.driver", "rollover.report", "rollover.trainer.config"} <= {
-        *light
-    }
+    assert {"rollover.cli", "rollover.rollout.driver", "rollover.report", "rollover.trainer.config"} <= {*light}
     guilty = python(
         "import sys, importlib\n"
         f"for name in {light}:\n"
@@ -98,9 +96,7 @@ def test_pages_point_only_at_files_that_exist(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", text)
     named = re.findall(r"`((?:rollover|docs|tests|benchmarks|experiments)/[\w./-]+\.\w+)`", text)
     missing = [link for link in links if not (page.parent / link).exists()]
-    missing += [
-        name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "rollover"))
-    ]
+    missing += [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "rollover"))]
     assert not missing
 
 

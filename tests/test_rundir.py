@@ -148,9 +148,7 @@ def test_a_note_is_added_to_what_is_known_of_the_run(tmp_path: Path) -> None:
     [["--logging.api_key", "s3cret"], ["--engine.auth_token=s3cret"], ["--url", "http://me:s3cret@host/"]],
 )
 def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path, argv: list[str]) -> None:
-    with rundir.create(
-        CONFIG, tmp_path, ["rollover", "train", *argv, "--rollout.max_new_tokens", "9"]
-    ) as run:
+    with rundir.create(CONFIG, tmp_path, ["rollover", "train", *argv, "--rollout.max_new_tokens", "9"]) as run:
         text = run.config_file.read_text()
     assert "s3cret" not in text
     assert "--rollout.max_new_tokens 9" in text

@@ -107,9 +107,7 @@ def test_each_mistake_is_one_line_with_place_finding_and_mend(text: str, message
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file() -> None:
-    told = complaints(
-        "[rollout]\nstrategy = 'x'\ngroup_sise = 2\n[[sources]]\nweight = 'a'", "--steps", "many"
-    )
+    told = complaints("[rollout]\nstrategy = 'x'\ngroup_sise = 2\n[[sources]]\nweight = 'a'", "--steps", "many")
     assert [line.split(" ")[0] for line in told] == [
         "run.toml:2:",
         "run.toml:3:",
@@ -165,9 +163,7 @@ def test_overrides_lie_over_the_document() -> None:
         ("none", None),
     ],
 )
-def test_where_a_string_is_wanted_the_text_of_an_override_is_taken_as_it_stands(
-    text: str, value: str | None
-) -> None:
+def test_where_a_string_is_wanted_the_text_of_an_override_is_taken_as_it_stands(text: str, value: str | None) -> None:
     assert made("", "--rollout.name", text).rollout.name == value
 
 

@@ -67,9 +67,7 @@ def test_every_key_knows_the_line_it_was_written_on() -> None:
         (b"a = '\xff'", r"bad\.toml: not UTF-8 text \(byte 5\)"),
     ],
 )
-def test_a_file_that_is_no_toml_is_refused_with_its_place(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_a_file_that_is_no_toml_is_refused_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{message}"):

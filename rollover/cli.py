@@ -289,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _fail(f"no space left on the disk ({error.filename or 'unknown file'}): make room", error)
+        file = f" ({error.filename})" if error.filename else ""
+        return _fail(f"no space left on the disk{file}: make room", error)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return 0

@@ -335,6 +335,11 @@ def test_out_of_memory_says_what_to_lower(
     assert cli.main(["train", "--resume", "out"]) == 0
 
 
+def test_a_cache_that_does_not_fit_into_memory_is_named(refused: Say) -> None:
+    message = refused("train", "run.toml", "--engine.kv_cache_bytes", str(10**16))
+    assert f"lower engine.kv_cache_bytes (now {10**16})" in message
+
+
 def test_a_reward_that_always_fails_stops_the_run_with_its_reason(refused: Say) -> None:
     Path("broken_reward.py").write_text("async def f(completions, **columns):\n    return 1 / 0\n")
     message = refused("train", "run.toml", "--run-dir", "out", "--tasks.train.0.reward.function", "broken_reward:f")

@@ -14,8 +14,8 @@ from pathlib import Path
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore, Output
-from rollover.engine.embedded.runner import Command, LockstepRunner, Runner, ThreadRunner
-from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.engine.embedded.runner import Command, LockstepRunner, Runner, ThreadRunner, failure
+from rollover.errors import EngineError, EngineTimeout, ResourceError, RolloverError
 
 
 class _Stream:
@@ -50,8 +50,16 @@ class EmbeddedEngine:
         cls, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0, lockstep: bool = False
     ) -> EmbeddedEngine:
         """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
-        ``EngineCore`` does."""
-        return cls(EngineCore(folder, config, policy_version=policy_version), config, lockstep=lockstep)
+        ``EngineCore`` does, and ``ResourceError`` when it does not fit into memory."""
+        try:
+            core = EngineCore(folder, config, policy_version=policy_version)
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(failure(error), ResourceError):
+                raise
+            raise ResourceError(
+                f"the cache does not fit into memory: lower engine.kv_cache_bytes (now {config.kv_cache_bytes})"
+            ) from error
+        return cls(core, config, lockstep=lockstep)
 
     @property
     def capabilities(self) -> Capabilities:

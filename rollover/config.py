@@ -135,11 +135,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.deterministic and not isinstance(self.engine, EmbeddedConfig):
-            raise ValueError(
-                "deterministic = true needs engine.kind 'embedded', whose sampling depends on the seed alone;"
-                f" got {self.engine.kind!r}"
-            )
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         consistency.check(self)

@@ -1,5 +1,7 @@
 # make train    learn something in minutes: the quickstart experiment (ARGS is passed on)
 # make test     every CPU test (ARGS is passed on to pytest)
+# make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
+# make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make check    format, lint, types, import directions
 #
 # The first run of each makes a virtual environment in $(VENV); later ones start at once.
@@ -7,9 +9,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 ARGS ?=
 
-.PHONY: help train test check format docs clean
+.PHONY: help train test test-vllm test-sglang check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -31,6 +35,22 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+$(VLLM_VENV)/installed: tests/real/vllm_env.sh
+	rm -rf $(VLLM_VENV)
+	tests/real/vllm_env.sh $(VLLM_VENV)
+	@touch $@
+
+test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/real $(ARGS)
+
+$(SGLANG_VENV)/installed: tests/real/sglang_env.sh tests/real/sglang_requirements.txt
+	rm -rf $(SGLANG_VENV)
+	tests/real/sglang_env.sh $(SGLANG_VENV)
+	@touch $@
+
+test-sglang: $(VENV)/installed-test $(SGLANG_VENV)/installed
+	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

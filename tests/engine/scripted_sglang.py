@@ -119,22 +119,30 @@ class ScriptedSGLang(ScriptedServer):
             self._start(running.body["rid"], running)
 
     async def _post_abort_request(self, query: dict[str, str], body: Any) -> Answer:
-        if not body["abort_all"]:
-            known = self._fronted.get(body["rid"])
-            if known is None or known.abort_sent:
-                return Answer()
-            known.abort_sent = True
-            if self.loses_aborts > 0 or body["rid"] not in self.requests:
-                self.loses_aborts -= 1
-                return Answer()
+        if body["abort_all"]:
+            self._schedule_abort("")
+        elif body["rid"]:
+            self._abort_request(body["rid"])
+        return Answer()
+
+    def _abort_request(self, rid: str) -> None:
+        known = self._fronted.get(rid)
+        if known is None or known.abort_sent:
+            return
+        known.abort_sent = True
+        if self.loses_aborts > 0:
+            self.loses_aborts -= 1
+        elif rid in self.requests:
+            self._schedule_abort(rid)
+
+    def _schedule_abort(self, prefix: str) -> None:
         for number, (rid, running) in enumerate(list(self.requests.items())):
-            if body["abort_all"] or rid.startswith(body["rid"]):
+            if rid.startswith(prefix):
                 self.num_aborted += 1
                 if number >= self.slots or self._retracts:
                     self._abort_queued(rid, running)
                 else:
                     running.to_finish = True
-        return Answer()
 
     async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
         if self.update_error is not None:
@@ -178,6 +186,12 @@ class ScriptedSGLang(ScriptedServer):
         finally:
             self._fronted.pop(rid, None)
             self.requests.pop(rid, None)
+            asyncio.get_running_loop().call_later(2.0, self._abort_whoever, rid)
+
+    def _abort_whoever(self, rid: str) -> None:
+        """In case the client had hung up; meanwhile the id may be another request's."""
+        if rid in self.requests:
+            self._abort_request(rid)
 
     def _decode(self, name: str, running: _Running) -> None:
         if list(self.requests).index(name) >= self.slots:

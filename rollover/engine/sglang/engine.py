@@ -3,7 +3,9 @@
 What is peculiar to it:
 
 * A request is aborted with all others whose ids begin with its own: ours end in a delimiter that is nowhere else in
-  them. An abort is remembered with the request it was for, also where it came too early to work; aborting all is not.
+  them. Two seconds after a stream has ended its id is aborted once more, whoever has it then: ours begin with the name
+  of the engine object, so that no other run can have used them. An abort is remembered with the request it was for,
+  also where it came too early to work; aborting all is not.
 * A pause is acknowledged before it has reached the scheduler; an answer that the scheduler itself gives afterwards
   shows that it has.
 * An update that is refused may have changed the weights all the same, and a file that does not fit kills the server. So
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from pathlib import Path
@@ -56,6 +59,7 @@ class SGLangEngine(ServerEngine):
             keeps_cache_over_update=config.kv_on_update == "keep",
         )
         self._settings = config
+        self._prefix = f"{secrets.token_hex(4)}/"
         self._incremental = False
         self._num_loads = 0
         self._cache_stays = False
@@ -182,7 +186,7 @@ class SGLangEngine(ServerEngine):
         """Every field that a server default could change is there."""
         request, params = call.request, call.request.params
         return {
-            "rid": _rid(request.request_id),
+            "rid": self._rid(request.request_id),
             "input_ids": [*request.prompt_ids, *request.response_ids],
             "sampling_params": {
                 "max_new_tokens": params.max_new_tokens - len(request.response_ids),
@@ -246,6 +250,10 @@ class SGLangEngine(ServerEngine):
         ranks = field_of(answer, "loads", list)
         return sum(field_of(r, "num_running_reqs", int) + field_of(r, "num_waiting_reqs", int) for r in ranks)
 
+    def _rid(self, request_id: str) -> str:
+        """The server's id of a call: no other one begins with it, and none is ever used again."""
+        return f"{self._prefix}{request_id}{DELIMITER}"
+
     async def _turn_to_send(self) -> None:
         await super()._turn_to_send()
         while self._aborting_all.locked():
@@ -258,7 +266,7 @@ class SGLangEngine(ServerEngine):
             if {call.request.request_id for call in self._sent()} <= set(request_ids):
                 await self._ask_to_abort_all()
                 return
-        await asyncio.gather(*(self._abort_request(rid=_rid(name)) for name in request_ids))
+        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
 
     async def _ask_to_abort_all(self) -> None:
         await self._abort_request(rid="", abort_all=True)
@@ -299,8 +307,3 @@ class SGLangEngine(ServerEngine):
 
     async def _served_version(self) -> str:
         return str(field_of(await self.client.call("GET", "/model_info"), "weight_version", str))
-
-
-def _rid(request_id: str) -> str:
-    """The server's id of a call: no other one begins with it."""
-    return f"{request_id}{DELIMITER}"

@@ -1,0 +1,156 @@
+"""Reading the stream of a ``/generate`` call: each token once, whatever the events repeat, under its true version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollover.engine.sglang.reply import Reply
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests.engine.contract import request
+
+IDS = (10, 11, 12, 13, 14, 15)
+
+
+def event(total: int, ids: tuple[int, ...], reason: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+    pairs = [[-float(t), t, None] for t in ids]
+    values = {"completion_tokens": total, "finish_reason": reason, "output_token_logprobs": pairs, **meta}
+    return {"output_ids": list(ids), "meta_info": values}
+
+
+def spans(*parts: tuple[str, int, int]) -> list[dict[str, Any]]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in parts]
+
+
+def reply(*, incremental: bool = False, **asked: Any) -> Reply:
+    return Reply(request("a", **asked), label="3", incremental=incremental)
+
+
+def tokens_of(deltas: list[Any]) -> list[tuple[tuple[int, ...], int | None]]:
+    return [(d.token_ids, d.policy_version) for d in deltas]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_each_token_is_taken_once(incremental: bool) -> None:
+    stream = reply(incremental=incremental)
+    first = stream.read(event(2, IDS[:2]), certain=True)
+    rest = stream.read(event(5, IDS[2:5] if incremental else IDS[:5]), certain=True)
+    assert tokens_of(first + rest) == [(IDS[:2], 3), (IDS[2:5], 3)]
+    assert [d.logprobs for d in rest] == [(-12.0, -13.0, -14.0)]
+
+
+def test_lists_that_have_grown_since_the_event_was_counted_are_cut_at_its_count() -> None:
+    stream = reply()
+    assert tokens_of(stream.read(event(2, IDS), certain=True)) == [(IDS[:2], 3)]
+    assert tokens_of(stream.read(event(3, IDS), certain=True)) == [(IDS[2:3], 3)]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_abort_in_the_queue_that_repeats_the_last_token_adds_none(incremental: bool) -> None:
+    stream = reply(incremental=incremental)
+    stream.read(event(3, IDS[:3]), certain=True)
+    end = event(
+        3,
+        IDS[2:3] if incremental else IDS[:3],
+        {"type": "abort", "message": "Abort in waiting queue"},
+        weight_versions=spans(("3", 0, 3)),
+        output_token_logprobs=[[-float(t), t, None] for t in IDS[:3]],
+    )
+    (delta,) = stream.read(end, certain=True)
+    assert (delta.token_ids, delta.finish_reason) == ((), FinishReason.ABORT)
+
+
+def test_an_abort_before_prefill_has_no_tokens_whatever_it_says() -> None:
+    end = event(
+        1,
+        (0,),
+        {"type": "abort", "message": "Abort before prefill"},
+        weight_versions=spans(("3", 0, 0)),
+        output_token_logprobs=None,
+    )
+    (delta,) = reply().read(end, certain=True)
+    assert (delta.token_ids, delta.logprobs, delta.finish_reason) == ((), (), FinishReason.ABORT)
+
+
+def test_tokens_that_more_than_one_version_may_have_sampled_wait_for_the_servers_word() -> None:
+    stream = reply(stop_token_ids=(15,))
+    assert tokens_of(stream.read(event(2, IDS[:2]), certain=True)) == [(IDS[:2], 3)]
+    assert stream.read(event(4, IDS[:4], weight_version="4"), certain=False) == []
+    assert stream.num_tokens == 4
+    end = event(6, IDS, {"type": "stop", "matched": 15}, weight_versions=spans(("3", 0, 3), ("4", 3, 5), ("5", 5, 6)))
+    deltas = stream.read(end, certain=False)
+    assert tokens_of(deltas) == [(IDS[2:3], 3), (IDS[3:5], 4), (IDS[5:], 5)]
+    assert [d.finish_reason for d in deltas] == [None, None, FinishReason.STOP]
+
+
+def test_a_call_that_only_began_under_the_next_version_has_that_one() -> None:
+    stream = reply(max_new_tokens=2)
+    stream.read(event(1, IDS[:1]), certain=False)
+    end = event(2, IDS[:2], {"type": "length"}, weight_versions=spans(("4", 0, 2)))
+    assert tokens_of(stream.read(end, certain=False)) == [(IDS[:2], 4)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        (spans(("3", 0, 1), ("4", 1, 3)), "somebody else changes them"),
+        (spans(("default", 0, 3)), "somebody else changes them"),
+        (spans(("3", 0, 2), ("default", 2, 3)), "none of ours"),
+        (spans(("3", 0, 2)), "3 tokens"),
+        (spans(("3", 0, 1), ("4", 2, 3)), "3 tokens"),
+        ([], "3 tokens"),
+    ],
+)
+def test_spans_that_cannot_be_true_are_refused(parts: list[dict[str, Any]], complaint: str) -> None:
+    stream = reply()
+    stream.read(event(2, IDS[:2]), certain=True)
+    with pytest.raises(EngineError, match=complaint):
+        stream.read(event(3, IDS[:3], {"type": "abort"}, weight_versions=parts), certain=True)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        event(3, IDS[:2]),
+        event(1, IDS[:1]),
+        event(3, IDS[:3], output_token_logprobs=[[-1.0, 10, None], [-1.0, 11, None], [-1.0, 99, None]]),
+        event(3, IDS[:3], output_token_logprobs=None),
+        {"output_ids": [1]},
+        {"meta_info": {"completion_tokens": "3"}, "output_ids": []},
+    ],
+    ids=["too few tokens", "fewer than before", "other ids", "no log-probs", "no meta", "no number"],
+)
+def test_events_that_contradict_themselves_are_refused(broken: dict[str, Any]) -> None:
+    stream = reply()
+    stream.read(event(2, IDS[:2]), certain=True)
+    with pytest.raises(EngineError):
+        stream.read(broken, certain=True)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        {"type": "abort", "message": "out of memory", "status_code": 500},
+        {"type": "abort", "message": "too long", "err_type": "BadRequestError"},
+        {"type": "stop", "matched": "NaN happened"},
+        {"type": "stop", "matched": 2},
+        {"type": "paused"},
+        "abort",
+    ],
+    ids=["inner error", "rejection", "NaN", "its own end token", "unknown", "no object"],
+)
+def test_failures_are_no_partials(reason: Any) -> None:
+    with pytest.raises(EngineError):
+        reply(stop_token_ids=(1,)).read(event(1, IDS[:1], reason, weight_versions=spans(("3", 0, 1))), certain=True)
+
+
+def test_a_finish_that_an_abort_hides_wins() -> None:
+    abort = {"type": "abort", "message": "Aborted"}
+    end = event(3, IDS[:3], abort, weight_versions=spans(("3", 0, 3)))
+    assert reply(stop_token_ids=(12,)).read(end, certain=True)[-1].finish_reason is FinishReason.STOP
+    assert reply(max_new_tokens=3).read(end, certain=True)[-1].finish_reason is FinishReason.LENGTH
+    resumed = reply(max_new_tokens=5, response_ids=(8, 9))
+    assert resumed.read(end, certain=True)[-1].finish_reason is FinishReason.LENGTH
+    assert reply(max_new_tokens=4).read(end, certain=True)[-1].finish_reason is FinishReason.ABORT

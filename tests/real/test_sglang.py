@@ -1,0 +1,406 @@
+"""SGLang engines before a real SGLang server on a CPU: ``make test-sglang``.
+
+The peculiarities that the engine is built around are tests as well: one that fails after an upgrade of SGLang says what
+has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover import cli
+from rollover.engine.base import WeightSource
+from rollover.engine.http.client import HTTPClient, Patience
+from rollover.engine.proof import prove_logprobs
+from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.sglang.engine import SGLangEngine
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests import runs
+from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
+from tests.engine.vllm_kit import model_folder
+from tests.real.models import logprobs, real_model
+from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, serving
+
+pytestmark = pytest.mark.sglang
+
+TOLERANCE = 1e-4
+"""Between the server's log-probs and transformers', both float32; nats."""
+PROMPT = (5, 6, 7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one shape."""
+    root = tmp_path_factory.mktemp("models")
+    return real_model(root / "v0", seed=0), real_model(root / "v1", seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(folders[0], tmp_path_factory.mktemp("logs") / "server.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def incremental_url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("logs") / "incremental.log"
+    with serving(folders[0], log, "--incremental-streaming-output") as url:
+        yield url
+
+
+def config_of(url: str, **settings: Any) -> SGLangConfig:
+    return SGLangConfig(**{"urls": (url,), "max_running": SLOTS, "stream_interval_tokens": 1, **settings})
+
+
+@asynccontextmanager
+async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[SGLangEngine]:
+    config = config_of(url, **settings)
+    engine = SGLangEngine(HTTPClient(url, config), config, folder)
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[HTTPClient]:
+    """For calls that the engine would not make; the server is left as it was found."""
+    client = HTTPClient(url, config_of(url))
+    try:
+        yield client
+    finally:
+        await client.call("POST", "/continue_generation", body={})
+        await client.call("POST", "/abort_request", body={"rid": "", "abort_all": True})
+        await client.close()
+
+
+# -- the contract ------------------------------------------------------------------------------------------------
+
+
+class SGLang(EngineContract):
+    server = "url"
+    kv_on_update = "recompute"
+    stream_interval_tokens = 1
+
+    @pytest.fixture(autouse=True)
+    def _server(self, request: pytest.FixtureRequest, folders: tuple[Path, Path], tmp_path: Path) -> None:
+        self.url: str = request.getfixturevalue(self.server)
+        self.initial, self.fitting = folders
+        self.misfit = model_folder(tmp_path / "misfit")
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[FullEngine]:
+        settings = {"kv_on_update": self.kv_on_update, "stream_interval_tokens": self.stream_interval_tokens}
+        async with opened(self.url, self.initial, **settings) as engine:
+            yield engine
+
+    def new_weights(self) -> WeightSource:
+        return self.fitting
+
+    def bad_weights(self) -> WeightSource:
+        return self.misfit
+
+
+class TestSGLangThatRecomputesKeepsTheContract(SGLang):
+    pass
+
+
+class TestSGLangThatKeepsItsCacheKeepsTheContract(SGLang):
+    kv_on_update = "keep"
+
+
+class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):
+    server = "incremental_url"
+    stream_interval_tokens = 4
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+def test_each_token_is_labelled_with_the_weights_that_sampled_it(
+    url: str, folders: tuple[Path, Path], kv_on_update: str
+) -> None:
+    """Twelve calls, some of them queued, with three updates under them: each log-prob is that of the labelled version,
+    given all tokens before it; with a kept cache, those whose cache is of their own version are."""
+
+    async def law() -> None:
+        async with opened(url, folders[0], kv_on_update=kv_on_update, stream_interval_tokens=3) as engine:
+            calls = [
+                asyncio.create_task(collect(engine, request(f"s{i}", prompt_ids=PROMPT, max_new_tokens=90)))
+                for i in range(SLOTS + 4)
+            ]
+            for version in (1, 2, 3):
+                target = engine.stats().decoded_tokens + 6 * SLOTS if version == 1 else 0
+                while engine.stats().decoded_tokens < target:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+                await engine.pause()
+                await engine.load(version, folders[version % 2])
+                await engine.resume()
+            mixed = 0
+            for chunks in await asyncio.gather(*calls):
+                ids = tokens(chunks)
+                labels = [(c.policy_version, c.kv_version) for c in chunks for _ in c.token_ids]
+                recorded = [p for c in chunks for p in c.logprobs]
+                scores = [logprobs(folder, PROMPT, ids, 1.0) for folder in folders]
+                mixed += len({version for version, _ in labels}) > 1
+                assert len(ids) == 90
+                for i, (version, kv_version) in enumerate(labels):
+                    if version == kv_version and (kv_on_update == "recompute" or labels[0][0] == version):
+                        assert abs(recorded[i] - scores[version % 2][i]) < TOLERANCE, (i, version)
+            assert mixed >= SLOTS
+
+    asyncio.run(law())
+
+
+def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(url: str, folders: tuple[Path, Path]) -> None:
+    def score(prompt: Any, response: Any, temperature: float) -> list[float]:
+        return logprobs(folders[0], tuple(prompt), tuple(response), temperature)
+
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            measured = await prove_logprobs(engine, score, vocab_size=engine.model.vocab_size, tolerance=TOLERANCE)
+            assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
+
+    asyncio.run(law())
+
+
+def test_greedy_decoding_is_the_same_however_often_it_is_stopped(url: str, folders: tuple[Path, Path]) -> None:
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            whole = tokens(await collect(engine, request("whole", max_new_tokens=60, temperature=0.0)))
+            ids: tuple[int, ...] = ()
+            hop = 0
+            while len(ids) < 60:
+                call = request("cut", max_new_tokens=60, temperature=0.0, response_ids=ids, hop=hop)
+                async for chunk in engine.generate(call):
+                    ids += chunk.token_ids
+                    if hop < 12 and chunk.finish_reason is None:
+                        await engine.abort([call.request_id])
+                hop += 1
+            assert ids == whole
+            assert hop > 3
+
+    asyncio.run(law())
+
+
+def test_a_thousand_calls_at_once_are_all_answered(url: str, folders: tuple[Path, Path]) -> None:
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            calls = [request(f"m{i}", prompt_ids=(i % 250 + 2,), max_new_tokens=2) for i in range(1000)]
+            answers = await asyncio.gather(*(collect(engine, call) for call in calls))
+            assert [len(tokens(chunks)) for chunks in answers] == [2] * 1000
+
+    asyncio.run(law())
+
+
+def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, Path]) -> None:
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            calls = [request(f"m{i}", max_new_tokens=400) for i in range(3 * SLOTS)]
+            answers = [asyncio.create_task(collect(engine, call)) for call in calls]
+            while engine.stats().decoded_tokens < SLOTS:
+                await asyncio.sleep(0.01)
+            await engine.abort([call.request_id for call in calls])
+            ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
+            assert set(ended) == {FinishReason.ABORT}
+            async with asyncio.timeout(10):
+                while await engine._server_load():
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(law())
+
+
+def test_a_model_of_another_shape_is_refused_before_it_could_kill_the_server(
+    url: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def law() -> None:
+        other = model_folder(
+            tmp_path / "other", vocab=int(json.loads((folders[0] / "config.json").read_text())["vocab_size"])
+        )
+        larger = model_folder(tmp_path / "larger", vocab=5000)
+        async with client_of(url) as client:
+            path = (await client.call("GET", "/model_info"))["model_path"]
+        if Path(path).is_dir():
+            with pytest.raises(EngineError, match="serves another model"):
+                async with opened(url, other):
+                    pass
+        with pytest.raises(EngineError, match=r"does not know token 4999|serves another model"):
+            async with opened(url, larger):
+                pass
+        async with opened(url, folders[0]) as engine:
+            await engine.probe(decode=True)
+
+    asyncio.run(law())
+
+
+# -- peculiarities -----------------------------------------------------------------------------------------------
+
+
+def body(rid: str, num_tokens: int, **params: Any) -> dict[str, Any]:
+    return {
+        "rid": rid,
+        "input_ids": list(PROMPT),
+        "sampling_params": {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True, **params},
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def patience() -> Patience:
+    return Patience(first_s=60.0, between_s=60.0)
+
+
+async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]:
+    """The last event."""
+    async for last in client.events("/generate", call, patience()):
+        event = last
+    return event
+
+
+def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(120), client_of(url) as client:
+            await law(client)
+
+    asyncio.run(main())
+
+
+def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple[Path, Path]) -> None:
+    async def law(client: HTTPClient) -> None:
+        update = {"model_path": str(folders[0]), "weight_version": "10"}
+        await client.call("POST", "/update_weights_from_disk", body=update)
+        call = asyncio.create_task(to_the_end(client, body("refused;", 200)))
+        while not (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        await client.call("POST", "/pause_generation", body={"mode": "in_place"})
+        update = {"model_path": str(folders[1]), "weight_version": "11", "flush_cache": True}
+        with pytest.raises(EngineError, match="400: Weights were updated"):
+            await client.call("POST", "/update_weights_from_disk", body=update)
+        assert (await client.call("GET", "/model_info"))["weight_version"] == "10"
+        await client.call("POST", "/continue_generation", body={})
+        event = await call
+        assert [span["version"] for span in event["meta_info"]["weight_versions"]] == ["10", "11"]
+
+    quirk(url, law)
+
+
+def test_quirk_an_abort_of_a_call_that_waits_for_the_end_of_a_pause_is_lost_and_remembered(url: str) -> None:
+    async def law(client: HTTPClient) -> None:
+        await client.call("POST", "/pause_generation", body={"mode": "retract"})
+        call = asyncio.create_task(to_the_end(client, body("early;", 300)))
+        await asyncio.sleep(0.5)
+        await client.call("POST", "/abort_request", body={"rid": "early;", "abort_all": False})
+        await client.call("POST", "/continue_generation", body={})
+        await client.call("POST", "/abort_request", body={"rid": "early;", "abort_all": False})
+        event = await call
+        assert event["meta_info"]["finish_reason"]["type"] == "length"
+
+    quirk(url, law)
+
+
+def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url: str) -> None:
+    async def law(client: HTTPClient) -> None:
+        call = asyncio.create_task(to_the_end(client, body("frozen;", 400)))
+        while not (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.02)
+        await client.call("POST", "/pause_generation", body={"mode": "in_place"})
+        await client.call("GET", "/server_info")
+        await client.call("POST", "/abort_request", body={"rid": "frozen;", "abort_all": False})
+        done, _ = await asyncio.wait([call], timeout=1.5)
+        assert not done
+        await client.call("POST", "/continue_generation", body={})
+        assert (await call)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    quirk(url, law)
+
+
+def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
+    async def law(client: HTTPClient) -> None:
+        calls = [asyncio.create_task(to_the_end(client, body(rid, 300))) for rid in ("g1", "g10", "h1;", "h10;")]
+        while (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"] < 4:
+            await asyncio.sleep(0.02)
+        for rid in ("g1", "h1;"):
+            await client.call("POST", "/abort_request", body={"rid": rid, "abort_all": False})
+        ends = [event["meta_info"]["finish_reason"]["type"] for event in await asyncio.gather(*calls)]
+        assert ends == ["abort", "abort", "abort", "length"]
+
+    quirk(url, law)
+
+
+def test_quirk_ignoring_end_tokens_ignores_stop_tokens(url: str) -> None:
+    async def law(client: HTTPClient) -> None:
+        every = list(range(250))
+        event = await to_the_end(client, body("stops;", 4, stop_token_ids=every))
+        assert event["meta_info"]["finish_reason"]["type"] == "length"
+        event = await to_the_end(client, body("stops-2;", 40, stop_token_ids=every, ignore_eos=False))
+        assert event["meta_info"]["finish_reason"]["type"] == "stop"
+
+    quirk(url, law)
+
+
+def test_quirk_log_probs_are_taken_before_the_distribution_is_cut(url: str, folders: tuple[Path, Path]) -> None:
+    async def law(client: HTTPClient) -> None:
+        update = {"model_path": str(folders[0]), "weight_version": "12"}
+        await client.call("POST", "/update_weights_from_disk", body=update)
+        event = await to_the_end(client, body("cut;", 8, top_k=1))
+        told = [pair[0] for pair in event["meta_info"]["output_token_logprobs"]]
+        assert told == pytest.approx(logprobs(folders[0], PROMPT, tuple(event["output_ids"]), 1.0), abs=TOLERANCE)
+        assert min(told) < -0.1  # a choice among one has the log-prob 0
+
+    quirk(url, law)
+
+
+def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tuple[Path, Path]) -> None:
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            await engine.pause()
+            with pytest.raises(EngineError, match="503"):
+                while True:
+                    await engine.client.call("GET", "/health", timeout_s=60)
+            await engine.probe(decode=True)
+            await engine.resume()
+
+    asyncio.run(law())
+
+
+# -- a run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_on_a_server_that_it_starts(tmp_path: Path) -> None:
+    model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
+    with runs.working_in(tmp_path, model):
+        engine = {
+            "kind": "sglang",
+            "launch": True,
+            "launch_command": list(COMMAND),
+            "launch_args": list(ARGUMENTS),
+            "launch_env": ENV,
+            "max_running": SLOTS,
+        }
+        text = Path("run.toml").read_text()
+        before, after = text.split("[engine]")[0], text[text.index("[trainer]") :]
+        env = ", ".join(f"{key} = {json.dumps(value)}" for key, value in ENV.items())
+        lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items() if key != "launch_env"]
+        Path("run.toml").write_text(
+            f"{before}[engine]\n" + "\n".join([*lines, f"launch_env = {{{env}}}"]) + f"\n{after}"
+        )
+        assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+        run = Path("out")
+        ledger = runs.ledger(run)
+        batches = runs.batches(run)
+        assert len(batches) == 4
+        versions = {v for batch in batches for t in batch.trajectories for v in t.policy_versions}
+        assert max(versions) == 3
+        assert ledger.tokens.decoded > 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 NULL_BLOCK = 0
@@ -109,6 +109,18 @@ class BlockManager:
     def drop_all(self, kind: Kind) -> None:
         for key in [key for k, key in self._kept if k == kind]:
             self.drop(kind, key)
+
+    def swap(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
+        """The two blocks of each pair exchange holders and contents; the new number of each. Whoever else knows
+        these blocks by number must rename them."""
+        new = dict(pairs) | {b: a for a, b in pairs}
+        for a, b in pairs:
+            self.refs[a], self.refs[b] = self.refs[b], self.refs[a]
+        self._free = sorted(new.get(block, block) for block in self._free)
+        for key, prefix in self._kept.items():
+            if not new.keys().isdisjoint(prefix.blocks):
+                self._kept[key] = replace(prefix, blocks=tuple(new.get(block, block) for block in prefix.blocks))
+        return new
 
     def _evict_one(self) -> bool:
         """Drop the least recently used prefix that frees a block."""

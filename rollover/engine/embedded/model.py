@@ -27,7 +27,7 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer, ``[out, in]``."""
+    """Weights of one layer; matrices are ``[in, out]``, which multiplies faster than ``[out, in]`` on a CPU."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -44,9 +44,7 @@ class Layer:
 class Decoder:
     """Weights are undefined until every tensor of ``named`` has been filled."""
 
-    def __init__(
-        self, arch: Architecture, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, arch: Architecture, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.named: dict[str, Tensor] = {}
         self.embedding = self._empty("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
@@ -55,6 +53,7 @@ class Decoder:
         self.lm_head = self.embedding
         if not arch.tied_embeddings:
             self.lm_head = self._empty("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self._eps = torch.tensor(arch.norm_eps)
         angles = torch.outer(torch.arange(max_positions).float(), torch.tensor(arch.inv_freq))
         cos, sin = angles.cos(), angles.sin()
         self._cos = torch.cat([cos, cos], -1).to(device, dtype).unsqueeze(1)
@@ -72,52 +71,73 @@ class Decoder:
     def _hidden(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
         arch = self.arch
         x_TH = F.embedding(token_ids_T, self.embedding)
-        cos, sin = self._cos[attention.positions], self._sin[attention.positions]
-        num_qk = arch.num_heads + arch.num_kv_heads
+        cos, sin = self._cos.index_select(0, attention.positions), self._sin.index_select(0, attention.positions)
+        heads = [arch.num_heads, arch.num_kv_heads]
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._normed(x_TH, layer.input_norm), layer.qkv, layer.qkv_bias)
-            qkv_TED = qkv.view(len(token_ids_T), -1, arch.head_dim)
-            qk_TED, values_TKD = qkv_TED[:, :num_qk], qkv_TED[:, num_qk:]
+            qkv = _linear(self._normed(x_TH, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qk_TED, values_TKD = qkv.view(len(x_TH), -1, arch.head_dim).split([sum(heads), arch.num_kv_heads], 1)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q_THD = self._normed(qk_TED[:, : arch.num_heads], layer.q_norm)
-                qk_TED = torch.cat([q_THD, self._normed(qk_TED[:, arch.num_heads :], layer.k_norm)], 1)
-            qk_TED = qk_TED * cos + qk_TED.roll(arch.head_dim // 2, -1) * sin
-            q_THD, keys_TKD = qk_TED[:, : arch.num_heads], qk_TED[:, arch.num_heads :]
+                qk_TED = self._unit_rms(qk_TED)
+                qk_TED[:, : arch.num_heads].mul_(layer.q_norm)
+                qk_TED[:, arch.num_heads :].mul_(layer.k_norm)
+            swapped_TED = qk_TED.roll(arch.head_dim // 2, -1)
+            q_THD, keys_TKD = qk_TED.mul_(cos).addcmul_(swapped_TED, sin).split(heads, 1)
             attended = attention(index, q_THD, keys_TKD, values_TKD)
-            x_TH = x_TH + F.linear(attended, layer.output, layer.output_bias)
-            gate, up = F.linear(self._normed(x_TH, layer.post_norm), layer.gate_up).chunk(2, -1)
-            x_TH = x_TH + F.linear(F.silu(gate) * up, layer.down)
+            x_TH.addmm_(attended, layer.output)
+            if layer.output_bias is not None:
+                x_TH += layer.output_bias
+            gate, up = _linear(self._normed(x_TH, layer.post_norm), layer.gate_up).chunk(2, -1)
+            x_TH.addmm_(F.silu(gate).mul_(up), layer.down)
         return x_TH
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+        return self._unit_rms(x).mul_(weight)
+
+    def _unit_rms(self, x: Tensor) -> Tensor:
+        """``x`` over the root of its mean square (Zhang & Sennrich, arXiv 1910.07467)."""
+        if x.is_cuda or x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self.arch.norm_eps)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # F.rms_norm takes three times as long on a CPU
+        return x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
     def _empty(self, name: str, *shape: int) -> Tensor:
         """An uninitialised weight, known under its Hugging Face name."""
         self.named[name] = tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         return tensor
 
-    def _fused(self, prefix: str, suffix: str, rows: dict[str, int], *columns: int) -> Tensor:
-        """One buffer for several parameters, one below the other."""
-        buffer = torch.empty((sum(rows.values()), *columns), dtype=self.dtype, device=self.device)
-        for name, part in zip(rows, buffer.split(list(rows.values())), strict=True):
-            self.named[f"{prefix}{name}.{suffix}"] = part
+    def _matrix(self, names: dict[str, int], in_size: int) -> Tensor:
+        """One ``[in, out]`` buffer for several parameters ``[rows, in]``, side by side."""
+        buffer = torch.empty((in_size, sum(names.values())), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, buffer.split(list(names.values()), 1), strict=True):
+            self.named[f"{name}.weight"] = part.t()
+        return buffer
+
+    def _bias(self, names: dict[str, int]) -> Tensor:
+        buffer = torch.empty(sum(names.values()), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, buffer.split(list(names.values())), strict=True):
+            self.named[f"{name}.bias"] = part
         return buffer
 
     def _layer(self, prefix: str) -> Layer:
-        arch, attn = self.arch, f"{prefix}self_attn."
-        q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        gate_up = {"gate_proj": arch.intermediate_size, "up_proj": arch.intermediate_size}
+        arch, attn, mlp = self.arch, f"{prefix}self_attn.", f"{prefix}mlp."
+        hidden, q_size, kv_size = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        qkv = {f"{attn}q_proj": q_size, f"{attn}k_proj": kv_size, f"{attn}v_proj": kv_size}
+        output, down = {f"{attn}o_proj": hidden}, {f"{mlp}down_proj": hidden}
+        gate_up = {f"{mlp}gate_proj": arch.intermediate_size, f"{mlp}up_proj": arch.intermediate_size}
         return Layer(
-            input_norm=self._empty(f"{prefix}input_layernorm.weight", arch.hidden_size),
-            qkv=self._fused(attn, "weight", qkv, arch.hidden_size),
-            qkv_bias=self._fused(attn, "bias", qkv) if arch.qkv_bias else None,
+            input_norm=self._empty(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._matrix(qkv, hidden),
+            qkv_bias=self._bias(qkv) if arch.qkv_bias else None,
             q_norm=self._empty(f"{attn}q_norm.weight", arch.head_dim) if arch.qk_norm else None,
             k_norm=self._empty(f"{attn}k_norm.weight", arch.head_dim) if arch.qk_norm else None,
-            output=self._empty(f"{attn}o_proj.weight", arch.hidden_size, q_size),
-            output_bias=self._empty(f"{attn}o_proj.bias", arch.hidden_size) if arch.output_bias else None,
-            post_norm=self._empty(f"{prefix}post_attention_layernorm.weight", arch.hidden_size),
-            gate_up=self._fused(f"{prefix}mlp.", "weight", gate_up, arch.hidden_size),
-            down=self._empty(f"{prefix}mlp.down_proj.weight", arch.hidden_size, arch.intermediate_size),
+            output=self._matrix(output, q_size),
+            output_bias=self._bias(output) if arch.output_bias else None,
+            post_norm=self._empty(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=self._matrix(gate_up, hidden),
+            down=self._matrix(down, arch.intermediate_size),
         )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.types import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 64
+_BELOW_ONE = 1 - 2.0**-53
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -42,34 +45,50 @@ def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[B]`` (int64) and their log-probs ``[B]`` (float32)."""
+    device = logits_BV.device
     logits_BV = logits_BV.float()
     temperatures = np.array([p.temperature or 1.0 for p in params], dtype=np.float32)
-    if (temperatures != 1.0).any():
-        logits_BV = logits_BV / torch.from_numpy(temperatures).to(logits_BV.device).unsqueeze(1)
     cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if cut:
-        logits_BV = logits_BV.index_copy(
-            0,
-            torch.tensor(cut, device=logits_BV.device),
-            _truncated(logits_BV[cut], [params[i] for i in cut]),
-        )
-    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+        rows, divisors = torch.tensor(cut, device=device), torch.from_numpy(temperatures[cut]).to(device)
+        kept = _truncated(logits_BV[rows] / divisors.unsqueeze(1), [params[i] for i in cut])
+        logits_BV = logits_BV.index_copy(0, rows, kept)
+        temperatures[cut] = 1.0
+    exponents_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    scales_B = torch.from_numpy(np.float32(1 / np.log(2)) / temperatures).to(device)
+    weights_BV = exponents_BV.mul_(scales_B.unsqueeze(1)).exp2_()  # exp is slow where it underflows
     greedy = [p.temperature == 0 for p in params]
     if all(greedy):
-        tokens_B = logits_BV.argmax(-1)
+        tokens_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
-        tokens_B = _inverse_cdf(logprobs_BV, uniforms_B)
+        tokens_B1 = _inverse_cdf(weights_BV, torch.from_numpy(uniforms_B).to(device).unsqueeze(1))
         if any(greedy):
-            mask_B = torch.tensor(greedy, device=logits_BV.device)
-            tokens_B = torch.where(mask_B, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+            mask_B1 = torch.tensor(greedy, device=device).unsqueeze(1)
+            tokens_B1 = torch.where(mask_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
+    probs_B1 = weights_BV.gather(1, tokens_B1) / weights_BV.sum(-1, keepdim=True)
+    return tokens_B1.squeeze(1), probs_B1.log_().squeeze(1)
 
 
-def _inverse_cdf(logprobs_BV: Tensor, uniforms_B: NDArray[np.float64]) -> Tensor:
-    cdf_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    target_B1 = torch.from_numpy(uniforms_B).to(cdf_BV.device).unsqueeze(1) * cdf_BV[:, -1:]
-    tokens_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1)
-    return tokens_B.clamp_(max=cdf_BV.shape[1] - 1)  # past the end only when a logit is not a number
+def _inverse_cdf(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """The first token at which the cumulative share of the weights exceeds the uniform number, ``[B, 1]``. Found in
+    two steps, the chunk of the vocabulary and the token in it, so that only one chunk is summed token by token."""
+    if missing := -weights_BV.shape[1] % _CHUNK:
+        weights_BV = F.pad(weights_BV, (0, missing))
+    chunks_BCW = weights_BV.view(len(weights_BV), -1, _CHUNK)
+    chunk_B1, rest_B1 = _draw(chunks_BCW.sum(-1), uniforms_B1)
+    chosen_BW = chunks_BCW.take_along_dim(chunk_B1.unsqueeze(2), 1).squeeze(1)
+    return chunk_B1 * _CHUNK + _draw(chosen_BW, rest_B1)[0]
+
+
+def _draw(weights_BC: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The column drawn, never one of weight zero, and where in its weight the number fell, again in ``[0, 1)``."""
+    cdf_BC = weights_BC.cumsum(-1, dtype=torch.float64)
+    target_B1 = uniforms_B1 * cdf_BC[:, -1:]
+    column_B1 = torch.searchsorted(cdf_BC, target_B1, right=True)
+    column_B1.clamp_(max=cdf_BC.shape[1] - 1)  # past the end only when a logit is not a number
+    weight_B1 = weights_BC.gather(1, column_B1).double()
+    rest_B1 = 1 - (cdf_BC.gather(1, column_B1) - target_B1) / weight_B1
+    return column_B1, rest_B1.clamp_(0, _BELOW_ONE)
 
 
 def _truncated(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

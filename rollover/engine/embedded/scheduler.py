@@ -20,12 +20,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollover.engine.embedded.cache import BlockManager, CachedPrefix
 from rollover.engine.embedded.sequence import Sequence
 
 BlockCopy = tuple[int, int]
 """Source and destination block. All copies of one list are made at once, before anything else is written."""
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillSlice:
@@ -37,14 +38,18 @@ class PrefillSlice:
 
 
 class Scheduler:
-    """``policy_version`` is the version of the weights that compute what is cached from now on."""
+    """``policy_version`` is the version of the weights that compute what is cached from now on; ``max_gaps`` how
+    many blocks decoding may read over in vain before those in use are brought together."""
 
-    def __init__(self, blocks: BlockManager, *, max_running: int, prefill_chunk_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_running: int, prefill_chunk_tokens: int, max_gaps: int = 16
+    ) -> None:
         self.blocks = blocks
-        self.max_running, self.prefill_chunk_tokens = max_running, prefill_chunk_tokens
+        self.max_running, self.prefill_chunk_tokens, self.max_gaps = max_running, prefill_chunk_tokens, max_gaps
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []
         self.policy_version = 0
+        self._drifted = False
         self.num_preempted = 0
         self.prefilled_tokens = 0
         self.reprefilled_tokens = 0
@@ -114,6 +119,24 @@ class Scheduler:
                     self.num_preempted += 1
         return [s for s in self.running if not s.num_missing]
 
+    def compact(self) -> list[BlockCopy]:
+        """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted
+        apart, since decoding reads the pool up to the last of them; what must be copied first."""
+        if not self._drifted or not self.running:
+            return []
+        self._drifted = False
+        num_users = np.bincount(np.concatenate([s.block_table for s in self.running]))
+        own = np.flatnonzero(num_users == 1)
+        if not len(own) or own[-1] <= len(own) + max(self.max_gaps, len(own) // 8):
+            return []
+        front = np.arange(1, len(own) + 1)
+        pairs = list(zip(own[own > len(own)].tolist(), np.setdiff1d(front, own).tolist(), strict=True))
+        held = [target for _, target in pairs if self.blocks.refs[target]]
+        new = self.blocks.swap(pairs)
+        for sequence in self.running:
+            sequence.rename_blocks(new)
+        return [*pairs, *((target, new[target]) for target in held)]
+
     def remove(self, sequence: Sequence, *, park: bool) -> None:
         """Take it out, waiting or running. Parked, its cache stays under its sample key until the room is
         needed."""
@@ -121,6 +144,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        self._drifted = True
         kept = self.blocks.num_for(sequence.num_cached) if park else 0
         self.blocks.release(sequence.blocks[kept:])
         if kept:
@@ -159,8 +183,7 @@ class Scheduler:
 
     def _waits_for_sibling(self, sequence: Sequence, prefilling: set[str]) -> bool:
         return (
-            sequence.request.prompt_key in prefilling
-            and self.blocks.get("parked", sequence.request.sample_key) is None
+            sequence.request.prompt_key in prefilling and self.blocks.get("parked", sequence.request.sample_key) is None
         )
 
     def _start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
@@ -190,6 +213,7 @@ class Scheduler:
             blocks.release(partial)
         blocks.drop("parked", request.sample_key)
         sequence.blocks, sequence.num_cached = reused + new, num_cached
+        self._drifted = True
         sequence.kv_version = prefix.kv_version if prefix else self.policy_version
         return True
 
@@ -209,6 +233,7 @@ class Scheduler:
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._drifted = True
         self.blocks.release(sequence.blocks)
         sequence.forget_cache()
         self.add(sequence)

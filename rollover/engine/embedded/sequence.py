@@ -9,6 +9,8 @@ decode alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -71,6 +73,10 @@ class Sequence:
         self.token_ids.append(token_id)
         self._pending_ids.append(token_id)
         self._pending_logprobs.append(logprob)
+
+    def rename_blocks(self, new: Mapping[int, int]) -> None:
+        """Blocks have been swapped; those not in ``new`` stayed."""
+        self.blocks, self._table = [new.get(block, block) for block in self.blocks], self._table[:0]
 
     def forget_cache(self) -> None:
         self.blocks, self.num_cached, self._table = [], 0, self._table[:0]

@@ -63,6 +63,8 @@ class ScriptedServer:
     A path is answered by the method of its name, ``_post_abort_requests`` for ``POST /abort_requests``.
     """
 
+    generate_path: str
+
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         self.tick_s = tick_s
         self.weights = weights
@@ -72,6 +74,8 @@ class ScriptedServer:
         self.eos: int | None = None
         """Ends requests that do not ignore it."""
         self.raw_logprobs = False
+        self.aborts_by_id = True
+        """False acknowledges an abort of one request and does nothing."""
         self.api_key: str | None = None
         self.text: dict[int, str] = {}
         """What tokens spell, for stop strings."""
@@ -212,14 +216,14 @@ class _Running:
 
 
 class ScriptedVLLM(ScriptedServer):
-    """A vLLM server."""
+    """A vLLM server. ``aborts_by_id`` is false in a release in which the inner id has another form."""
+
+    generate_path = "/v1/completions"
 
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         super().__init__(tick_s=tick_s, weights=weights)
         self.max_model_len = CONTEXT
         self.dev_mode = True
-        self.aborts_by_id = True
-        """False is a release in which the inner id has another form: an abort is acknowledged and does nothing."""
         self.caches = True
         """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
         self.held_resets = 0

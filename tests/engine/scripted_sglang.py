@@ -31,7 +31,10 @@ class _Running:
 
 
 class ScriptedSGLang(ScriptedServer):
-    """An SGLang worker. ``requests`` are those that the scheduler knows, in its order; it runs the first ``slots``."""
+    """An SGLang worker. ``requests`` are those that the scheduler knows, in its order; it runs the first ``slots``.
+    ``aborts_by_id`` is false while aborts come too early: they are remembered and have no effect."""
+
+    generate_path = "/generate"
 
     def __init__(self, *, incremental: bool = False, lag_s: float = 0.0, slots: int = 64, tick_s: float = 0.01) -> None:
         super().__init__(tick_s=tick_s)
@@ -43,8 +46,6 @@ class ScriptedSGLang(ScriptedServer):
         self.preferred_sampling_params: dict[str, Any] | None = None
         self.max_req_input_len = CONTEXT - 6
         self.reports_spans = True
-        self.loses_aborts = 0
-        """So many aborts of one request come too early and are remembered without effect."""
         self.nan_at: int | None = None
         """The computation fails at this token."""
         self.update_error: str | None = None
@@ -130,9 +131,7 @@ class ScriptedSGLang(ScriptedServer):
         if known is None or known.abort_sent:
             return
         known.abort_sent = True
-        if self.loses_aborts > 0:
-            self.loses_aborts -= 1
-        elif rid in self.requests:
+        if self.aborts_by_id and rid in self.requests:
             self._schedule_abort(rid)
 
     def _schedule_abort(self, prefix: str) -> None:
@@ -200,7 +199,9 @@ class ScriptedSGLang(ScriptedServer):
         seed = params["sampling_seed"]
         token = token_at(seed, position, self.weights)
         temperature = 1.0 if self.raw_logprobs else params["temperature"] or 1.0
-        running.sampled.append([logprob_at(seed, position, self.weights, temperature), token, None])
+        logprob = logprob_at(seed, position, self.weights, temperature)
+        running.sampled.append([logprob, token, None])
+        self.sampled.add((self.weights, token, round(logprob, 9)))
         self.decoded_tokens += 1
         text = "".join(self.text.get(token, "") for _, token, _ in running.sampled)
         matched = next((s for s in params["stop"] if s in text), None)

@@ -12,6 +12,10 @@ from rollover.engine.http.client import HTTPClient
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.engine import SGLangEngine
 from tests.engine.scripted_server import ScriptedServer, ScriptedTransport
+from tests.engine.scripted_sglang import ScriptedSGLang
+
+Server = ScriptedSGLang
+Engine = SGLangEngine
 
 
 def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:

@@ -1,6 +1,6 @@
 """Rollouts over servers that die, hang, refuse, lie about nothing and come back: nothing is lost, nothing is invented.
 
-The real driver, the real pool and real vLLM engines before scripted servers, in virtual time; the faults are drawn.
+The real driver, the real pool and real engines before scripted servers, in virtual time; the faults are drawn.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.pool import EnginePool
-from rollover.engine.vllm.engine import VLLMEngine
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, FinishReason, SamplingParams
-from tests.engine.scripted_server import Answer, ScriptedTransport, ScriptedVLLM
-from tests.engine.vllm_kit import model_folder, settings
+from tests.engine import sglang_kit, vllm_kit
+from tests.engine.scripted_server import Answer, ScriptedTransport
+from tests.engine.vllm_kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
 from tests.virtual_time import VirtualClock, run
 
@@ -30,13 +31,13 @@ MAX_TOKENS = 40
 class Fleet:
     """Three servers, a pool over them and a driver over that."""
 
-    def __init__(self, folder: Path, *, strategy: str, kv_on_update: str) -> None:
+    def __init__(self, folder: Path, kind: ModuleType, *, strategy: str, kv_on_update: str) -> None:
         self.folder = folder
-        self.servers = {f"s{i}": ScriptedVLLM(tick_s=0.02) for i in range(3)}
+        self.servers = {f"s{i}": kind.Server(tick_s=0.02) for i in range(3)}
         transport = ScriptedTransport(self.servers)
         self.engines = []
         for host in self.servers:
-            config = settings(
+            config = kind.settings(
                 f"http://{host}",
                 max_running=6,
                 kv_on_update=kv_on_update,
@@ -48,7 +49,7 @@ class Fleet:
                 stream_interval_tokens=4,
             )
             client = HTTPClient(f"http://{host}", config, transport=transport)
-            self.engines.append(VLLMEngine(client, config, folder))
+            self.engines.append(kind.Engine(client, config, folder))
         self.pool = EnginePool(
             self.engines,
             folder,
@@ -103,9 +104,9 @@ async def torment(fleet: Fleet, drawn: random.Random) -> None:
                 await asyncio.sleep(drawn.uniform(0.0, 8.0))
                 server.thaw()
             case "error":
-                server.answer_once("/v1/completions", *[Answer(500, {"error": "broken"})] * drawn.randint(1, 6))
+                server.answer_once(server.generate_path, *[Answer(500, {"error": "broken"})] * drawn.randint(1, 6))
             case "busy":
-                server.answer_once("/v1/completions", *[Answer(503, headers={"retry-after": "0.2"})] * 3)
+                server.answer_once(server.generate_path, *[Answer(503, headers={"retry-after": "0.2"})] * 3)
             case "cut":
                 server.break_after = drawn.randint(0, 5)
                 await asyncio.sleep(1.0)
@@ -140,12 +141,13 @@ def assert_exact(fleet: Fleet, batch: Batch) -> None:
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 @pytest.mark.parametrize("strategy", ["april", "bounded_async", "sync"])
+@pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
-    tmp_path: Path, strategy: str, kv_on_update: str, seed: int
+    tmp_path: Path, kind: ModuleType, strategy: str, kv_on_update: str, seed: int
 ) -> None:
     async def main() -> None:
-        fleet = Fleet(model_folder(tmp_path / "v0"), strategy=strategy, kv_on_update=kv_on_update)
+        fleet = Fleet(model_folder(tmp_path / "v0"), kind, strategy=strategy, kv_on_update=kv_on_update)
         for engine in fleet.engines:
             await engine.open()
         await fleet.pool.open()

@@ -17,6 +17,9 @@ from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine
 from tests.engine.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
+Server = ScriptedVLLM
+Engine = VLLMEngine
+
 
 def model_folder(folder: Path, *, hidden: int = 4, vocab: int = VOCAB, **config: Any) -> Path:
     """A folder that looks like a model's, small enough to make for every test."""

@@ -21,16 +21,12 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
-def test_every_digit_is_a_token_of_its_own_and_words_are_merged() -> None:
-    assert [TOKENIZER.decode([i]) for i in TOKENIZER("What is 2026")["input_ids"]] == [
-        "What",
-        " is",
-        " ",
-        "2",
-        "0",
-        "2",
-        "6",
-    ]
+def test_every_digit_is_a_token_of_its_own_and_words_take_their_spaces_along() -> None:
+    def pieces(text: str) -> list[str]:
+        return [TOKENIZER.decode([i]) for i in TOKENIZER(text)["input_ids"]]
+
+    assert pieces("What is 2026") == ["What ", "is ", "2", "0", "2", "6"]
+    assert pieces("12 + 34 = 46") == ["1", "2", " + ", "3", "4", " = ", "4", "6"]
 
 
 def test_the_vocabulary_keeps_its_cap_and_starts_with_pad_and_end() -> None:
@@ -54,10 +50,6 @@ def test_weights_follow_from_the_seed_alone(tmp_path: Path, seed: int, same: boo
     build_scratch_model(tmp_path / "a", TOKENIZER, SMALL)
     assert torch.equal(torch.get_rng_state(), generator_state)
     torch.rand(7)
-    build_scratch_model(tmp_path / "b", TOKENIZER, ScratchConfig(**{**_fields(SMALL), "seed": seed}))
+    build_scratch_model(tmp_path / "b", TOKENIZER, SMALL, seed=seed)
     weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in "ab"]
     assert (weights[0] == weights[1]) is same
-
-
-def _fields(config: ScratchConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in ScratchConfig.__dataclass_fields__}

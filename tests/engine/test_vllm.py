@@ -640,7 +640,7 @@ def test_the_context_is_the_shorter_of_the_models_and_the_servers(folder: Path) 
 def test_a_server_is_given_our_weights_before_the_first_call(folder: Path) -> None:
     async def main() -> None:
         server = ScriptedVLLM(weights="somebody else's")
-        server.version = "41"
+        server.version, server.paused = "41", True  # as a run leaves it that is killed in an update
         async with opened(server, folder) as engine:
             assert (server.weights, server.version) == (str(folder), "0")
             assert engine.stats().decoded_tokens == 0

@@ -68,6 +68,7 @@ class VLLMEngine(ServerEngine):
                 raise
             except EngineError as e:
                 raise EngineError(f"{self} has no {path}: {_HOW_TO_START} ({e})") from None
+        await self._thaw()  # a run that was killed in an update may have left it paused
         await self._check_vocabulary()
         context = models[name].get("max_model_len")
         return context if isinstance(context, int) else self.model.max_context_tokens

@@ -23,11 +23,13 @@ $(BIN)/python:
 
 # One stamp per set of packages; the installation is editable, so only pyproject.toml makes it stale.
 $(VENV)/installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --editable .
+	@echo "installing Rollover into $(VENV), a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --editable '.[$*]'
+	@echo "installing Rollover into $(VENV), a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@ $(VENV)/installed
 
 train: $(VENV)/installed

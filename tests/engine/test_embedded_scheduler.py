@@ -21,9 +21,7 @@ class Machine:
     the prefix that was written to it, so reading another sequence's or a stale token is an error."""
 
     def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
-        )
+        self.scheduler = Scheduler(BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk)
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.open: dict[str, Sequence] = {}
         self.arrivals = 0
@@ -33,9 +31,7 @@ class Machine:
         prompt_ids = tuple((prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
         name = name or f"s{self.arrivals}"
         limit = max(len(response) + 1, min(length, MAX_CONTEXT - len(prompt_ids)))
-        req = request(
-            name, hop=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit
-        )
+        req = request(name, hop=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit)
         self.open[req.request_id] = sequence = Sequence(req, self.arrivals)
         self.arrivals += 1
         self.scheduler.add(sequence)
@@ -67,7 +63,9 @@ class Machine:
             self.read(piece.sequence, piece.start + piece.num_tokens)
         self.copy(scheduler.prefilled(slices))
         self.copy(scheduler.admit())
-        for sequence in scheduler.next_decode():
+        ready = scheduler.next_decode()
+        self.copy(scheduler.compact())
+        for sequence in ready:
             self.write(sequence, sequence.num_cached)
             self.read(sequence, sequence.num_tokens)
             sequence.append(1, 0.0)

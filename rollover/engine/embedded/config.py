@@ -33,6 +33,10 @@ class EmbeddedConfig:
     prefill_chunk_tokens: int = 2048
     """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
     the running samples by."""
+    cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
+    """How decoding computes on a CPU in float32: ``compiled`` by fused kernels built with the machine's C compiler
+    (half a second at the start), ``torch`` by PyTorch's operations, at about half the speed; ``auto`` compiles where
+    it can. A GPU and other types of numbers always take PyTorch's."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What a weight update does to cached tokens. ``recompute`` drops them, so that every token is sampled
     from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
@@ -60,9 +64,8 @@ class EmbeddedConfig:
             raise ValueError(f"max_context_tokens must be at least 2, got {self.max_context_tokens}")
         for key, allowed in (
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("cpu_kernels", ("auto", "compiled", "torch")),
             ("kv_on_update", ("recompute", "keep")),
         ):
             if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"{key} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, key)!r}"
-                )
+                raise ValueError(f"{key} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, key)!r}")

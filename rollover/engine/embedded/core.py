@@ -28,11 +28,16 @@ from numpy.typing import NDArray
 
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.architecture import Architecture
-from rollover.engine.embedded.attention import DecodeAttention, PagedKV, PrefillAttention
 from rollover.engine.embedded.cache import BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.embedded.model import Decoder
-from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.engine.embedded.decode import DecodeAttention
+from rollover.engine.embedded.model import Attention, Decoder
+from rollover.engine.embedded.native import Kernels, NativeDecodeAttention, compiled
+from rollover.engine.embedded.ops import TorchOps
+from rollover.engine.embedded.pages import Ints, PagedKV
+from rollover.engine.embedded.prefill import PrefillAttention
+from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.sampler import draw_tokens, sample, uniforms
 from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.stopping import StopStrings
@@ -55,7 +60,9 @@ class EngineCore:
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = _device(config.device), _dtype(config)
         self._max_context = _max_context(config, arch)
-        self._decoder = Decoder(arch, self._max_context, dtype, self.device)
+        self._kernels = _kernels(config, arch, dtype, self.device)
+        self._rotary = Rotary(arch, self._max_context, dtype, self.device)
+        self._decoder = Decoder(arch, dtype, self.device, self._kernels or TorchOps())
         load_weights(self._decoder.named, folder, tied_embeddings=arch.tied_embeddings)
         size = config.block_size_tokens
         self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * dtype.itemsize
@@ -66,9 +73,7 @@ class EngineCore:
                 f"fewer than max_context_tokens = {self._max_context}; raise it to "
                 f"{needed * self._block_bytes} or lower max_context_tokens"
             )
-        self._kv = PagedKV(
-            arch.num_layers, num_blocks, arch.num_kv_heads, size, arch.head_dim, dtype, self.device
-        )
+        self._kv = PagedKV(arch.num_layers, num_blocks, arch.num_kv_heads, size, arch.head_dim, dtype, self.device)
         self.scheduler = Scheduler(
             BlockManager(num_blocks, size),
             max_running=config.max_running,
@@ -171,6 +176,8 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
+            if self._kernels is None:
+                self._copy(self.scheduler.compact())
             outputs = self._account(sequences, *self._decode(sequences))
             self._decode_iterations += 1
         self._busy_s += time.perf_counter() - start_s
@@ -212,28 +219,29 @@ class EngineCore:
     def _prefill(self, slices: list[PrefillSlice]) -> None:
         starts_B = np.array([piece.start for piece in slices])
         counts_B = np.array([piece.num_tokens for piece in slices])
-        tables_BN = _block_tables(
-            [piece.sequence for piece in slices], starts_B + counts_B, self._kv.block_size
-        )
+        tables_BN = _block_tables([piece.sequence for piece in slices], starts_B + counts_B, self._kv.block_size)
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._decoder.prefill(
-            torch.tensor(ids, device=self.device), PrefillAttention(self._kv, tables_BN, starts_B, counts_B)
+            torch.tensor(ids, device=self.device), PrefillAttention(self._kv, self._rotary, tables_BN, starts_B, counts_B)
         )
 
     def _decode(self, sequences: list[Sequence]) -> tuple[list[float], list[float]]:
         """Token ids (as whole floats) and log-probs, one per sequence."""
         lengths_B = np.array([s.num_cached for s in sequences])
         tables_BN = _block_tables(sequences, lengths_B + 1, self._kv.block_size)
-        attention = DecodeAttention(self._kv, tables_BN, lengths_B, self._arch.num_heads)
+        attention = self._decode_attention(tables_BN, lengths_B)
         last_B = torch.tensor([s.token_ids[-1] for s in sequences], device=self.device)
-        noise_B = uniforms(
-            [s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences]
-        )
-        tokens_B, logprobs_B = sample(
-            self._decoder.logits(last_B, attention), [s.request.params for s in sequences], noise_B
-        )
+        noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
+        draw = draw_tokens if self._kernels is None else self._kernels.draw_tokens
+        logits_BV = self._decoder.logits(last_B, attention)
+        tokens_B, logprobs_B = sample(logits_BV, [s.request.params for s in sequences], noise_B, draw)
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         return tokens, logprobs
+
+    def _decode_attention(self, tables_BN: Ints, lengths_B: Ints) -> Attention:
+        if self._kernels is not None:
+            return NativeDecodeAttention(self._kernels, self._kv, self._rotary, tables_BN, lengths_B)
+        return DecodeAttention(self._kv, self._rotary, tables_BN, lengths_B)
 
     def _account(self, sequences: list[Sequence], tokens: list[float], logprobs: list[float]) -> list[Output]:
         outputs = []
@@ -284,6 +292,20 @@ def _dtype(config: EmbeddedConfig) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if _device(config.device).type == "cpu" else torch.bfloat16
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _kernels(
+    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device
+) -> Kernels | None:
+    """Compiled kernels, or ``None`` for PyTorch's operations."""
+    if config.cpu_kernels == "torch" or device.type != "cpu" or dtype != torch.float32:
+        return None
+    try:
+        return compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
+    except EngineError:
+        if config.cpu_kernels == "compiled":
+            raise
+        return None
 
 
 def _max_context(config: EmbeddedConfig, arch: Architecture) -> int:

@@ -15,14 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollover.engine.embedded.architecture import Architecture
-
-
-class Attention(Protocol):
-    """One iteration's attention: where each token stands and what it attends to."""
-
-    positions: Tensor
-
-    def __call__(self, layer: int, q_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor: ...
+from rollover.engine.embedded.ops import Ops
 
 
 @dataclass(slots=True)
@@ -41,11 +34,19 @@ class Layer:
     down: Tensor
 
 
+class Attention(Protocol):
+    """One iteration's attention: it knows where each token stands and what it attends to."""
+
+    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor) -> Tensor:
+        """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
+        ...
+
+
 class Decoder:
     """Weights are undefined until every tensor of ``named`` has been filled."""
 
-    def __init__(self, arch: Architecture, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.arch, self.dtype, self.device = arch, dtype, device
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+        self.arch, self.dtype, self.device, self._ops = arch, dtype, device, ops
         self.named: dict[str, Tensor] = {}
         self.embedding = self._empty("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
@@ -53,52 +54,27 @@ class Decoder:
         self.lm_head = self.embedding
         if not arch.tied_embeddings:
             self.lm_head = self._empty("lm_head.weight", arch.vocab_size, arch.hidden_size)
-        self._eps = torch.tensor(arch.norm_eps)
-        angles = torch.outer(torch.arange(max_positions).float(), torch.tensor(arch.inv_freq))
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat([cos, cos], -1).to(device, dtype).unsqueeze(1)
-        self._sin = torch.cat([-sin, sin], -1).to(device, dtype).unsqueeze(1)
 
     def logits(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
         """``[T, vocab]``; writes the tokens' keys and values to the cache."""
         hidden_TH = self._hidden(token_ids_T, attention)
-        return F.linear(self._normed(hidden_TH, self.norm), self.lm_head)
+        return F.linear(self._ops.rms_norm(hidden_TH, self.norm, self.arch.norm_eps), self.lm_head)
 
     def prefill(self, token_ids_T: Tensor, attention: Attention) -> None:
         """Only writes the cache."""
         self._hidden(token_ids_T, attention)
 
     def _hidden(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
-        arch = self.arch
+        arch, ops = self.arch, self._ops
         x_TH = F.embedding(token_ids_T, self.embedding)
-        cos, sin = self._cos.index_select(0, attention.positions), self._sin.index_select(0, attention.positions)
-        heads = [arch.num_heads, arch.num_kv_heads]
         for index, layer in enumerate(self.layers):
-            qkv = _linear(self._normed(x_TH, layer.input_norm), layer.qkv, layer.qkv_bias)
-            qk_TED, values_TKD = qkv.view(len(x_TH), -1, arch.head_dim).split([sum(heads), arch.num_kv_heads], 1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qk_TED = self._unit_rms(qk_TED)
-                qk_TED[:, : arch.num_heads].mul_(layer.q_norm)
-                qk_TED[:, arch.num_heads :].mul_(layer.k_norm)
-            swapped_TED = qk_TED.roll(arch.head_dim // 2, -1)
-            q_THD, keys_TKD = qk_TED.mul_(cos).addcmul_(swapped_TED, sin).split(heads, 1)
-            attended = attention(index, q_THD, keys_TKD, values_TKD)
-            x_TH.addmm_(attended, layer.output)
+            qkv_TF = _linear(ops.rms_norm(x_TH, layer.input_norm, arch.norm_eps), layer.qkv, layer.qkv_bias)
+            x_TH.addmm_(attention(index, layer, qkv_TF), layer.output)
             if layer.output_bias is not None:
                 x_TH += layer.output_bias
-            gate, up = _linear(self._normed(x_TH, layer.post_norm), layer.gate_up).chunk(2, -1)
-            x_TH.addmm_(F.silu(gate).mul_(up), layer.down)
+            gate_up_TF = _linear(ops.rms_norm(x_TH, layer.post_norm, arch.norm_eps), layer.gate_up)
+            x_TH.addmm_(ops.silu_product(gate_up_TF), layer.down)
         return x_TH
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._unit_rms(x).mul_(weight)
-
-    def _unit_rms(self, x: Tensor) -> Tensor:
-        """``x`` over the root of its mean square (Zhang & Sennrich, arXiv 1910.07467)."""
-        if x.is_cuda or x.dtype != torch.float32:
-            return F.rms_norm(x, x.shape[-1:], None, self.arch.norm_eps)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # F.rms_norm takes three times as long on a CPU
-        return x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
     def _empty(self, name: str, *shape: int) -> Tensor:
         """An uninitialised weight, known under its Hugging Face name."""

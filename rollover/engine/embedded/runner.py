@@ -190,9 +190,7 @@ class LockstepRunner:
 
 def failure(cause: Exception) -> RolloverError:
     """What open calls are told when an iteration failed."""
-    out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(
-        cause
-    )
+    out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(cause)
     error: RolloverError
     if out_of_memory:
         error = ResourceError(

@@ -10,7 +10,7 @@ first, as everywhere); at temperature 0, which is greedy, ``log_softmax(logits)`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.types import SamplingParams
+
+Draw = Callable[[Tensor, NDArray[np.float32], NDArray[np.float64]], tuple[Tensor, Tensor]]
+"""``draw_tokens``, or another implementation of it."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 64
@@ -42,29 +45,35 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
 
 
 def sample(
-    logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+    logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[B]`` (int64) and their log-probs ``[B]`` (float32)."""
-    device = logits_BV.device
     logits_BV = logits_BV.float()
-    temperatures = np.array([p.temperature or 1.0 for p in params], dtype=np.float32)
+    temperatures = np.array([p.temperature for p in params], dtype=np.float32)
     cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if cut:
-        rows, divisors = torch.tensor(cut, device=device), torch.from_numpy(temperatures[cut]).to(device)
-        kept = _truncated(logits_BV[rows] / divisors.unsqueeze(1), [params[i] for i in cut])
-        logits_BV = logits_BV.index_copy(0, rows, kept)
+        rows = torch.tensor(cut, device=logits_BV.device)
+        tempered = logits_BV[rows] / torch.from_numpy(temperatures[cut]).to(logits_BV.device).unsqueeze(1)
+        logits_BV = logits_BV.index_copy(0, rows, _truncated(tempered, [params[i] for i in cut]))
         temperatures[cut] = 1.0
+    return (draw or draw_tokens)(logits_BV, temperatures, uniforms_B)
+
+
+def draw_tokens(
+    logits_BV: Tensor, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
+    """From the whole vocabulary; the best token where the temperature is 0."""
+    device, greedy_B = logits_BV.device, temperatures_B == 0
+    scales_B = torch.from_numpy(np.float32(1 / np.log(2)) / np.where(greedy_B, np.float32(1), temperatures_B))
     exponents_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    scales_B = torch.from_numpy(np.float32(1 / np.log(2)) / temperatures).to(device)
-    weights_BV = exponents_BV.mul_(scales_B.unsqueeze(1)).exp2_()  # exp is slow where it underflows
-    greedy = [p.temperature == 0 for p in params]
-    if all(greedy):
+    weights_BV = exponents_BV.mul_(scales_B.to(device).unsqueeze(1)).exp2_()  # exp is slow where it underflows
+    if greedy_B.all():
         tokens_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
         tokens_B1 = _inverse_cdf(weights_BV, torch.from_numpy(uniforms_B).to(device).unsqueeze(1))
-        if any(greedy):
-            mask_B1 = torch.tensor(greedy, device=device).unsqueeze(1)
-            tokens_B1 = torch.where(mask_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
+        if greedy_B.any():
+            greedy_B1 = torch.from_numpy(greedy_B).to(device).unsqueeze(1)
+            tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
     probs_B1 = weights_BV.gather(1, tokens_B1) / weights_BV.sum(-1, keepdim=True)
     return tokens_B1.squeeze(1), probs_B1.log_().squeeze(1)
 

@@ -29,9 +29,7 @@ class StopStrings:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as e:
-            raise EngineError(
-                f"stop strings need a tokenizer, and the one in {folder} does not load: {e}"
-            ) from e
+            raise EngineError(f"stop strings need a tokenizer, and the one in {folder} does not load: {e}") from e
 
     def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
         """Whether the last token completes a stop string. A character takes up to four byte-level tokens, so
@@ -44,8 +42,6 @@ class StopStrings:
         return any(stop in text for stop in stop_strings)
 
     def _text(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

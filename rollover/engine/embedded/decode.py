@@ -1,4 +1,4 @@
-"""The key-value cache and attention over it, for one prefill or one decode iteration.
+"""Attention of the newest token of each sequence to what is cached, in PyTorch's operations, for one iteration.
 
 Decoding on a CPU is bound by reading the cache, so nothing is gathered: the query of each sequence is laid
 beside each of its blocks and the blocks are multiplied where they lie, in one batched product over the used
@@ -17,103 +17,11 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
-
-
-class PagedKV:
-    """Keys ``[layers, num_blocks, K, D, S]`` and values ``[layers, num_blocks, K, S, D]``, zero at first.
-
-    Keys lie transposed: products of a few queries with a block run at memory speed only if the tokens are
-    adjacent, four times slower otherwise.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, num_blocks, num_kv_heads, head_dim, block_size)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(*shape[:3], block_size, head_dim, dtype=dtype, device=device)
-        self.keys, self.values = self._keys.unbind(), self._values.unbind()  # of each layer
-        self.num_kv_heads, self.block_size, self.head_dim = num_kv_heads, block_size, head_dim
-        self.device = device
-
-    def write(
-        self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor
-    ) -> None:
-        self.keys[layer][blocks_T, :, :, offsets_T] = keys_TKD
-        self.values[layer][blocks_T, :, offsets_T] = values_TKD
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """All at once: every source is read before any destination is written."""
-        source, destination = torch.tensor(copies, device=self.device).unbind(1)
-        for pool in (*self.keys, *self.values):
-            pool[destination] = pool[source]
-
-    def zero_(self) -> None:
-        self._keys.zero_()
-        self._values.zero_()
-
-    def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
-
-
-class PrefillAttention:
-    """New tokens of several sequences, each attending to its cache and to those of its own before it.
-
-    ``tables_BN`` are the block tables, ``starts_B`` the tokens cached already, ``counts_B`` the new ones.
-    Tokens come packed, ``T = sum(counts)``; only inside the attention product are they padded.
-    """
-
-    def __init__(self, kv: PagedKV, tables_BN: Ints, starts_B: Ints, counts_B: Ints) -> None:
-        self._kv = kv
-        self._batch, self._longest = len(counts_B), int(counts_B.max())
-        sequence_T = np.repeat(np.arange(self._batch), counts_B)
-        offset_T = np.arange(len(sequence_T)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
-        positions_T = starts_B[sequence_T] + offset_T
-        padded_T = sequence_T * self._longest + offset_T
-        packed = np.zeros(self._batch * self._longest, dtype=np.int64)
-        packed[padded_T] = np.arange(len(sequence_T))
-        block_T = tables_BN[sequence_T, positions_T // kv.block_size]
-        visible = np.arange(tables_BN.shape[1] * kv.block_size) <= (
-            starts_B[:, None, None] + np.arange(self._longest)[None, :, None]
-        )
-        self.positions = kv.to_device(positions_T)
-        self._blocks, self._offsets = kv.to_device(block_T), kv.to_device(positions_T % kv.block_size)
-        self._packed, self._padded = kv.to_device(packed), kv.to_device(padded_T)
-        self._tables = kv.to_device(tables_BN.reshape(-1))
-        self._visible_B1QL = kv.to_device(visible).unsqueeze(1)
-
-    def __call__(self, layer: int, q_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor:
-        """``[T, H * D]``"""
-        kv = self._kv
-        kv.write(layer, self._blocks, self._offsets, keys_TKD, values_TKD)
-        num_heads = q_THD.shape[1]
-        q_BHQD = q_THD[self._packed].view(self._batch, self._longest, num_heads, -1).transpose(1, 2)
-        out_BHQD = F.scaled_dot_product_attention(
-            q_BHQD,
-            self._gathered(kv.keys[layer].mT),
-            self._gathered(kv.values[layer]),
-            attn_mask=self._visible_B1QL,
-            enable_gqa=num_heads != kv.num_kv_heads,
-        )
-        return out_BHQD.transpose(1, 2).reshape(-1, num_heads * kv.head_dim)[self._padded]
-
-    def _gathered(self, pool: Tensor) -> Tensor:
-        """``[B, K, N * S, D]``: the blocks of each sequence one after another."""
-        blocks = pool.index_select(0, self._tables).view(self._batch, -1, *pool.shape[1:])
-        return blocks.transpose(1, 2).reshape(self._batch, pool.shape[1], -1, pool.shape[3])
-
+from rollover.engine.embedded.model import Layer
+from rollover.engine.embedded.pages import Ints, PagedKV
+from rollover.engine.embedded.rotary import Rotary
 
 _HIDDEN = np.float32(-1e30)
 """Score of a position that is not there: finite, so that a block of nothing else gives no NaN."""
@@ -164,8 +72,8 @@ class _Pass:
 class DecodeAttention:
     """One new token of each sequence, so T is B. ``lengths_B`` are the tokens cached before it."""
 
-    def __init__(self, kv: PagedKV, tables_BN: Ints, lengths_B: Ints, num_heads: int) -> None:
-        self._kv, self._num_heads = kv, num_heads
+    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Ints, lengths_B: Ints) -> None:
+        self._kv, self._num_heads = kv, rotary.num_heads
         last_B, offsets_B = np.divmod(lengths_B, kv.block_size)
         used_BN = np.arange(tables_BN.shape[1]) <= last_B[:, None]
         seq_E, column_E = np.nonzero(used_BN)
@@ -184,11 +92,11 @@ class DecodeAttention:
         entry_BN = np.zeros_like(tables_BN)  # entry 0 is the null block's: nothing is visible in it
         entry_BN[used_BN] = entry_E
         self._entries = kv.to_device(entry_BN.reshape(-1))
-        rows_BHN = entry_BN[:, None] * num_heads + np.arange(num_heads)[:, None]
+        rows_BHN = entry_BN[:, None] * self._num_heads + np.arange(self._num_heads)[:, None]
         used_BHN = np.broadcast_to(used_BN[:, None], rows_BHN.shape)
-        counts = np.repeat(last_B + 1, num_heads)
+        counts = np.repeat(last_B + 1, self._num_heads)
         self._value_rows, self._value_starts = kv.to_device(rows_BHN[used_BHN]), kv.to_device(counts.cumsum() - counts)
-        self.positions, self._offsets = kv.to_device(lengths_B), kv.to_device(offsets_B)
+        self._heads, self._offsets = rotary.at(kv.to_device(lengths_B)), kv.to_device(offsets_B)
         self._tails = kv.to_device(tables_BN[np.arange(len(tables_BN)), last_B])
 
     def _scan(self, block_E: Ints, seq_E: Ints, visible_E: Ints) -> _Pass:
@@ -212,19 +120,20 @@ class DecodeAttention:
         visible[entry_E] = visible_E
         return _Pass(self._kv, self._kv.to_device(blocks_P), owners_PU, visible, self._num_heads), entry_E
 
-    def __call__(self, layer: int, q_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> Tensor:
+    def __call__(self, index: int, layer: Layer, qkv_BF: Tensor) -> Tensor:
         """``[B, H * D]``"""
-        kv, num_seqs, num_heads = self._kv, len(q_THD), self._num_heads
-        kv.write(layer, self._tails, self._offsets, keys_TKD, values_TKD)
-        scores_EHS = _joined([p.scores(layer, q_THD) for p in self._passes])
+        kv, num_seqs, num_heads = self._kv, len(qkv_BF), self._num_heads
+        q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
+        kv.write(index, self._tails, self._offsets, keys_BKD, values_BKD)
+        scores_EHS = _joined([p.scores(index, q_BHD) for p in self._passes])
         top_BNH = scores_EHS.amax(-1).index_select(0, self._entries).view(num_seqs, -1, num_heads)
         top_EH1 = top_BNH.amax(1).index_select(0, self._owners).unsqueeze(-1)
         weights_EHS = scores_EHS.sub_(top_EH1).exp2_()
         sum_BNH = weights_EHS.sum(-1).index_select(0, self._entries).view(num_seqs, -1, num_heads)
         parts = zip(self._passes, weights_EHS.split(self._splits), strict=True)
-        rows = _joined([p.weighted(layer, weights) for p, weights in parts])
+        rows = _joined([p.weighted(index, weights) for p, weights in parts])
         out, *_ = torch.embedding_bag(rows, self._value_rows, self._value_starts)  # sums the rows of each head
-        return out.div_(sum_BNH.sum(1).view(-1, 1)).to(q_THD.dtype).view(num_seqs, -1)
+        return out.div_(sum_BNH.sum(1).view(-1, 1)).to(q_BHD.dtype).view(num_seqs, -1)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

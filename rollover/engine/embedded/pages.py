@@ -1,0 +1,57 @@
+"""The paged key-value cache: tensors only; who holds which block is decided in ``cache``.
+
+Shapes: K key-value heads, D head dimension, S tokens of a block, T new tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+class PagedKV:
+    """Keys ``[layers, num_blocks, K, D, S]`` and values ``[layers, num_blocks, K, S, D]``, zero at first.
+
+    Keys lie transposed: products of a few queries with a block run at memory speed only if the tokens are
+    adjacent, four times slower otherwise.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_blocks, num_kv_heads, head_dim, block_size)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(*shape[:3], block_size, head_dim, dtype=dtype, device=device)
+        self.keys, self.values = self._keys.unbind(), self._values.unbind()  # of each layer
+        self.num_kv_heads, self.block_size, self.head_dim = num_kv_heads, block_size, head_dim
+        self.device = device
+
+    def write(
+        self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor
+    ) -> None:
+        self.keys[layer][blocks_T, :, :, offsets_T] = keys_TKD
+        self.values[layer][blocks_T, :, offsets_T] = values_TKD
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """All at once: every source is read before any destination is written."""
+        source, destination = torch.tensor(copies, device=self.device).unbind(1)
+        for pool in (*self.keys, *self.values):
+            pool[destination] = pool[source]
+
+    def zero_(self) -> None:
+        self._keys.zero_()
+        self._values.zero_()
+
+    def to_device(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

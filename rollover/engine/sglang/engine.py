@@ -64,6 +64,7 @@ class SGLangEngine(ServerEngine):
         self._num_loads = 0
         self._cache_stays = False
         """What the last pause has decided for the update that follows."""
+        self._opened = False
         self._aborting_all = asyncio.Lock()
         """No call is sent while it is held."""
         self._sweeping = False
@@ -71,6 +72,10 @@ class SGLangEngine(ServerEngine):
     @property
     def silence_s(self) -> float:
         return _DRAIN_S
+
+    async def open(self) -> None:
+        await super().open()
+        self._opened = True
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -262,8 +267,9 @@ class SGLangEngine(ServerEngine):
             await super()._turn_to_send()
 
     async def _ask_to_abort(self, request_ids: Collection[str]) -> None:
+        """One by one, or at once where they are all that we have open there."""
         async with self._aborting_all:
-            if {call.request.request_id for call in self._sent()} <= set(request_ids):
+            if self._opened and {call.request.request_id for call in self._sent()} <= set(request_ids):
                 await self._ask_to_abort_all()
                 return
         await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))

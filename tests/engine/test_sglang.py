@@ -1,0 +1,583 @@
+"""What is peculiar to SGLang: its traps, each sprung by a scripted server, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.sglang.engine import SGLangEngine
+from rollover.engine.sglang.open import launch_arguments
+from rollover.engine.sglang.router import worker_urls
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
+from tests.engine.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, token_at
+from tests.engine.scripted_sglang import ScriptedSGLang
+from tests.engine.sglang_kit import make_engine, opened, settings
+from tests.engine.vllm_kit import model_folder
+from tests.virtual_time import run
+
+Law = Callable[[SGLangEngine, ScriptedSGLang], Awaitable[None]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v0")
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v1")
+
+
+def check(folder: Path, law: Law, server: ScriptedSGLang | None = None, **changes: Any) -> ScriptedSGLang:
+    """Run ``law`` on an open engine."""
+    server = server or ScriptedSGLang()
+
+    async def main() -> None:
+        async with opened(server, folder, **changes) as engine:
+            server.log.clear()
+            await law(engine, server)
+
+    run(main())
+    return server
+
+
+def bodies(server: ScriptedSGLang, path: str) -> list[Any]:
+    return [body for _, p, _, body in server.log if p == path]
+
+
+def scripted(seed: int, count: int, weights: Path, start: int = 0) -> tuple[int, ...]:
+    return tuple(token_at(seed >> 1, i, str(weights)) for i in range(start, start + count))
+
+
+async def update(engine: SGLangEngine, version: int, weights: Path) -> None:
+    await engine.pause()
+    try:
+        await engine.load(version, weights)
+    finally:
+        await engine.resume()
+
+
+# -- what is asked ------------------------------------------------------------------------------------------
+
+
+def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        chunks = await collect(engine, request("a", max_new_tokens=20, seed=6))
+        assert tokens(chunks) == scripted(6, 20, folder)
+        assert [p for c in chunks for p in c.logprobs] == [logprob_at(3, i, str(folder)) for i in range(20)]
+
+    check(folder, law)
+
+
+def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        await collect(engine, request("a", temperature=0.25, stop_token_ids=(1, 2)))
+        await collect(engine, request("b", temperature=0.0, top_p=0.5, top_k=7))
+
+    body, greedy = bodies(check(folder, law), "/generate")
+    expected = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.25, "n": 1, "min_new_tokens": 0}
+    expected |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": []}
+    expected |= {"stop_token_ids": [1, 2], "ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False}
+    assert {key: body["sampling_params"][key] for key in expected} == expected
+    assert (body["return_logprob"], body["stream"], body["logprob_start_len"]) == (True, True, -1)
+    assert not {"text", "image_data"} & body.keys()
+    assert (greedy["sampling_params"]["top_p"], greedy["sampling_params"]["top_k"]) == (0.5, 7)
+
+
+def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        await collect(engine, request("a", max_new_tokens=50))
+        await collect(engine, request("a", hop=1, max_new_tokens=50, response_ids=tuple(range(30))))
+
+    first, second = bodies(check(folder, law), "/generate")
+    assert second["input_ids"] == first["input_ids"] + list(range(30))
+    assert [b["sampling_params"]["max_new_tokens"] for b in (first, second)] == [50, 20]
+    assert first["rid"] != second["rid"]
+
+
+def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        calls = [
+            asyncio.create_task(collect(engine, request(n, max_new_tokens=LONG))) for n in ("g1", "g10", "g1#", "g1/")
+        ]
+        await asyncio.sleep(0.1)
+        await engine.abort(["g1#0"])
+        assert [(await call)[-1].finish_reason for call in calls] == [FinishReason.ABORT] + [FinishReason.LENGTH] * 3
+        with pytest.raises(EngineError, match="must not contain ';'"):
+            await collect(engine, request("a;b"))
+
+    check(folder, law)
+
+
+def test_an_id_is_never_used_again_so_a_late_abort_of_its_first_owner_hits_nobody(folder: Path) -> None:
+    server = ScriptedSGLang(tick_s=0.1)
+
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        chunks = await collect(engine, request("a", max_new_tokens=40))
+        assert (len(tokens(chunks)), chunks[-1].finish_reason) == (40, FinishReason.LENGTH)
+
+    check(folder, law, server)
+    check(folder, law, server)
+
+
+def test_truncated_sampling_whose_log_probs_would_be_wrong_is_refused(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        for cut in ({"top_p": 0.9}, {"top_k": 5}):
+            with pytest.raises(EngineError, match=r"use rollout\.top_p = 1 and rollout\.top_k = 0"):
+                await collect(engine, request("a", **cut))
+
+    assert bodies(check(folder, law), "/generate") == []
+
+
+def test_a_server_that_is_started_is_told_what_training_needs(folder: Path) -> None:
+    text = " ".join(launch_arguments(SGLangConfig(launch=True, max_running=9), folder, 8123))
+    assert f"--model-path {folder}" in text and "--host 127.0.0.1 --port 8123" in text
+    assert "--max-running-requests 9" in text and "--incremental-streaming-output" in text
+
+
+def test_a_key_never_reaches_a_command_line() -> None:
+    with pytest.raises(ValueError, match="api_key_env cannot go with launch = true"):
+        SGLangConfig(launch=True, api_key_env="KEY")
+
+
+# -- how it ends --------------------------------------------------------------------------------------------
+
+
+def test_an_end_token_of_the_servers_own_is_an_error_when_there_are_stop_tokens_and_none_otherwise(
+    folder: Path,
+) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        server.eos = token_at(3, 2, str(folder))
+        assert len(tokens(await collect(engine, request("a", seed=6, max_new_tokens=20)))) == 20
+        absent = next(t for t in range(64) if t not in scripted(6, 20, folder))
+        with pytest.raises(EngineError, match=rf"stopped at {server.eos}, which was not asked for"):
+            await collect(engine, request("b", seed=6, max_new_tokens=20, stop_token_ids=(absent,)))
+
+    check(folder, law)
+
+
+def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        server.nan_at = 4
+        with pytest.raises(EngineError, match="stopped at 'NaN happened'"):
+            await collect(engine, request("a", stop_token_ids=(63,)))
+
+    check(folder, law)
+
+
+def test_a_rejection_inside_the_stream_is_no_partial(folder: Path) -> None:
+    server = ScriptedSGLang()
+
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        server.max_req_input_len = 2
+        with pytest.raises(EngineError, match="ended it with 400: too long"):
+            await collect(engine, request("a"))
+        assert engine.stats().decoded_tokens == 0
+
+    check(folder, law, server)
+
+
+@pytest.mark.parametrize("hidden", ["stop", "length"])
+def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: Path, hidden: str) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        ids = scripted(6, 20, folder)
+        at = next(i for i in range(3, 20) if ids[i] not in ids[:i])
+        stop = {"stop_token_ids": (ids[at],)} if hidden == "stop" else {"max_new_tokens": at + 1}
+        stream = engine.generate(request("a", seed=6, **{"max_new_tokens": 40, **stop}))
+        chunks = [await anext(stream) for _ in range(at)]
+        await engine.abort(["a#0"])
+        chunks += [c async for c in stream]
+        assert tokens(chunks) == ids[: at + 1]
+        assert chunks[-1].finish_reason is FinishReason(hidden)
+
+    check(folder, law)
+
+
+# -- abort --------------------------------------------------------------------------------------------------
+
+
+def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(5)]
+        await asyncio.sleep(0.2)
+        await engine.abort([f"r{i}#0" for i in range(1, 5)])
+        ends = [await call for call in calls]
+        assert [len(tokens(chunks)) > 0 for chunks in ends] == [True, True, False, False, False]
+        assert [chunks[-1].finish_reason for chunks in ends] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 4
+
+    check(folder, law, ScriptedSGLang(slots=2))
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_running_call_taken_off_the_batch_and_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
+        await asyncio.sleep(0.3)
+        await engine.pause()
+        await engine.abort(["a#0"])
+        await engine.resume()
+        chunks = await call
+        assert_wellformed(chunks)
+        assert len(tokens(chunks)) > 5
+        assert tokens(chunks) == scripted(6, len(tokens(chunks)), folder)
+
+    check(folder, law, ScriptedSGLang(incremental=incremental))
+
+
+def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        calls = [asyncio.create_task(collect(engine, request(n, max_new_tokens=400))) for n in "ab"]
+        server.tick_s = 1.0
+        await asyncio.sleep(2.5)
+        server.aborts_by_id = False
+        await engine.abort(["a#0"])
+        assert [(await call)[-1].finish_reason for call in calls] == [FinishReason.ABORT] * 2
+        server.tick_s = 0.01
+        assert len(tokens(await collect(engine, request("c")))) == 12
+
+    assert {"rid": "", "abort_all": True} in bodies(check(folder, law), "/abort_request")
+
+
+def test_all_calls_are_stopped_by_one_request(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(50)]
+        await asyncio.sleep(0.2)
+        await engine.abort([f"r{i}#0" for i in range(50)])
+        assert {(await call)[-1].finish_reason for call in calls} == {FinishReason.ABORT}
+
+    assert bodies(check(folder, law), "/abort_request") == [{"rid": "", "abort_all": True}]
+
+
+def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        stream = engine.generate(request("a", max_new_tokens=LONG))
+        await anext(stream)
+        slow, arrived = server._post_abort_request, asyncio.Event()
+
+        async def held(query: dict[str, str], body: Any) -> Answer:
+            arrived.set()
+            await asyncio.sleep(0.03)
+            return await slow(query, body)
+
+        server._post_abort_request = held  # type: ignore[method-assign]
+        abort = asyncio.create_task(engine.abort(["a#0"]))
+        await arrived.wait()
+        late = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG)))
+        await abort
+        assert [c async for c in stream][-1].finish_reason is FinishReason.ABORT
+        assert len(tokens(await late)) == LONG
+
+    check(folder, law)
+
+
+def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
+    """A call that is not ours, of a run that has gone, say; the server's load tells of it."""
+
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        nobodys = engine._body(engine._admit(request("z", max_new_tokens=400)))
+        stream = (await server._post_generate({}, {**nobodys, "rid": "z"})).stream
+        assert stream is not None
+        await anext(stream)
+        engine._calls.clear()
+        call = engine.generate(request("a", max_new_tokens=LONG))
+        await anext(call)
+        server.tick_s = 2.0
+        await engine.abort(["a#0"])
+        await asyncio.sleep(20.0)
+        assert not server.requests
+
+    check(folder, law)
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_on_update", "mode", "flushes"), [("recompute", "retract", True), ("keep", "in_place", False)]
+)
+def test_weights_are_replaced_under_running_calls_and_abort_none(
+    folder: Path, new: Path, kv_on_update: str, mode: str, flushes: bool
+) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        await update(engine, 7, new)
+        assert len(tokens(await call)) == LONG
+        assert (server.version, server.weights) == ("7", str(new))
+
+    server = check(folder, law, kv_on_update=kv_on_update)
+    assert bodies(server, "/pause_generation") == [{"mode": mode}]
+    (sent,) = bodies(server, "/update_weights_from_disk")
+    assert sent == {"model_path": str(new), "weight_version": "7", "abort_all_requests": False, "flush_cache": flushes}
+    assert bodies(server, "/continue_generation") == [{"torch_empty_cache": False}]
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("interval", [1, 7])
+def test_each_token_has_the_version_that_the_server_says_sampled_it(
+    folder: Path, tmp_path: Path, kv_on_update: str, incremental: bool, interval: int
+) -> None:
+    """Also where tokens are late, and where a chunk holds tokens of both versions."""
+    weights = [folder, *(model_folder(tmp_path / f"w{i}") for i in (1, 2, 3))]
+
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        server.network_delay_s = 0.13
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.27)
+            await update(engine, version, weights[version])
+        chunks = await call
+        assert_wellformed(chunks)
+        labels = [c.policy_version for c in chunks for _ in c.token_ids]
+        assert sorted(set(labels)) == [0, 1, 2, 3] and len(labels) == LONG
+        assert tokens(chunks) == tuple(token_at(3, i, str(weights[v])) for i, v in enumerate(labels))
+        kept = {c.kv_version for c in chunks}
+        assert kept == ({0} if kv_on_update == "keep" else {0, 1, 2, 3})
+
+    server = ScriptedSGLang(incremental=incremental)
+    check(folder, law, server, kv_on_update=kv_on_update, stream_interval_tokens=interval)
+
+
+def test_tokens_that_came_before_an_update_are_not_held_back(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        stream = engine.generate(request("a", max_new_tokens=LONG))
+        assert [len((await anext(stream)).token_ids) for _ in range(5)] == [1] * 5
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    check(folder, law)
+
+
+def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        await engine.pause()
+        before = server.decoded_tokens
+        await asyncio.sleep(5.0)
+        assert server.decoded_tokens == before
+        await engine.resume()
+        assert len(tokens(await call)) == LONG
+
+    check(folder, law, ScriptedSGLang(lag_s=0.4))
+
+
+def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        replace, refused = server._post_update_weights_from_disk, []
+
+        async def half(query: dict[str, str], body: Any) -> Answer:
+            answer = await replace(query, body)
+            if not refused:
+                refused.append(body["weight_version"])
+                server.version = "0"
+                return Answer(400, {"success": False, "message": "Weights were updated, but the cache was not flushed"})
+            return answer
+
+        server._post_update_weights_from_disk = half  # type: ignore[method-assign]
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
+        await asyncio.sleep(0.3)
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .*Weights were updated, but"):
+            await update(engine, 1, new)
+        chunks = await call
+        assert (server.version, server.weights) == ("0", str(folder))
+        assert tokens(chunks) == scripted(6, LONG, folder)
+        assert {c.policy_version for c in chunks} == {0}
+
+    check(folder, law)
+
+
+def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        server.update_error = "out of memory"
+        with pytest.raises(EngineError, match="out of memory"):
+            await update(engine, 1, new)
+        server.log.clear()
+        with pytest.raises(EngineError, match="failed while its weights were replaced"):
+            await collect(engine, request("a"))
+        assert bodies(server, "/generate") == []
+        server.update_error = None
+        await update(engine, 1, new)
+        assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
+
+    check(folder, law)
+
+
+def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.1)
+        await update(engine, 1, new)
+        await collect(engine, request("b"))
+        await call
+        await update(engine, 2, folder)
+
+    server = check(folder, law, kv_on_update="keep")
+    assert [body["extra_key"] for body in bodies(server, "/generate")] == ["v0", "v1"]
+    flushed = [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")]
+    assert flushed == [False, True], "with no call open nothing needs to be kept"
+
+
+def test_the_first_weights_flush_what_another_run_has_cached(folder: Path) -> None:
+    async def main() -> None:
+        server = ScriptedSGLang()
+        async with opened(server, folder, kv_on_update="keep"):
+            assert [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")] == [True]
+
+    run(main())
+
+
+def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        other = {"model_path": str(new), "weight_version": "theirs", "flush_cache": False}
+        await server._post_update_weights_from_disk({}, other)
+        with pytest.raises(EngineError, match="somebody else changes"):
+            await call
+        with pytest.raises(EngineError, match="says it serves weights 'theirs'"):
+            await engine.probe()
+
+    check(folder, law)
+
+
+def test_a_paused_server_is_well(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        await engine.pause()
+        with pytest.raises(EngineError, match="503"):
+            await engine.client.call("GET", "/health")
+        await engine.probe(decode=True)
+        await engine.resume()
+        await engine.probe(decode=True)
+
+    check(folder, law)
+
+
+def test_a_server_that_another_run_left_paused_is_woken(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        assert len(tokens(await collect(engine, request("a")))) == 12
+
+    server = ScriptedSGLang()
+    server._pause("in_place")
+    check(folder, law, server)
+
+
+# -- the start ----------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, message: str, **script: Any) -> None:
+    async def main() -> None:
+        server = ScriptedSGLang()
+        for name, value in script.items():
+            assert hasattr(server, name)
+            setattr(server, name, value)
+        engine = make_engine(server, folder)
+        with pytest.raises(EngineError, match=message):
+            await engine.open()
+        await engine.close()
+        assert not bodies(server, "/update_weights_from_disk") or "aborts_by_id" in script
+
+    run(main())
+
+
+def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(folder: Path, tmp_path: Path) -> None:
+    larger = model_folder(tmp_path / "larger", vocab=100)
+    smaller = model_folder(tmp_path / "smaller", vocab=32)
+    wider = model_folder(tmp_path / "wider", hidden=8)
+    refused(folder, "serves a model of type 'llama', but .* is of type 'qwen3'", model_type="llama")
+    refused(folder, r"serves another model than .*v0: .* has shape", model_path=str(wider))
+    refused(folder, "start it without --preferred-sampling-params", preferred_sampling_params={"top_k": 20})
+    refused(folder, "does not say which weights sampled which token .* 0.5.23 or later", reports_spans=False)
+    refused(folder, "does not stop a call by its id within 5 s", aborts_by_id=False)
+    refused(larger, r"does not know token 99 of .*larger \(vocabulary of 100\)")
+    refused(smaller, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
+
+
+def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folder: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        limit = engine.capabilities.max_context_tokens
+        assert limit == CONTEXT - 6
+        head = tuple(1 for _ in range(limit - 4))
+        chunks = await collect(engine, request("a", max_new_tokens=limit - 3, response_ids=head))
+        assert (len(tokens(chunks)), chunks[-1].finish_reason) == (1, FinishReason.LENGTH)
+
+    check(folder, law)
+
+
+def test_what_was_cached_is_not_counted_as_prefilled_and_what_is_recomputed_is(folder: Path, new: Path) -> None:
+    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+        await collect(engine, request("a", prompt_ids=(1,) * 10))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
+        await collect(engine, request("a", hop=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
+        call = asyncio.create_task(collect(engine, request("b", prompt_ids=(1,) * 10, max_new_tokens=LONG)))
+        await asyncio.sleep(0.2)
+        await engine.pause()
+        lost = 10 + engine.stats().decoded_tokens - 22
+        await engine.load(1, new)
+        await engine.resume()
+        assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (20 + lost, 10 + lost)
+        await call
+
+    check(folder, law)
+
+
+# -- routers ------------------------------------------------------------------------------------------------
+
+
+class Router:
+    """Answers some paths and no other."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers = answers
+
+    async def handle(self, method: str, target: str, headers: dict[str, str], content: bytes) -> Answer:
+        return Answer(body=self.answers[target]) if target in self.answers else Answer(404, {"detail": "Not Found"})
+
+
+def asked(*routers: dict[str, Any]) -> tuple[str, ...]:
+    servers: Any = {f"r{i}": Router(answers) for i, answers in enumerate(routers)}
+
+    async def main() -> tuple[str, ...]:
+        clients = [
+            HTTPClient(f"http://{host}", settings(f"http://{host}"), transport=ScriptedTransport(servers))
+            for host in servers
+        ]
+        return await worker_urls(clients)
+
+    return run(main())
+
+
+def test_a_router_is_replaced_by_its_workers_and_a_worker_is_itself() -> None:
+    workers = {"workers": [{"url": "http://w1/", "worker_type": "regular"}, {"url": "http://w2"}]}
+    assert asked({"/workers": workers}) == ("http://w1", "http://w2")
+    assert asked({"/list_workers": {"urls": ["http://w1", "http://w3"]}}) == ("http://w1", "http://w3")
+    assert asked({}) == ("http://r0",)
+    assert asked({"/workers": workers}, {}, {"/list_workers": {"urls": ["http://w2"]}}) == (
+        "http://w1",
+        "http://w2",
+        "http://r1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ({"workers": []}, "router without workers"),
+        ({"workers": [{"url": "http://w", "worker_type": "prefill"}]}, "worker of type 'prefill'"),
+        ({"workers": "http://w"}, "expected 'workers'"),
+        ({"workers": [7]}, "worker of type None"),
+    ],
+)
+def test_a_router_that_cannot_be_used_says_why(answer: Any, complaint: str) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        asked({"/workers": json.loads(json.dumps(answer))})

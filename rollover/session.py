@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from rollover.trainer.trainer import Trainer
 
 
+_JOURNAL_SEQ = "journal_seq"
+"""Where a checkpoint says how much of the journal it has seen."""
+
+
 class Session:
     """The open parts of a run. ``timings`` collects the seconds of the step under way by name; ``evaluated`` are the
     versions that have been measured before."""
@@ -59,6 +63,7 @@ class Session:
         run: RunDir,
         trainer: Trainer,
         driver: RolloutDriver,
+        journal: Journal,
         publisher: Publisher,
         prove: Callable[[], Awaitable[None]] | None,
         evaluator: Evaluator | None,
@@ -73,6 +78,7 @@ class Session:
         self.driver = driver
         self.timings: defaultdict[str, float] = defaultdict(float)
         self._run = run
+        self._journal = journal
         self._publisher = publisher
         self._prove = prove
         self._evaluator = evaluator
@@ -172,7 +178,8 @@ class Session:
         if self.version == self._saved_version:
             return
         root = self._run.checkpoints
-        self.trainer.save(checkpoint_path(root, self.version))
+        self.driver.flush()
+        self.trainer.save(checkpoint_path(root, self.version), {_JOURNAL_SEQ: self._journal.last_seq})
         self._saved_version = self.version
         self.driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept(root)))
         prune_checkpoints(root, self.config.checkpoint.keep_last)
@@ -220,12 +227,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         scorer = Scorer([spec for s in (source, *evaluation) for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
         resuming = run.journal.exists()
-        if checkpoint is not None and not resuming:
-            raise RunError(
-                f"{run.journal} is gone, and {checkpoint} cannot go on without it: put it back, or start a new run with"
-                f" --model.path {checkpoint}"
-            )
-        journal = Journal(run.journal)
+        journal = _open_journal(run, checkpoint)
         stack.callback(journal.close)
         ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
         if resuming:
@@ -254,6 +256,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             run=run,
             trainer=trainer,
             driver=driver,
+            journal=journal,
             publisher=Publisher([engine], folders=folders),
             prove=_proof(config, engine, trainer, vocab_size=len(tokenizer)),
             evaluator=open_evaluator(
@@ -271,6 +274,24 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             clock=clock,
             evaluated=evaluated,
         )
+
+
+def _open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
+    """The run's journal, a new one for a new run. Raises ``RunError`` when it is older than the checkpoint."""
+    from rollover.trainer.checkpoint import read_manifest
+
+    if checkpoint is None:
+        return Journal(run.journal)
+    mend = f"put the right one back, or start a new run with --model.path {checkpoint}"
+    if not run.journal.exists():
+        raise RunError(f"{run.journal} is gone, and {checkpoint} cannot go on without it: {mend}")
+    journal = Journal(run.journal)
+    written = read_manifest(checkpoint).extra.get(_JOURNAL_SEQ, 0)
+    if written > journal.last_seq:
+        last = journal.last_seq
+        journal.close()
+        raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} has seen event {written}: {mend}")
+    return journal
 
 
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> Trainer:

@@ -247,6 +247,14 @@ def test_an_event_that_cannot_be_read_is_named(refused: Say, run: Path) -> None:
     assert "out/journal.sqlite, event 5" in refused("report", "out")
 
 
+def test_a_journal_older_than_the_checkpoint_is_refused(refused: Say, run: Path) -> None:
+    with sqlite3.connect(run / "journal.sqlite") as db:
+        db.execute("DELETE FROM events WHERE seq > 5")
+    db.close()
+    message = refused_resume(refused, run)
+    assert "out/journal.sqlite ends at event 5, but out/checkpoints/step_2 has seen event" in message
+
+
 def test_a_missing_journal_does_not_start_the_rollout_afresh(refused: Say, run: Path) -> None:
     (run / "journal.sqlite").unlink()
     message = refused_resume(refused, run)

@@ -223,9 +223,7 @@ class EngineContract:
             head = [await anext(stream)]
             await engine.abort(["cut#0"])
             head += [c async for c in stream]
-            rest = await collect(
-                engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), hop=1)
-            )
+            rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), hop=1))
             assert tokens(head) + tokens(rest) == whole
             if engine.capabilities.keeps_kv_on_abort:
                 assert rest[0].num_prefilled_tokens == 0

@@ -12,9 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB = 64
 
 
-def tiny_model(
-    kind: str = "qwen3", *, seed: int = 0, sharpness: float = 8.0, **config: Any
-) -> PreTrainedModel:
+def tiny_model(kind: str = "qwen3", *, seed: int = 0, sharpness: float = 8.0, **config: Any) -> PreTrainedModel:
     """``kind`` is transformers' model type; ``sharpness`` scales the logits."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,

@@ -45,12 +45,8 @@ class TestThreadedEngineKeepsTheContract(Embedded):
 
 class TestLockstepEngineKeepsTheContract(Embedded):
     lockstep = True
-    config = EmbeddedConfig(
-        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8
-    )
+    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 
 
 class TestEngineThatKeepsItsCacheKeepsTheContract(Embedded):
-    config = EmbeddedConfig(
-        device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, kv_on_update="keep"
-    )
+    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, kv_on_update="keep")

@@ -146,9 +146,7 @@ def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folde
     calls.take(core.load(2, models[2].state_dict()))
     calls.step(10)
     calls.take(core.load(3, saved(models[3], folder.parent / "later")))
-    calls.add(
-        request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), hop=1)
-    )
+    calls.add(request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), hop=1))
     calls.finish()
     calls.chunks["s2#0"] += calls.chunks.pop("s2#1")
     for chunks in calls.chunks.values():

@@ -58,9 +58,7 @@ def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, tmp_path
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_sampled_logprobs_are_the_log_softmax_of_logits_over_temperature(
-    temperature: float, tmp_path: Path
-) -> None:
+def test_sampled_logprobs_are_the_log_softmax_of_logits_over_temperature(temperature: float, tmp_path: Path) -> None:
     model = tiny_model(sharpness=2.0)
     calls = run(core_of(saved(model, tmp_path)), request("a", max_new_tokens=60, temperature=temperature))
     response = calls.tokens("a#0")
@@ -128,9 +126,7 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_mathematics_that_is_not_implemented_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_mathematics_that_is_not_implemented_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = saved(tiny_model(), tmp_path)
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))

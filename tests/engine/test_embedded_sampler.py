@@ -42,9 +42,7 @@ def test_frequencies_match_the_softmax(temperature: float) -> None:
         ({"top_p": 0.85, "top_k": 3}, {0, 5, 1}),
     ],
 )
-def test_cuts_keep_their_support_and_report_what_is_sampled_from(
-    params: dict[str, Any], support: set[int]
-) -> None:
+def test_cuts_keep_their_support_and_report_what_is_sampled_from(params: dict[str, Any], support: set[int]) -> None:
     tokens, logprobs = draw(5000, **params)
     assert set(tokens.tolist()) == support
     kept = torch.full_like(LOGITS, -torch.inf)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,28 +13,36 @@ from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import load_policy, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 
-SHAPE = ScratchConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, max_position=512)
+SHAPE = ScratchConfig(
+    hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, max_position=512, tie_embeddings=False
+)
 
 
-def real_model(folder: Path, *, seed: int = 0, sharpness: float = 6.0) -> Path:
+def real_model(folder: Path, *, seed: int = 0, sharpness: float = 3.0, **shape: Any) -> Path:
     """``sharpness`` scales the last norm, so that the next token has favourites."""
     plain = folder.with_name(f"{folder.name}-plain")
     tokenizer = build_tokenizer(["the quick brown fox jumps over 12 lazy dogs"] * 4)
-    build_scratch_model(plain, tokenizer, SHAPE, seed=seed)
+    build_scratch_model(plain, tokenizer, replace(SHAPE, **shape), seed=seed)
     model = load_policy(plain)
     with torch.no_grad():
-        model.model.norm.weight.mul_(sharpness / 2)
+        model.model.norm.weight.mul_(sharpness)
     folder.mkdir(parents=True)
     save_model(model, folder, files_from=plain)
     return folder
 
 
+@functools.cache
+def _transformers_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def logprobs(folder: Path, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float) -> list[float]:
     """By transformers' own forward pass."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    table = torch.log_softmax(logits / temperature, -1)
+        logits = _transformers_model(folder)(input_ids=torch.tensor([prompt + response])).logits
+    table = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, -1)
     return [float(row[token]) for row, token in zip(table, response, strict=True)]

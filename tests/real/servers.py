@@ -1,0 +1,89 @@
+"""Real servers as processes that a test can kill and freeze."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from rollover.engine.http import guard
+from rollover.engine.http.launch import free_port
+
+START_S = 900.0
+
+
+class RealServer:
+    """A server on a port of its own. ``command`` makes its command line from the port."""
+
+    def __init__(self, command: Callable[[int], Sequence[str]], env: dict[str, str], log: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = list(command(self.port))
+        self._env = {**os.environ, **env}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin to start; see ``wait_until_ready``."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", guard.__file__, "20", *self._command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        assert self._process is not None
+        give_up_s = time.monotonic() + START_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert self._process.poll() is None, self._end_of_log("exited")
+            assert time.monotonic() < give_up_s, self._end_of_log(f"is not ready after {START_S:g} s")
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and all its workers."""
+        self._signal(signal.SIGKILL)
+        assert self._process is not None and self._process.stdin is not None
+        self._process.wait()
+        self._process.stdin.close()
+        self._process = None
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self.thaw()
+        self._process.stdin.close()
+        try:
+            self._process.wait(30.0)
+        finally:
+            if self._process.poll() is None:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def _end_of_log(self, what: str) -> str:
+        return f"{self.url} {what}:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])

@@ -1,0 +1,430 @@
+"""vLLM engines before two real vLLM servers on this machine's CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.clock import SystemClock
+from rollover.engine.base import WeightSource
+from rollover.engine.http.client import HTTPClient
+from rollover.engine.pool import EnginePool
+from rollover.engine.proof import prove_logprobs
+from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.engine import VLLMEngine
+from rollover.engine.vllm.open import launch_arguments, open_vllm
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+from tests import runs
+from tests.engine.contract import EngineContract, FullEngine, assert_wellformed, collect, request, tokens
+from tests.real.models import logprobs, real_model
+from tests.real.servers import RealServer
+
+pytestmark = pytest.mark.vllm
+
+PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
+COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server")
+ARGUMENTS = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager")
+ENV = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+MAX_RUNNING = 16
+DEADLINE_S = 600.0
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models that differ in their weights only, and one of another shape."""
+    root = tmp_path_factory.mktemp("real")
+    misfit = real_model(root / "misfit", hidden_size=64)
+    return {"first": real_model(root / "first"), "second": real_model(root / "second", seed=1), "misfit": misfit}
+
+
+@pytest.fixture(scope="session")
+def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
+    logs = tmp_path_factory.mktemp("logs")
+    config = VLLMConfig(launch=True, max_running=MAX_RUNNING)
+    made = [
+        RealServer(
+            lambda port: [*COMMAND, *launch_arguments(config, folders["first"], port), *ARGUMENTS],
+            ENV,
+            logs / f"server-{number}.log",
+        )
+        for number in range(2)
+    ]
+    for server in made:
+        server.start()
+    try:
+        for server in made:
+            server.wait_until_ready()
+        yield made
+    finally:
+        for server in made:
+            server.stop()
+
+
+def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
+    return VLLMConfig(
+        urls=tuple(server.url for server in servers),
+        max_running=MAX_RUNNING,
+        stream_interval_tokens=changes.pop("stream_interval_tokens", 1),
+        **changes,
+    )
+
+
+@asynccontextmanager
+async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[VLLMEngine]:
+    config = config_of(server, **changes)
+    engine = VLLMEngine(HTTPClient(server.url, config), config, folder)
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> AsyncIterator[EnginePool]:
+    impatient = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
+    pool = await open_vllm(
+        config_of(*servers, **{**impatient, **changes}), folder, logs=Path("unused"), clock=SystemClock()
+    )
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def within_deadline(law: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await law()
+
+    asyncio.run(main())
+
+
+async def update(engine: FullEngine, version: int, folder: Path) -> None:
+    await engine.pause()
+    try:
+        await engine.load(version, folder)
+    finally:
+        await engine.resume()
+
+
+# -- the contract -------------------------------------------------------------------------------------------------
+
+
+class RealVLLM(EngineContract):
+    kv_on_update = "recompute"
+
+    @pytest.fixture(autouse=True)
+    def _use(self, servers: list[RealServer], folders: dict[str, Path]) -> None:
+        self.server, self.folders = servers[0], folders
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[FullEngine]:
+        async with engine_of(self.server, self.folders["first"], kv_on_update=self.kv_on_update) as engine:
+            yield engine
+
+    def new_weights(self) -> WeightSource:
+        return self.folders["second"]
+
+    def bad_weights(self) -> WeightSource:
+        return self.folders["misfit"]
+
+
+class TestVLLMThatRecomputesKeepsTheContract(RealVLLM):
+    pass
+
+
+class TestVLLMThatKeepsItsCacheKeepsTheContract(RealVLLM):
+    kv_on_update = "keep"
+
+
+# -- exactness ----------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_are_those_of_each_version_at_each_temperature(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"]) as engine:
+            for version, name in ((0, "first"), (1, "second"), (2, "first")):
+                await update(engine, version, folders[name])
+                measured = await prove_logprobs(
+                    engine,
+                    lambda p, r, t, name=name: logprobs(folders[name], tuple(p), tuple(r), t),  # type: ignore[misc]
+                    vocab_size=engine.model.vocab_size,
+                    tolerance=1e-4,
+                )
+                assert measured[1].raw > 0.05, "temperature makes a difference that would be seen"
+
+    within_deadline(law)
+
+
+def test_a_greedy_rollout_cut_anywhere_and_resumed_is_the_uninterrupted_one(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"]) as engine:
+            whole = tokens(await collect(engine, request("whole", max_new_tokens=40, temperature=0.0)))
+            for cut in (1, 7, 20, 39):
+                resumed = request("cut", hop=cut, max_new_tokens=40, temperature=0.0, response_ids=whole[:cut])
+                assert whole[:cut] + tokens(await collect(engine, resumed)) == whole
+
+    within_deadline(law)
+
+
+def test_stop_strings_end_with_the_token_that_completes_them_also_over_a_cut(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folders["first"])
+
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"], stream_interval_tokens=16) as engine:
+            free = tokens(await collect(engine, request("free", max_new_tokens=60, temperature=0.0)))
+            end = next(
+                e for e in range(12, 50) if tokenizer.decode(free[e - 2 : e]) not in tokenizer.decode(free[: e - 1])
+            )
+            stop = tokenizer.decode(free[end - 2 : end])
+            stopped = {"max_new_tokens": 60, "temperature": 0.0, "stop_strings": (stop,)}
+            chunks = await collect(engine, request("stopped", **stopped))
+            assert_wellformed(chunks)
+            assert (tokens(chunks), chunks[-1].finish_reason) == (free[:end], FinishReason.STOP)
+            cut = free[: end - 1]
+            chunks = await collect(engine, request("cut", response_ids=cut, **stopped))
+            assert (cut + tokens(chunks), chunks[-1].finish_reason) == (free[:end], FinishReason.STOP)
+
+    within_deadline(law)
+
+
+def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"], kv_on_update="keep") as engine:
+            calls = [
+                asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=300))) for i in range(8)
+            ]
+            while engine.stats().decoded_tokens < 8 * 20:
+                await asyncio.sleep(0.01)
+            await update(engine, 1, folders["second"])
+            for call in calls:
+                chunks = await call
+                old = [c for c in chunks if c.policy_version == 0]
+                assert old and len(old) < len(chunks)
+                expected = logprobs(folders["first"], (5, 6, 7), tokens(old), 1.0)
+                assert [p for c in old for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
+                assert {c.kv_version for c in chunks} == {0}
+            fresh = await collect(engine, request("fresh", max_new_tokens=20))
+            expected = logprobs(folders["second"], (5, 6, 7), tokens(fresh), 1.0)
+            assert [p for c in fresh for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
+
+    within_deadline(law)
+
+
+def test_a_thousand_calls_at_once(servers: list[RealServer], folders: dict[str, Path]) -> None:
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"], stream_interval_tokens=16) as engine:
+            calls = [
+                asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8))) for i in range(1000)
+            ]
+            assert all(len(tokens(chunks)) == 8 for chunks in await asyncio.gather(*calls))
+
+    within_deadline(law)
+
+
+def test_another_model_is_refused(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    for file in folders["first"].iterdir():
+        (larger / file.name).write_bytes(file.read_bytes())
+    config = json.loads((larger / "config.json").read_text())
+    (larger / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1000}))
+
+    async def law() -> None:
+        with pytest.raises(EngineError, match="is it another model"):
+            async with engine_of(servers[0], larger):
+                pass
+
+    within_deadline(law)
+
+
+# -- servers that fail --------------------------------------------------------------------------------------------
+
+
+async def start_calls(
+    pool: EnginePool, count: int, length: int
+) -> tuple[list[asyncio.Task[Any]], dict[str, list[Any]]]:
+    """Calls of many prompts, and the chunks that have come of each."""
+    received: dict[str, list[Any]] = {}
+
+    async def one(name: str, number: int) -> None:
+        async for chunk in pool.generate(request(name, prompt_ids=(number + 1, 5), seed=number, max_new_tokens=length)):
+            received.setdefault(name, []).append(chunk)
+
+    tasks = [asyncio.create_task(one(f"r{i}", i)) for i in range(count)]
+    while len(received) < count:
+        await asyncio.sleep(0.01)
+    return tasks, received
+
+
+async def finish_elsewhere(pool: EnginePool, tasks: list[Any], received: dict[str, list[Any]], length: int) -> int:
+    """Resume what failed from its streamed prefix. Returns how many had to be."""
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    failed = [i for i, end in enumerate(ends) if end is not None]
+    assert all(isinstance(ends[i], EngineError) for i in failed), ends
+    for i in range(len(tasks)):
+        prefix = tokens(received[f"r{i}"])
+        if i in failed:
+            assert 0 < len(prefix) < length
+            hop = request(f"r{i}", hop=1, prompt_ids=(i + 1, 5), seed=i, max_new_tokens=length, response_ids=prefix)
+            prefix += tokens(await collect(pool, hop))
+        assert len(prefix) == length
+    return len(failed)
+
+
+async def assert_all_serve(pool: EnginePool, version: int, folder: Path) -> None:
+    """Calls of several prompts at once, so that every server gets some, are sampled from ``folder``."""
+    calls = [collect(pool, request(f"serve{i}", prompt_ids=(i + 1, 9))) for i in range(6)]
+    for i, chunks in enumerate(await asyncio.gather(*calls)):
+        assert {c.policy_version for c in chunks} == {version}
+        expected = logprobs(folder, (i + 1, 9), tokens(chunks), 1.0)
+        assert [p for c in chunks for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_frozen_server_costs_no_token_and_rejoins_with_the_weights_of_now(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with pool_of(servers, folders["first"]) as pool:
+            tasks, received = await start_calls(pool, 8, 400)
+            servers[1].freeze()
+            try:
+                assert await finish_elsewhere(pool, tasks, received, 400) == 4
+                await update(pool, 1, folders["second"])
+                assert pool.capabilities.max_running == MAX_RUNNING
+            finally:
+                servers[1].thaw()
+            while pool.capabilities.max_running < 2 * MAX_RUNNING:
+                await asyncio.sleep(0.1)
+            await assert_all_serve(pool, 1, folders["second"])
+
+    within_deadline(law)
+
+
+def test_a_killed_server_costs_no_token_and_a_new_one_in_its_place_is_given_the_weights(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with pool_of(servers, folders["first"]) as pool:
+            await update(pool, 1, folders["second"])
+            tasks, received = await start_calls(pool, 8, 400)
+            servers[1].kill()
+            assert await finish_elsewhere(pool, tasks, received, 400) == 4
+            servers[1].start()
+            await asyncio.to_thread(servers[1].wait_until_ready)
+            while pool.capabilities.max_running < 2 * MAX_RUNNING:
+                await asyncio.sleep(0.1)
+            await assert_all_serve(pool, 1, folders["second"])
+
+    within_deadline(law)
+
+
+# -- a run --------------------------------------------------------------------------------------------------------
+
+RUN = """\
+steps = 8
+[model]
+path = "{model}"
+[tasks]
+max_prompt_tokens = 32
+[[tasks.train]]
+kind = "jsonl"
+name = "letters"
+path = "letters.jsonl"
+[tasks.train.reward]
+kind = "function"
+function = "letters:share"
+workers = 0
+[rollout]
+strategy = "april"
+rollout_batch_size = 4
+group_size = 4
+max_new_tokens = 200
+[engine]
+kind = "vllm"
+urls = {urls}
+max_running = 16
+stream_interval_tokens = 4
+health_interval_s = 0.5
+health_timeout_s = 10.0
+rejoin_max_interval_s = 2.0
+logprob_tolerance = 0.001
+[trainer]
+learning_rate = 1e-3
+[logging]
+tensorboard = false
+progress = "off"
+"""
+
+REWARD = """\
+async def share(prompts, completions, answer, **columns):
+    "The share of the response that is the letter asked for."
+    return [text.count(letter) / max(1, len(text)) for text, letter in zip(completions, answer)]
+"""
+
+
+def test_a_run_survives_a_frozen_and_a_killed_server(
+    servers: list[RealServer], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i} {letter}", "answer": letter} for i, letter in enumerate("abcdefgh")]
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "letters.py").write_text(REWARD)
+    urls = json.dumps([server.url for server in servers])
+    (tmp_path / "run.toml").write_text(RUN.format(model=folders["first"], urls=urls))
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", str(run)]
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    with (tmp_path / "out.txt").open("wb") as out:
+        training = subprocess.Popen(
+            command, cwd=tmp_path, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths}
+        )
+    try:
+        wait_for_step(training, run, 2)
+        servers[1].freeze()
+        wait_for_step(training, run, 4)
+        servers[1].thaw()
+        wait_for_step(training, run, 5)
+        servers[1].kill()
+        training.wait(DEADLINE_S)
+    finally:
+        training.kill()
+        training.wait()
+    assert training.returncode == 0, (tmp_path / "out.txt").read_text()
+    ledger = runs.ledger(run)
+    assert ledger.next_step == 8
+    counted = ledger.tokens
+    assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
+    assert sum(counted.wasted.values()) == 0, "partial rollouts throw nothing away, whatever dies"
+    resumed = [t for batch in runs.batches(run) for t in batch.trajectories if t.num_resumes]
+    assert resumed, "some were cut and went on"
+    assert len(runs.rows(run)) == 8
+
+
+def wait_for_step(training: subprocess.Popen[bytes], run: Path, step: int) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while training.poll() is None and not ((run / "metrics.jsonl").exists() and len(runs.rows(run)) >= step):
+        assert time.monotonic() < give_up_s, f"no step {step}"
+        time.sleep(0.05)

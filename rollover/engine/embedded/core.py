@@ -222,7 +222,8 @@ class EngineCore:
         tables_BN = _block_tables([piece.sequence for piece in slices], starts_B + counts_B, self._kv.block_size)
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._decoder.prefill(
-            torch.tensor(ids, device=self.device), PrefillAttention(self._kv, self._rotary, tables_BN, starts_B, counts_B)
+            torch.tensor(ids, device=self.device),
+            PrefillAttention(self._kv, self._rotary, tables_BN, starts_B, counts_B),
         )
 
     def _decode(self, sequences: list[Sequence]) -> tuple[list[float], list[float]]:
@@ -294,9 +295,7 @@ def _dtype(config: EmbeddedConfig) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _kernels(
-    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device
-) -> Kernels | None:
+def _kernels(config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """Compiled kernels, or ``None`` for PyTorch's operations."""
     if config.cpu_kernels == "torch" or device.type != "cpu" or dtype != torch.float32:
         return None

@@ -37,7 +37,7 @@ class Layer:
 class Attention(Protocol):
     """One iteration's attention: it knows where each token stands and what it attends to."""
 
-    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor) -> Tensor:
+    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor, /) -> Tensor:
         """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
         ...
 
@@ -116,4 +116,3 @@ class Decoder:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-

@@ -52,9 +52,7 @@ class Kernels:
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         out, (rows, size) = torch.empty_like(x_TH), x_TH.shape
-        self._rms_norm(
-            x_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), rows, size, torch.get_num_threads()
-        )
+        self._rms_norm(x_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), rows, size, torch.get_num_threads())
         return out
 
     def silu_product(self, gate_up_TF: Tensor) -> Tensor:
@@ -84,11 +82,14 @@ def compiled(head_dim: int, block_size: int, group: int) -> Kernels:
     """For these sizes. Raises ``EngineError`` where there is no compiler or it refuses."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        raise EngineError(f"cpu_kernels = 'compiled' needs a C compiler: none of {', '.join(_COMPILERS)} is on the PATH")
+        raise EngineError(
+            f"cpu_kernels = 'compiled' needs a C compiler: none of {', '.join(_COMPILERS)} is on the PATH"
+        )
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DBLOCK={block_size}", f"-DGROUP={group}")
     with tempfile.TemporaryDirectory(prefix="rollover-kernels-") as folder:
         library = Path(folder) / "kernels.so"
-        command = [compiler, *_FLAGS, *sizes, "-o", library, Path(__file__).with_name("kernels.c"), "-lm"]
+        source = Path(__file__).with_name("kernels.c")
+        command = [compiler, *_FLAGS, *sizes, "-o", str(library), str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise EngineError(f"{compiler} could not compile the CPU kernels: {done.stderr.strip()[:1000]}")

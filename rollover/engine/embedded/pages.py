@@ -37,9 +37,7 @@ class PagedKV:
         self.num_kv_heads, self.block_size, self.head_dim = num_kv_heads, block_size, head_dim
         self.device = device
 
-    def write(
-        self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor
-    ) -> None:
+    def write(self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         self.keys[layer][blocks_T, :, :, offsets_T] = keys_TKD
         self.values[layer][blocks_T, :, offsets_T] = values_TKD
 

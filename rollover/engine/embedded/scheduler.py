@@ -28,6 +28,7 @@ from rollover.engine.embedded.sequence import Sequence
 BlockCopy = tuple[int, int]
 """Source and destination block. All copies of one list are made at once, before anything else is written."""
 
+
 @dataclass(frozen=True, slots=True)
 class PrefillSlice:
     """The next ``num_tokens`` uncached tokens of a sequence, from ``start``."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollover.algorithms.registry import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.sglang.config import SGLangConfig
 from rollover.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.deterministic:
         yield from _nondeterminism(config)
+    if isinstance(engine, SGLangConfig) and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
+            " engine.kind 'sglang' reports log-probs from before the cut: set them to 1 and 0"
+        )
     if isinstance(engine, EmbeddedConfig):
         if rollout.num_running is not None and rollout.num_running > engine.max_running:
             yield (

@@ -224,6 +224,16 @@ def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -
     assert load(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
 
 
+@pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]])
+def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_uncut_one(
+    tmp_path: Path, cut: list[str]
+) -> None:
+    file = written(tmp_path, f"{ENGINE}kind = 'sglang'\nlaunch = true")
+    assert load(file).engine == SGLangConfig(launch=True)
+    with pytest.raises(ConfigError, match=r"rollout\.top_k .* cut the distribution, but engine\.kind 'sglang'"):
+        load(file, cut)
+
+
 def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"

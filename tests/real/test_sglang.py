@@ -27,7 +27,7 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.vllm_kit import model_folder
 from tests.real.models import logprobs, real_model
-from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, serving
+from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 
 pytestmark = pytest.mark.sglang
 
@@ -45,19 +45,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(folders[0], tmp_path_factory.mktemp("logs") / "server.log") as url:
-        yield url
+    yield from serving(folders[0], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def incremental_url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("logs") / "incremental.log"
-    with serving(folders[0], log, "--incremental-streaming-output") as url:
-        yield url
+    yield from serving(folders[0], tmp_path_factory, "--incremental-streaming-output")
+
+
+def serving(model: Path, places: pytest.TempPathFactory, *arguments: str) -> Iterator[str]:
+    server = sglang_server(model, places.mktemp("logs") / "server.log", *arguments)
+    server.start()
+    try:
+        server.wait_until_ready()
+        yield server.url
+    finally:
+        server.stop()
 
 
 def config_of(url: str, **settings: Any) -> SGLangConfig:
-    return SGLangConfig(**{"urls": (url,), "max_running": SLOTS, "stream_interval_tokens": 1, **settings})
+    """With patience for a machine that has other things to do."""
+    patient = {"abort_timeout_s": 60.0, "control_timeout_s": 300.0, "token_timeout_s": 300.0}
+    return SGLangConfig(**{"urls": (url,), "max_running": SLOTS, "stream_interval_tokens": 1, **patient, **settings})
 
 
 @asynccontextmanager
@@ -108,6 +117,16 @@ class SGLang(EngineContract):
 
     def bad_weights(self) -> WeightSource:
         return self.misfit
+
+    def test_the_stop_token_is_the_last_token(self) -> None:
+        """With stop tokens that a second sample meets as well: sampling is not seeded."""
+
+        async def law(engine: FullEngine) -> None:
+            chunks = await collect(engine, request("a", max_new_tokens=60, stop_token_ids=tuple(range(150))))
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            assert [token < 150 for token in tokens(chunks)] == [False] * (len(tokens(chunks)) - 1) + [True]
+
+        self.run(law)
 
 
 class TestSGLangThatRecomputesKeepsTheContract(SGLang):
@@ -270,7 +289,7 @@ async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]
 
 def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(120), client_of(url) as client:
+        async with asyncio.timeout(600), client_of(url) as client:
             await law(client)
 
     asyncio.run(main())

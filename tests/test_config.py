@@ -20,7 +20,7 @@ from rollover.config import (
     to_toml,
     variant,
 )
-from rollover.engine.config import EmbeddedConfig, VLLMConfig
+from rollover.engine.config import EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollover.errors import ConfigError
 
 TEXT = """\

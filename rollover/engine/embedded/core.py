@@ -32,7 +32,7 @@ from rollover.engine.embedded.cache import BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.decode import DecodeAttention
 from rollover.engine.embedded.model import Attention, Decoder
-from rollover.engine.embedded.native import Kernels, NativeDecodeAttention, compiled
+from rollover.engine.embedded.native import NativeDecodeAttention, NativeOps, compiled
 from rollover.engine.embedded.ops import TorchOps
 from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.prefill import PrefillAttention
@@ -60,10 +60,12 @@ class EngineCore:
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = _device(config.device), _dtype(config)
         self._max_context = _max_context(config, arch)
-        self._kernels = _kernels(config, arch, dtype, self.device)
+        self._native = _native_ops(config, arch, dtype, self.device)
+        ops = self._native or TorchOps(dtype, self.device)
+        dtype = ops.dtype
         self._rotary = Rotary(arch, self._max_context, dtype, self.device)
-        self._decoder = Decoder(arch, dtype, self.device, self._kernels or TorchOps())
-        load_weights(self._decoder.named, folder, tied_embeddings=arch.tied_embeddings)
+        self._decoder = Decoder(arch, self.device, ops)
+        load_weights(self._decoder.slots, folder, tied_embeddings=arch.tied_embeddings)
         size = config.block_size_tokens
         self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * dtype.itemsize
         num_blocks = config.kv_cache_bytes // self._block_bytes
@@ -140,7 +142,7 @@ class EngineCore:
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
         try:
-            load_weights(self._decoder.named, source, tied_embeddings=self._arch.tied_embeddings)
+            load_weights(self._decoder.slots, source, tied_embeddings=self._arch.tied_embeddings)
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
         outputs = [
@@ -176,7 +178,7 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            if self._kernels is None:
+            if self._native is None:
                 self._copy(self.scheduler.compact())
             outputs = self._account(sequences, *self._decode(sequences))
             self._decode_iterations += 1
@@ -233,15 +235,15 @@ class EngineCore:
         attention = self._decode_attention(tables_BN, lengths_B)
         last_B = torch.tensor([s.token_ids[-1] for s in sequences], device=self.device)
         noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
-        draw = draw_tokens if self._kernels is None else self._kernels.draw_tokens
+        draw = draw_tokens if self._native is None else self._native.draw_tokens
         logits_BV = self._decoder.logits(last_B, attention)
         tokens_B, logprobs_B = sample(logits_BV, [s.request.params for s in sequences], noise_B, draw)
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         return tokens, logprobs
 
     def _decode_attention(self, tables_BN: Ints, lengths_B: Ints) -> Attention:
-        if self._kernels is not None:
-            return NativeDecodeAttention(self._kernels, self._kv, self._rotary, tables_BN, lengths_B)
+        if self._native is not None:
+            return NativeDecodeAttention(self._native.kernels, self._kv, self._rotary, tables_BN, lengths_B)
         return DecodeAttention(self._kv, self._rotary, tables_BN, lengths_B)
 
     def _account(self, sequences: list[Sequence], tokens: list[float], logprobs: list[float]) -> list[Output]:
@@ -295,12 +297,15 @@ def _dtype(config: EmbeddedConfig) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _kernels(config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+def _native_ops(
+    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device
+) -> NativeOps | None:
     """Compiled kernels, or ``None`` for PyTorch's operations."""
-    if config.cpu_kernels == "torch" or device.type != "cpu" or dtype != torch.float32:
+    if config.cpu_kernels == "torch" or device.type != "cpu":
         return None
     try:
-        return compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
+        kernels = compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
+        return NativeOps(kernels, dtype)
     except EngineError:
         if config.cpu_kernels == "compiled":
             raise

@@ -6,6 +6,16 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PANEL (2 * LANES) /* columns of the output computed together */
+#define TILE 8            /* with so many rows */
+#define AHEAD 16          /* rows of a panel prefetched */
 #define HALF (HEAD_DIM / 2)
 #define LOG2_E 1.4426950408889634f
 
@@ -130,6 +140,82 @@ void decode_attention(const float *qkv, const float *q_norm, const float *k_norm
                 out[((b * num_kv + k) * GROUP + g) * HEAD_DIM + d] = sum[g][d] / total[g];
     }
 }
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));
+
+/* Weights[rows, in] become rows first, first + 1, ... of packed[panels][in][PANEL]: the columns of the product. */
+void pack_float(const float *weights, int64_t rows, int64_t in, int64_t first, float *packed, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; panel++)
+        for (int64_t k = 0; k < in; k++)
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t r = panel * PANEL + column - first;
+                if (r >= 0 && r < rows) packed[(panel * in + k) * PANEL + column] = weights[r * in + k];
+            }
+}
+
+/* The same for bfloat16: columns c and c + LANES of a panel share a word, so that a shift and a mask widen them. */
+void pack_bfloat16(const uint16_t *weights, int64_t rows, int64_t in, int64_t first, uint16_t *packed, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; panel++)
+        for (int64_t k = 0; k < in; k++)
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t r = panel * PANEL + column - first, place = column % LANES * 2 + column / LANES;
+                if (r >= 0 && r < rows) packed[(panel * in + k) * PANEL + place] = weights[r * in + k];
+            }
+}
+
+static inline void widen_float(const float *row, lanes w[2]) {
+    w[0] = *(const lanes *)row, w[1] = *(const lanes *)(row + LANES);
+}
+
+static inline void widen_bfloat16(const uint16_t *row, lanes w[2]) {
+    bits both = *(const bits *)row;
+    w[0] = (lanes)(both << 16), w[1] = (lanes)(both & 0xffff0000u);
+}
+
+/* out[rows, width] = x[rows, in] times the packed weights, or that added to out. Panels are shared among the threads, so
+ * that each weight is read once. */
+#define MATMUL(TYPE, NUMBER)                                                                                           \
+    void matmul_##TYPE(const float *x, const NUMBER *packed, float *out, int64_t rows, int64_t in, int64_t width,      \
+                       int add, int threads) {                                                                         \
+        _Pragma("omp parallel for num_threads(threads) if (threads > 1)")                                              \
+        for (int64_t left = 0; left < width; left += PANEL) {                                                          \
+            const NUMBER *panel = packed + left * in;                                                                  \
+            for (int64_t top = 0; top < rows; top += TILE) {                                                           \
+                int height = rows - top < TILE ? (int)(rows - top) : TILE;                                             \
+                const float *row[TILE];                                                                                \
+                lanes sum[TILE][2];                                                                                    \
+                for (int r = 0; r < TILE; r++) {                                                                       \
+                    row[r] = x + (top + (r < height ? r : 0)) * in;                                                    \
+                    sum[r][0] = sum[r][1] = (lanes){0};                                                                \
+                }                                                                                                      \
+                for (int64_t k = 0; k < in; k++) {                                                                     \
+                    lanes w[2];                                                                                        \
+                    widen_##TYPE(panel + k * PANEL, w);                                                                \
+                    __builtin_prefetch(panel + (k + AHEAD) * PANEL);                                                   \
+                    __builtin_prefetch(panel + (k + AHEAD) * PANEL + LANES);                                           \
+                    for (int r = 0; r < TILE; r++) {                                                                   \
+                        sum[r][0] += row[r][k] * w[0];                                                                 \
+                        sum[r][1] += row[r][k] * w[1];                                                                 \
+                    }                                                                                                  \
+                }                                                                                                      \
+                for (int r = 0; r < height; r++)                                                                       \
+                    store((const float *)sum[r], out + (top + r) * width + left, width - left, add);                   \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+static inline void store(const float *sums, float *out, int64_t columns, int add) {
+    columns = columns < PANEL ? columns : PANEL;
+    for (int64_t c = 0; c < columns; c++) out[c] = add ? out[c] + sums[c] : sums[c];
+}
+
+MATMUL(float, float)
+MATMUL(bfloat16, uint16_t)
+
+int panel_width(void) { return PANEL; }
 
 #define CHUNK 64
 

@@ -1,64 +1,72 @@
 """The decoder of the Llama, Qwen2 and Qwen3 families: embeddings, layers, logits.
 
-Weights live in fused buffers (queries, keys and values in one matrix; gate and up in another).
-``Decoder.named`` maps every Hugging Face parameter name to its part of a buffer, so loading is a copy in
-place and the addresses of the buffers never change.
+Queries, keys and values of a layer are one matrix, gate and up another. ``Decoder.slots`` maps every Hugging Face
+parameter name to where its values go, so new weights are copied in place and no buffer ever moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollover.engine.embedded.architecture import Architecture
-from rollover.engine.embedded.ops import Ops
+from rollover.engine.embedded.ops import Matrix, Ops
+
+
+class Slot(NamedTuple):
+    """Where a parameter of a checkpoint goes."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor], None]
 
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer; matrices are ``[in, out]``, which multiplies faster than ``[out, in]`` on a CPU."""
-
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 class Attention(Protocol):
     """One iteration's attention: it knows where each token stands and what it attends to."""
 
-    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor, /) -> Tensor:
+    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor) -> Tensor:
         """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
         ...
 
 
 class Decoder:
-    """Weights are undefined until every tensor of ``named`` has been filled."""
+    """Weights are undefined until every slot has been filled."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
-        self.arch, self.dtype, self.device, self._ops = arch, dtype, device, ops
-        self.named: dict[str, Tensor] = {}
-        self.embedding = self._empty("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+    def __init__(self, arch: Architecture, device: torch.device, ops: Ops) -> None:
+        self.arch, self._device, self._ops = arch, device, ops
+        self.slots: dict[str, Slot] = {}
+        shape = (arch.vocab_size, arch.hidden_size)
+        self.embedding = torch.empty(shape, dtype=ops.weight_dtype, device=device)
+        if arch.tied_embeddings:
+            self._lm_head = ops.tied_matrix(self.embedding)
+        else:
+            self._lm_head = self._matrix({"lm_head": arch.vocab_size}, arch.hidden_size)
+        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
-        self.norm = self._empty("model.norm.weight", arch.hidden_size)
-        self.lm_head = self.embedding
-        if not arch.tied_embeddings:
-            self.lm_head = self._empty("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self.norm = self._vector("model.norm.weight", arch.hidden_size)
 
     def logits(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
         """``[T, vocab]``; writes the tokens' keys and values to the cache."""
         hidden_TH = self._hidden(token_ids_T, attention)
-        return F.linear(self._ops.rms_norm(hidden_TH, self.norm, self.arch.norm_eps), self.lm_head)
+        return self._lm_head.times(self._ops.rms_norm(hidden_TH, self.norm, self.arch.norm_eps))
 
     def prefill(self, token_ids_T: Tensor, attention: Attention) -> None:
         """Only writes the cache."""
@@ -66,33 +74,46 @@ class Decoder:
 
     def _hidden(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
         arch, ops = self.arch, self._ops
-        x_TH = F.embedding(token_ids_T, self.embedding)
+        x_TH = F.embedding(token_ids_T, self.embedding).to(ops.dtype)
         for index, layer in enumerate(self.layers):
-            qkv_TF = _linear(ops.rms_norm(x_TH, layer.input_norm, arch.norm_eps), layer.qkv, layer.qkv_bias)
-            x_TH.addmm_(attention(index, layer, qkv_TF), layer.output)
+            qkv_TF = layer.qkv.times(ops.rms_norm(x_TH, layer.input_norm, arch.norm_eps))
+            if layer.qkv_bias is not None:
+                qkv_TF += layer.qkv_bias
+            layer.output.add_times(attention(index, layer, qkv_TF), x_TH)
             if layer.output_bias is not None:
                 x_TH += layer.output_bias
-            gate_up_TF = _linear(ops.rms_norm(x_TH, layer.post_norm, arch.norm_eps), layer.gate_up)
-            x_TH.addmm_(ops.silu_product(gate_up_TF), layer.down)
+            gate_up_TF = layer.gate_up.times(ops.rms_norm(x_TH, layer.post_norm, arch.norm_eps))
+            layer.down.add_times(ops.silu_product(gate_up_TF), x_TH)
         return x_TH
 
-    def _empty(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised weight, known under its Hugging Face name."""
-        self.named[name] = tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return tensor
+    def _fill_embedding(self, weights: Tensor) -> None:
+        self.embedding.copy_(weights)
+        if self.arch.tied_embeddings:
+            self._lm_head.fill(0, self.embedding)
 
-    def _matrix(self, names: dict[str, int], in_size: int) -> Tensor:
-        """One ``[in, out]`` buffer for several parameters ``[rows, in]``, side by side."""
-        buffer = torch.empty((in_size, sum(names.values())), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, buffer.split(list(names.values()), 1), strict=True):
-            self.named[f"{name}.weight"] = part.t()
-        return buffer
+    def _vector(self, name: str, size: int) -> Tensor:
+        """A norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
+        vector = torch.empty(size, dtype=self._ops.dtype, device=self._device)
+        self.slots[name] = Slot((size,), lambda weights: _copy(vector, weights.to(self._ops.weight_dtype)))
+        return vector
 
-    def _bias(self, names: dict[str, int]) -> Tensor:
-        buffer = torch.empty(sum(names.values()), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, buffer.split(list(names.values())), strict=True):
-            self.named[f"{name}.bias"] = part
-        return buffer
+    def _matrix(self, rows: Mapping[str, int], in_size: int) -> Matrix:
+        """One matrix for several parameters ``[rows, in]``."""
+        matrix, first = self._ops.matrix(in_size, sum(rows.values())), 0
+        for name, num_rows in rows.items():
+            self.slots[f"{name}.weight"] = Slot(
+                (num_rows, in_size), lambda weights, first=first: matrix.fill(first, weights)
+            )
+            first += num_rows
+        return matrix
+
+    def _bias(self, rows: Mapping[str, int]) -> Tensor:
+        bias = torch.empty(sum(rows.values()), dtype=self._ops.dtype, device=self._device)
+        for name, part in zip(rows, bias.split(list(rows.values())), strict=True):
+            self.slots[f"{name}.bias"] = Slot(
+                (len(part),), lambda weights, part=part: _copy(part, weights.to(self._ops.weight_dtype))
+            )
+        return bias
 
     def _layer(self, prefix: str) -> Layer:
         arch, attn, mlp = self.arch, f"{prefix}self_attn.", f"{prefix}mlp."
@@ -101,18 +122,18 @@ class Decoder:
         output, down = {f"{attn}o_proj": hidden}, {f"{mlp}down_proj": hidden}
         gate_up = {f"{mlp}gate_proj": arch.intermediate_size, f"{mlp}up_proj": arch.intermediate_size}
         return Layer(
-            input_norm=self._empty(f"{prefix}input_layernorm.weight", hidden),
+            input_norm=self._vector(f"{prefix}input_layernorm.weight", hidden),
             qkv=self._matrix(qkv, hidden),
             qkv_bias=self._bias(qkv) if arch.qkv_bias else None,
-            q_norm=self._empty(f"{attn}q_norm.weight", arch.head_dim) if arch.qk_norm else None,
-            k_norm=self._empty(f"{attn}k_norm.weight", arch.head_dim) if arch.qk_norm else None,
+            q_norm=self._vector(f"{attn}q_norm.weight", arch.head_dim) if arch.qk_norm else None,
+            k_norm=self._vector(f"{attn}k_norm.weight", arch.head_dim) if arch.qk_norm else None,
             output=self._matrix(output, q_size),
             output_bias=self._bias(output) if arch.output_bias else None,
-            post_norm=self._empty(f"{prefix}post_attention_layernorm.weight", hidden),
+            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight", hidden),
             gate_up=self._matrix(gate_up, hidden),
             down=self._matrix(down, arch.intermediate_size),
         )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

@@ -1,4 +1,4 @@
-"""What the decoder computes between its matrix products, in PyTorch's operations."""
+"""The decoder's arithmetic, and PyTorch's version of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Matrix(Protocol):
+    """The weights of one or more linear maps with the same input, laid out as its owner multiplies best."""
+
+    def fill(self, first_row: int, weights_OI: Tensor) -> None:
+        """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""
+        ...
+
+    def times(self, x_TI: Tensor) -> Tensor:
+        """``[T, out]``, all outputs."""
+        ...
+
+    def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
+        """Add ``times(x)`` to ``sum`` in place."""
+        ...
+
+
 class Ops(Protocol):
+    """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache."""
+
+    weight_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def matrix(self, in_size: int, out_size: int) -> Matrix: ...
+
+    def tied_matrix(self, embedding_OI: Tensor) -> Matrix:
+        """The transposed embedding, kept equal to it by ``fill``."""
+        ...
+
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """Zhang & Sennrich, arXiv 1910.07467."""
         ...
@@ -19,7 +46,33 @@ class Ops(Protocol):
         ...
 
 
+class TorchMatrix:
+    """Kept as ``[in, out]``, which multiplies faster than ``[out, in]`` on a CPU."""
+
+    def __init__(self, weights_IO: Tensor) -> None:
+        self._weights_IO = weights_IO
+
+    def fill(self, first_row: int, weights_OI: Tensor) -> None:
+        self._weights_IO[:, first_row : first_row + len(weights_OI)].copy_(weights_OI.t())
+
+    def times(self, x_TI: Tensor) -> Tensor:
+        return torch.mm(x_TI, self._weights_IO)
+
+    def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
+        sum_TO.addmm_(x_TI, self._weights_IO)
+
+
 class TorchOps:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight_dtype = self.dtype = dtype
+        self._device = device
+
+    def matrix(self, in_size: int, out_size: int) -> Matrix:
+        return TorchMatrix(torch.empty(in_size, out_size, dtype=self.dtype, device=self._device))
+
+    def tied_matrix(self, embedding_OI: Tensor) -> Matrix:
+        return TorchMatrix(embedding_OI.t())
+
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return unit_rms(x_TH, eps).mul_(weight_H)
 

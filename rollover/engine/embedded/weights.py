@@ -16,16 +16,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollover.engine.base import WeightSource
+from rollover.engine.embedded.model import Slot
 from rollover.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str], Tensor]
 
 
-def load_weights(named: Mapping[str, Tensor], source: WeightSource, *, tied_embeddings: bool) -> None:
-    """Copy ``source`` into ``named``. Raises ``ModelError`` naming the first parameter that does not fit."""
+def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> None:
+    """Fill ``slots`` from ``source``. Raises ``ModelError`` naming the first parameter that does not fit."""
     with open_weights(source) as (shapes, fetch):
-        expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        expected = {name: slot.shape for name, slot in slots.items()}
         ignored = {"lm_head.weight"} if tied_embeddings else set()
         given = {
             name: shape
@@ -34,8 +35,8 @@ def load_weights(named: Mapping[str, Tensor], source: WeightSource, *, tied_embe
         }
         _compare(expected, given)
         with torch.inference_mode():
-            for name, tensor in named.items():
-                tensor.copy_(fetch(name))
+            for name, slot in slots.items():
+                slot.fill(fetch(name))
 
 
 @contextmanager

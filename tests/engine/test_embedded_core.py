@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,19 @@ import torch
 
 from rollover.errors import EngineError
 from rollover.types import FinishReason
+from tests.engine import harness
 from tests.engine.contract import assert_wellformed, request
 from tests.engine.harness import Calls, core_of, run
 from tests.engine.models import VOCAB, logprobs, saved, tiny_model
 
 PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every law holds for both ways to compute."""
+    monkeypatch.setattr(harness, "CONFIG", replace(harness.CONFIG, cpu_kernels=request.param))
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rollover.engine.embedded.architecture import Architecture
 from rollover.errors import ConfigError, EngineError, ModelError
+from tests.engine import harness
 from tests.engine.contract import request
 from tests.engine.harness import core_of, run
 from tests.engine.models import greedy, logprobs, saved, tiny_model
@@ -37,6 +39,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with tied embeddings": ("qwen3", {"tie_word_embeddings": True}),
 }
 PROMPTS = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every law holds for both ways to compute."""
+    monkeypatch.setattr(harness, "CONFIG", replace(harness.CONFIG, cpu_kernels=request.param))
+    return str(request.param)
 
 
 @pytest.mark.parametrize("name", MODELS)

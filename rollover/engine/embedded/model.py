@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,7 +43,7 @@ class Layer:
 class Attention(Protocol):
     """One iteration's attention: it knows where each token stands and what it attends to."""
 
-    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor) -> Tensor:
+    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor, /) -> Tensor:
         """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
         ...
 
@@ -94,25 +95,24 @@ class Decoder:
     def _vector(self, name: str, size: int) -> Tensor:
         """A norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
         vector = torch.empty(size, dtype=self._ops.dtype, device=self._device)
-        self.slots[name] = Slot((size,), lambda weights: _copy(vector, weights.to(self._ops.weight_dtype)))
+        self.slots[name] = Slot((size,), partial(self._fill_vector, vector))
         return vector
+
+    def _fill_vector(self, vector: Tensor, weights: Tensor) -> None:
+        vector.copy_(weights.to(self._ops.weight_dtype))
 
     def _matrix(self, rows: Mapping[str, int], in_size: int) -> Matrix:
         """One matrix for several parameters ``[rows, in]``."""
         matrix, first = self._ops.matrix(in_size, sum(rows.values())), 0
         for name, num_rows in rows.items():
-            self.slots[f"{name}.weight"] = Slot(
-                (num_rows, in_size), lambda weights, first=first: matrix.fill(first, weights)
-            )
+            self.slots[f"{name}.weight"] = Slot((num_rows, in_size), partial(matrix.fill, first))
             first += num_rows
         return matrix
 
     def _bias(self, rows: Mapping[str, int]) -> Tensor:
         bias = torch.empty(sum(rows.values()), dtype=self._ops.dtype, device=self._device)
         for name, part in zip(rows, bias.split(list(rows.values())), strict=True):
-            self.slots[f"{name}.bias"] = Slot(
-                (len(part),), lambda weights, part=part: _copy(part, weights.to(self._ops.weight_dtype))
-            )
+            self.slots[f"{name}.bias"] = Slot((len(part),), partial(self._fill_vector, part))
         return bias
 
     def _layer(self, prefix: str) -> Layer:
@@ -133,7 +133,3 @@ class Decoder:
             gate_up=self._matrix(gate_up, hidden),
             down=self._matrix(down, arch.intermediate_size),
         )
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

@@ -301,13 +301,13 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
             journal._db.execute("PRAGMA max_page_count = 1")
         append(journal, events)  # type: ignore[arg-type]
 
-    def save(trainer: Trainer, folder: Path) -> None:
+    def save(trainer: Trainer, folder: Path, extra: object) -> None:
         def no_room(*args: object, **options: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
             patch.setattr("rollover.trainer.checkpoint.save_file", no_room)
-            save_as_ever(trainer, folder)
+            save_as_ever(trainer, folder, extra)  # type: ignore[arg-type]
 
     append, save_as_ever = Journal.append, Trainer.save
     with monkeypatch.context() as patch:

@@ -28,6 +28,7 @@ from tests.engine.contract import EngineContract, FullEngine, collect, request, 
 from tests.engine.vllm_kit import model_folder
 from tests.real.models import logprobs, real_model
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
+from tests.test_train import largest_logprob_error
 
 pytestmark = pytest.mark.sglang
 
@@ -397,29 +398,34 @@ def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tup
 # -- a run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_trains_on_a_server_that_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy", [("april",), ("bounded_async", "--rollout.max_staleness", "1", "--rollout.max_new_tokens", "100")]
+)
+def test_a_run_trains_on_a_server_that_it_starts_and_each_log_prob_is_of_the_labelled_version(
+    tmp_path: Path, strategy: tuple[str, ...]
+) -> None:
+    """With ``bounded_async``, weights come under running samples."""
     model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
     with runs.working_in(tmp_path, model):
+        before, _, after = Path("run.toml").read_text().partition("[engine]")
         engine = {
             "kind": "sglang",
             "launch": True,
-            "launch_command": list(COMMAND),
-            "launch_args": list(ARGUMENTS),
-            "launch_env": ENV,
+            "launch_command": COMMAND,
+            "launch_args": ARGUMENTS,
             "max_running": SLOTS,
+            "control_timeout_s": 300.0,
+            "abort_timeout_s": 60.0,
         }
-        text = Path("run.toml").read_text()
-        before, after = text.split("[engine]")[0], text[text.index("[trainer]") :]
-        env = ", ".join(f"{key} = {json.dumps(value)}" for key, value in ENV.items())
-        lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items() if key != "launch_env"]
-        Path("run.toml").write_text(
-            f"{before}[engine]\n" + "\n".join([*lines, f"launch_env = {{{env}}}"]) + f"\n{after}"
-        )
-        assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+        lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
+        lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
+        Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
+        options = ("--checkpoint.every_steps", "1", "--rollout.strategy", *strategy)
+        assert cli.main(["train", "run.toml", "--run-dir", "out", *options]) == 0
         run = Path("out")
-        ledger = runs.ledger(run)
-        batches = runs.batches(run)
-        assert len(batches) == 4
-        versions = {v for batch in batches for t in batch.trajectories for v in t.policy_versions}
-        assert max(versions) == 3
-        assert ledger.tokens.decoded > 0
+        runs.ledger(run)
+        trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
+        assert len(runs.batches(run)) == 4
+        assert max(v for t in trajectories for v in t.policy_versions) >= 2
+        assert largest_logprob_error(run, model, trajectories) < TOLERANCE
+        assert any(t.num_resumes or len(t.segments) > 1 for t in trajectories)

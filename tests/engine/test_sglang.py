@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from rollover.clock import SystemClock
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.engine import SGLangEngine
-from rollover.engine.sglang.open import launch_arguments
+from rollover.engine.sglang.open import launch_arguments, open_sglang
 from rollover.engine.sglang.router import worker_urls
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
-from tests.engine.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, token_at
+from tests.engine.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, serve, token_at
 from tests.engine.scripted_sglang import ScriptedSGLang
 from tests.engine.sglang_kit import make_engine, opened, settings
 from tests.engine.vllm_kit import model_folder
@@ -56,6 +57,11 @@ def bodies(server: ScriptedSGLang, path: str) -> list[Any]:
 
 def scripted(seed: int, count: int, weights: Path, start: int = 0) -> tuple[int, ...]:
     return tuple(token_at(seed >> 1, i, str(weights)) for i in range(start, start + count))
+
+
+def absent_from(weights: Path) -> int:
+    """A token that seed 6 does not sample among its first twenty."""
+    return next(t for t in range(64) if t not in scripted(6, 20, weights))
 
 
 async def update(engine: SGLangEngine, version: int, weights: Path) -> None:
@@ -159,9 +165,8 @@ def test_an_end_token_of_the_servers_own_is_an_error_when_there_are_stop_tokens_
     async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
         server.eos = token_at(3, 2, str(folder))
         assert len(tokens(await collect(engine, request("a", seed=6, max_new_tokens=20)))) == 20
-        absent = next(t for t in range(64) if t not in scripted(6, 20, folder))
         with pytest.raises(EngineError, match=rf"stopped at {server.eos}, which was not asked for"):
-            await collect(engine, request("b", seed=6, max_new_tokens=20, stop_token_ids=(absent,)))
+            await collect(engine, request("b", seed=6, max_new_tokens=20, stop_token_ids=(absent_from(folder),)))
 
     check(folder, law)
 
@@ -170,7 +175,7 @@ def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
     async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
         server.nan_at = 4
         with pytest.raises(EngineError, match="stopped at 'NaN happened'"):
-            await collect(engine, request("a", stop_token_ids=(63,)))
+            await collect(engine, request("a", seed=6, stop_token_ids=(absent_from(folder),)))
 
     check(folder, law)
 
@@ -289,11 +294,13 @@ def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
         assert stream is not None
         await anext(stream)
         engine._calls.clear()
+        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=30)))
         call = engine.generate(request("a", max_new_tokens=LONG))
         await anext(call)
-        server.tick_s = 2.0
+        server.tick_s = 0.5
         await engine.abort(["a#0"])
-        await asyncio.sleep(20.0)
+        assert len(tokens(await other)) == 30
+        await asyncio.sleep(3.0)
         assert not server.requests
 
     check(folder, law)
@@ -582,3 +589,20 @@ def test_a_router_is_replaced_by_its_workers_and_a_worker_is_itself() -> None:
 def test_a_router_that_cannot_be_used_says_why(answer: Any, complaint: str) -> None:
     with pytest.raises(EngineError, match=complaint):
         asked({"/workers": json.loads(json.dumps(answer))})
+
+
+def test_a_pool_is_opened_from_the_url_of_a_router(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        worker = ScriptedSGLang()
+        async with serve(worker) as port:
+            router: Any = Router({"/workers": {"workers": [{"url": f"http://127.0.0.1:{port}"}]}})
+            async with serve(router) as router_port:
+                config = settings(f"http://127.0.0.1:{router_port}")
+                pool = await open_sglang(config, folder, logs=tmp_path / "logs", clock=SystemClock())
+                try:
+                    assert repr(pool) == f"http://127.0.0.1:{port}"
+                    assert len(tokens(await collect(pool, request("a")))) == 12
+                finally:
+                    await pool.close()
+
+    asyncio.run(main())

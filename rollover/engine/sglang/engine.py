@@ -236,13 +236,17 @@ class SGLangEngine(ServerEngine):
 
     async def _sweep(self) -> None:
         """See that the server runs no more calls than we have open: one whose connection was closed is decoded for
-        nobody. Its load is told with some delay."""
+        nobody. Its load is told with some delay, so one look is not enough."""
+        loop = asyncio.get_running_loop()
+        give_up_s, num_clear = loop.time() + self._config.abort_timeout_s, 0
         try:
-            loop = asyncio.get_running_loop()
-            give_up_s = loop.time() + self._config.abort_timeout_s
-            while await self._server_load() > len(self._sent()):
-                if loop.time() > give_up_s and not self._sent():
-                    await self._ask_to_abort_all()
+            while num_clear < 2:
+                surplus = await self._server_load() > len(self._sent())
+                num_clear = 0 if surplus else num_clear + 1
+                if surplus and loop.time() > give_up_s:
+                    async with self._aborting_all:
+                        if not self._sent():
+                            await self._ask_to_abort_all()
                 await asyncio.sleep(_SWEEP_S)
         except EngineError:
             return  # the pool's probes say more about it

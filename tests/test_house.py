@@ -113,3 +113,17 @@ def test_test_folders_are_packages() -> None:
     """Two test files of one name in folders that are no packages would be taken for the same module."""
     folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 500, 75
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_rooms_stay_small(module: Path) -> None:
+    source = module.read_text()
+    assert len(source.splitlines()) <= MAX_MODULE_LINES, "does this module still hold one thing?"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, (
+                f"{node.name} is long: what are its parts?"
+            )

@@ -224,6 +224,7 @@ class ScriptedVLLM(ScriptedServer):
         super().__init__(tick_s=tick_s, weights=weights)
         self.max_model_len = CONTEXT
         self.dev_mode = True
+        self.device = "cuda"
         self.caches = True
         """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
         self.held_resets = 0
@@ -238,6 +239,9 @@ class ScriptedVLLM(ScriptedServer):
 
     async def _get_v1_models(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"data": [{"id": MODEL, "max_model_len": self.max_model_len}]})
+
+    async def _get_server_info(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"vllm_config": {"device_config": {"device_type": self.device}}})
 
     async def _get_is_paused(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"is_paused": self.paused})
@@ -301,6 +305,8 @@ class ScriptedVLLM(ScriptedServer):
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """A request comes to exist only when its stream is read: after the head of the answer has been sent."""
+        if body["seed"] is None:
+            body = {**body, "seed": zlib.crc32(body["request_id"].encode())}
         running = _Running(body)
         name = f"cmpl-{body['request_id']}-0"
         self._start(name, running)

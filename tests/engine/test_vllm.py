@@ -89,6 +89,23 @@ def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: 
     assert first["request_id"] != second["request_id"]
 
 
+@pytest.mark.parametrize(
+    ("device", "seed_calls", "seeded"),
+    [("cuda", "auto", True), ("cpu", "auto", False), ("cpu", "always", True), ("cuda", "never", False)],
+)
+def test_calls_carry_no_seed_where_that_would_kill_the_server(
+    folder: Path, device: str, seed_calls: str, seeded: bool
+) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.device = device
+        async with opened(server, folder, seed_calls=seed_calls) as engine:
+            await collect(engine, request("a"))
+        assert (bodies(server, "/v1/completions")[-1]["seed"] is not None) == seeded
+
+    run(main())
+
+
 def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         server.eos = token_at(hop_seed(3, 0), 2, str(folder))

@@ -77,6 +77,7 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
         urls=tuple(server.url for server in servers),
         max_running=MAX_RUNNING,
         stream_interval_tokens=changes.pop("stream_interval_tokens", 1),
+        seed_calls="always",
         **changes,
     )
 

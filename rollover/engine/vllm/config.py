@@ -29,6 +29,9 @@ class VLLMConfig(ServerConfig):
     drain_s: float = 0.25
     """With running calls, a pause waits until nothing has arrived for this long: with `keep`, a token that
     the network holds back for longer would be labelled with the version after it."""
+    seed_calls: Literal["auto", "always", "never"] = "auto"
+    """Whether each call carries a seed, which makes two runs more alike and a GPU sample more slowly. `auto` leaves
+    it out on a CPU, where vLLM 0.32 dies of seeded calls whose prompt it prefills in parts."""
     stream_interval_tokens: int = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
     is streamed."""

@@ -6,6 +6,7 @@ What is peculiar to it:
   answered with the same "aborted" and stops nothing, so the answer is never looked at.
 * An empty list of ids means all requests: none is ever sent.
 * Without ``ignore_eos`` it stops at end tokens of its own choice. Ours are all in ``stop_token_ids``.
+* On a CPU a seeded call whose prompt is prefilled in parts is the end of it (vLLM 0.32): see ``seed_calls``.
 * Cached blocks are found again by tokens and ``cache_salt``: with the version as the salt, no new call can
   hit a block that older weights have computed, whatever a reset of the cache could not free.
 """
@@ -47,6 +48,7 @@ class VLLMEngine(ServerEngine):
         )
         self._settings = config
         self._model_name = config.served_model or ""
+        self._seeds = config.seed_calls == "always"
 
     @property
     def silence_s(self) -> float:
@@ -68,10 +70,18 @@ class VLLMEngine(ServerEngine):
                 raise
             except EngineError as e:
                 raise EngineError(f"{self} has no {path}: {_HOW_TO_START} ({e})") from None
+        if self._settings.seed_calls == "auto":
+            self._seeds = not await self._runs_on_cpu()
         await self._thaw()  # a run that was killed in an update may have left it paused
         await self._check_vocabulary()
         context = models[name].get("max_model_len")
         return context if isinstance(context, int) else self.model.max_context_tokens
+
+    async def _runs_on_cpu(self) -> bool:
+        info = await self.client.call(
+            "GET", "/server_info", params={"config_format": "json"}, timeout_s=self._settings.load_timeout_s
+        )
+        return bool(field_of(field_of(info, "vllm_config", dict), "device_config", dict).get("device_type") == "cpu")
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""
@@ -129,7 +139,7 @@ class VLLMEngine(ServerEngine):
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": hop_seed(request.seed, len(request.response_ids)),
+            "seed": hop_seed(request.seed, len(request.response_ids)) if self._seeds else None,
             "stop": list(params.stop_strings),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(params.stop_token_ids),

@@ -34,6 +34,7 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
         *("--max-num-seqs", str(config.max_running)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
+        *("--seed", str(port)),  # two servers must not draw the same noise
         "--enable-prompt-tokens-details",
     ]
 

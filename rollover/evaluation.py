@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine, GenerateRequest
+from rollover.engine.complete import complete
 from rollover.errors import DataError
 from rollover.rollout.hop import sample_seed
 from rollover.tasks.evaluate import EvalRow, ScoredPrompt, evaluate
@@ -99,8 +100,11 @@ class Evaluator:
             self._on_progress(done, len(ids))
             return reward, trajectory.num_tokens, failed
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(i)) for i in ids]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i)) for i in ids]
+        except ExceptionGroup as failed:  # they fail of one cause: the engine
+            raise failed.exceptions[0] from None
         results = [task.result() for task in tasks]
         n = self._samples_per_prompt
         scored = [
@@ -131,7 +135,7 @@ class Evaluator:
             seed=sample_seed(_SEED, sample_id),
         )
         start_s = self._clock.now_s()
-        async for chunk in self._engine.generate(request):
+        async for chunk in complete(self._engine, request):
             end_s = self._clock.now_s()
             trajectory = trajectory.extended(
                 Segment(

@@ -8,11 +8,11 @@ nothing else would look amiss; so it is refused before the first batch.
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollover.engine.base import Engine, GenerateRequest
+from rollover.engine.complete import complete
 from rollover.errors import EngineError
 from rollover.types import SamplingParams
 
@@ -78,7 +78,7 @@ async def prove_logprobs(
 async def _sample(
     engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int
 ) -> tuple[list[int], list[float]]:
-    name = f"prove-logprobs-{secrets.token_hex(4)}."
+    name = f"prove-logprobs-{seed}."
     request = GenerateRequest(
         request_id=name,
         sample_key=name,
@@ -89,7 +89,7 @@ async def _sample(
     )
     token_ids: list[int] = []
     logprobs: list[float] = []
-    async for chunk in engine.generate(request):
+    async for chunk in complete(engine, request):
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
     return token_ids, logprobs

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import torch
 import transformers
 from workload import Load, read_load
 
 
-def decode(model: transformers.PreTrainedModel, load: Load, num_new_tokens: list[int]) -> None:
+def decode(model: Any, load: Load, num_new_tokens: list[int]) -> None:
     config = transformers.GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()

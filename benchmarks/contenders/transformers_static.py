@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from workload import Load, read_load
 
 
 @torch.inference_mode()
-def decode(model: transformers.PreTrainedModel, load: Load) -> None:
+def decode(model: Any, load: Load) -> None:
     order = sorted(range(len(load.prompts)), key=load.num_new_tokens.__getitem__)
     for start in range(0, len(order), load.max_running):
         batch = order[start : start + load.max_running]

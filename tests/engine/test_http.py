@@ -27,7 +27,7 @@ SECRET = "sk-very-secret-0123"
 
 
 @given(
-    st.lists(st.text(st.characters(exclude_characters="\r\n"), max_size=12), max_size=6),
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12), max_size=6),
     st.lists(st.integers(0, 200)),
     st.sampled_from(["\n", "\r\n"]),
 )

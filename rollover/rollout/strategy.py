@@ -74,6 +74,14 @@ class Strategy:
             ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
         )
 
+    def hop_budget(self, ledger: Ledger, sample_id: SampleId) -> int | None:
+        """Tokens the sample may decode before it is parked; ``None`` lets it run to its end."""
+        return None
+
+    def wants_fast_lane(self, ledger: Ledger, sample_id: SampleId) -> bool:
+        """Whether the sample should run where few others do; needs an engine that has such a place."""
+        return False
+
     def preference(self, group: GroupEntry) -> int:
         """Ready groups are trained in ascending order of this."""
         return group.group_id

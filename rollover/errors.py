@@ -9,6 +9,7 @@ Tree::
       RunError                    the run directory: in use, of another config, not resumable
       EngineError                 an inference engine that answers wrongly, late or not at all
         EngineTimeout             ... named with whom we waited for
+      PlanError                   no plan can do what was asked of the fleet; the message says which limit is in the way
       ResourceError               disk or memory ran out; the message says what to lower
 
 Invariants are ``assert`` statements and never one of these.
@@ -46,6 +47,10 @@ class EngineError(RolloverError, RuntimeError):
 
 class EngineTimeout(EngineError, TimeoutError):
     """An engine call that did not return within its deadline; the message names the call."""
+
+
+class PlanError(RolloverError, ValueError):
+    """A fleet, model and aim that no plan can meet."""
 
 
 class ResourceError(RolloverError, RuntimeError):

@@ -1,0 +1,381 @@
+"""Which islands train and which roll out: exact counts per device type, wide links where the bytes flow.
+
+Vertices are islands (a node, or whatever shares one fast link), never single devices: a cut through an all-to-all
+island costs more than any other. Two decisions are kept apart. ``compose`` settles how many islands of each (type,
+size) take which share of the roles, splitting as few as the counts allow; ``arrange`` settles which islands those are,
+by swaps inside a class of equal (type, size), so that no count ever changes (Kernighan and Lin 1970; Fiduccia and
+Mattheyses 1982).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from rollover.errors import PlanError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+COARSE_ISLANDS = 512
+"""Larger graphs are first solved with islands matched in pairs."""
+_PATIENCE = 64
+"""Swaps without a new best after which a pass ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The graph of islands."""
+
+    types: tuple[str, ...]
+    """Device type of each island."""
+    sizes: tuple[int, ...]
+    """Devices in each island."""
+    bandwidth: Floats
+    """(islands, islands), bytes/s one way between a device of each; on the diagonal between two devices inside."""
+
+    def __post_init__(self) -> None:
+        n = len(self.types)
+        if len(self.sizes) != n or self.bandwidth.shape != (n, n):
+            raise ValueError(f"sizes and bandwidth must cover the {n} islands of types")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one device type owes to each role."""
+
+    train_devices: int = 0
+    train_block: int = 1
+    """Devices of a training stage that must share an island (tensor parallel)."""
+    replica_blocks: Mapping[int, int]
+    """Devices of a replica's stage that must share an island -> how many such blocks."""
+
+    def __post_init__(self) -> None:
+        if self.train_devices % self.train_block:
+            raise ValueError(f"train_devices {self.train_devices} is no multiple of train_block {self.train_block}")
+
+    @property
+    def rollout_devices(self) -> int:
+        return sum(block * count for block, count in self.replica_blocks.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How an island's devices are shared; the rest is idle."""
+
+    train: int
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one training step moves: what a wide link is worth in each place."""
+
+    train: float
+    """Inside the training set: data-parallel and pipeline traffic."""
+    sync: float
+    """From the training set to the rollout set."""
+
+
+def partition(
+    fabric: Fabric,
+    demands: Mapping[str, Demand],
+    traffic: Traffic,
+    *,
+    starts: int = 8,
+    seed: int = 0,
+    first: Sequence[int] | None = None,
+) -> tuple[Shares, ...]:
+    """Shares of each island. ``first`` is an order of the islands to start from, those to train first (``metis_order``).
+
+    Raises:
+        PlanError: the islands cannot hold the demand, for example a stage of 8 devices on islands of 4.
+    """
+    return arrange(fabric, compose(fabric, demands), traffic, starts=starts, seed=seed, first=first)
+
+
+def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]:
+    """Some shares that meet the demand exactly, with the fewest islands split between roles, then the fewest training.
+
+    Block sizes are assumed to divide one another (powers of two): then blocks fit iff for each size enough of it
+    fits, and the rows below say so exactly.
+    """
+    shares = [Shares(0, 0)] * len(fabric.types)
+    for device in dict.fromkeys(fabric.types):
+        demand = demands.get(device)
+        if demand is None:
+            continue
+        members = sorted((i for i, t in enumerate(fabric.types) if t == device), key=lambda i: -fabric.sizes[i])
+        classes = [(size, list(found)) for size, found in groupby(members, key=lambda i: fabric.sizes[i])]
+        for (_, islands), taken in zip(classes, _composition(device, classes, demand), strict=True):
+            for island, share in zip(islands, taken, strict=True):
+                shares[island] = share
+    return tuple(shares)
+
+
+def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], demand: Demand) -> list[list[Shares]]:
+    """For each class of equal islands, the shares of its members, most training first."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    block = demand.train_block
+    options = [
+        (c, Shares(train, rollout))
+        for c, (size, _) in enumerate(classes)
+        for train in range(0, size + 1, block)
+        for rollout in range(0, size - train + 1)
+    ]
+    sizes = [classes[c][0] for c, _ in options]
+    roles = [
+        (s.train > 0) + (s.rollout > 0) + (s.train + s.rollout < size)
+        for (_, s), size in zip(options, sizes, strict=True)
+    ]
+    cost = [r - 1 + 1e-3 * (s.train > 0) for r, (_, s) in zip(roles, options, strict=True)]
+    rows = [[float(c == k) for c, _ in options] for k in range(len(classes))]
+    lower = [float(len(islands)) for _, islands in classes]
+    upper = list(lower)
+    for row, total in (
+        ([float(s.train) for _, s in options], demand.train_devices),
+        ([float(s.rollout) for _, s in options], demand.rollout_devices),
+    ):
+        rows.append(row)
+        lower.append(total)
+        upper.append(total)
+    for size in demand.replica_blocks:
+        rows.append([float(s.rollout // size) for _, s in options])
+        lower.append(sum(b * n for b, n in demand.replica_blocks.items() if b >= size) / size)
+        upper.append(np.inf)
+    found = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), lower, upper),
+        integrality=np.ones(len(options)),
+        bounds=Bounds(0, max(len(islands) for _, islands in classes)),
+    )
+    if found.x is None:
+        islands = " and ".join(f"{len(members)} of {size}" for size, members in classes)
+        raise PlanError(
+            f"{device}: islands ({islands}) cannot hold {demand.train_devices} training devices in blocks of {block}"
+            f" and rollout blocks {dict(sorted(demand.replica_blocks.items()))} (size: count)"
+        )
+    counts = np.rint(found.x).astype(int)
+    taken: list[list[Shares]] = [[] for _ in classes]
+    for (c, share), count in zip(options, counts, strict=True):
+        taken[c] += [share] * count
+    return [sorted(found, key=lambda s: (-s.train, -s.rollout)) for found in taken]
+
+
+def score(fabric: Fabric, shares: Sequence[Shares], traffic: Traffic) -> float:
+    """traffic.train x bandwidth over pairs of training devices + traffic.sync x bandwidth over training-rollout pairs.
+
+    A sum is a stand-in: collectives run at their narrowest link, which only re-costing on the real links sees.
+    """
+    return _Graph.of(fabric, traffic).score(*_counts(shares))
+
+
+def arrange(
+    fabric: Fabric,
+    shares: Sequence[Shares],
+    traffic: Traffic,
+    *,
+    starts: int = 8,
+    seed: int = 0,
+    first: Sequence[int] | None = None,
+) -> tuple[Shares, ...]:
+    """Deal the shares anew among islands of equal (type, size) for the highest score found."""
+    graph = _Graph.of(fabric, traffic)
+    train, rollout = _counts(shares)
+    found = _solve(graph, train, rollout, starts=starts, rng=np.random.default_rng(seed), first=first)
+    return tuple(Shares(int(t), int(r)) for t, r in zip(*found, strict=True))
+
+
+def _counts(shares: Sequence[Shares]) -> tuple[Ints, Ints]:
+    return np.array([s.train for s in shares]), np.array([s.rollout for s in shares])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """Islands as the search sees them."""
+
+    classes: Ints
+    """(islands,): shares may be swapped within a class only."""
+    links: Floats
+    """(islands, islands), scaled to at most 1."""
+    train_weight: float
+    sync_weight: float
+
+    @classmethod
+    def of(cls, fabric: Fabric, traffic: Traffic) -> _Graph:
+        kinds = list(zip(fabric.types, fabric.sizes, strict=True))
+        index = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+        total = traffic.train + traffic.sync or 1.0
+        return cls(
+            classes=np.array([index[kind] for kind in kinds]),
+            links=fabric.bandwidth / (fabric.bandwidth.max(initial=0.0) or 1.0),
+            train_weight=traffic.train / total,
+            sync_weight=traffic.sync / total,
+        )
+
+    def score(self, train: Ints, rollout: Ints) -> float:
+        pairs = (train @ self.links @ train - train @ self.links.diagonal()) / 2
+        return float(self.train_weight * pairs + self.sync_weight * (train @ self.links @ rollout))
+
+    def gains(self, train: Ints, rollout: Ints) -> Floats:
+        """(islands, islands): what swapping the shares of two islands adds to the score."""
+        inside = self.links.diagonal()
+        to_train, to_rollout = self.links @ train, self.links @ rollout
+        dt, dr = train[None, :] - train[:, None], rollout[None, :] - rollout[:, None]
+        both = inside[:, None] + inside[None, :] - 2 * self.links
+        pull_t, pull_r = to_train[:, None] - to_train[None, :], to_rollout[:, None] - to_rollout[None, :]
+        pairs = dt * pull_t + dt**2 * both / 2 - dt * (inside[:, None] - inside[None, :]) / 2
+        cut = dt * pull_r + dr * pull_t + dt * dr * both
+        gains: Floats = self.train_weight * pairs + self.sync_weight * cut
+        return gains
+
+
+def _solve(
+    graph: _Graph,
+    train: Ints,
+    rollout: Ints,
+    *,
+    starts: int,
+    rng: np.random.Generator,
+    first: Sequence[int] | None = None,
+) -> tuple[Ints, Ints]:
+    """The best of several starts, each refined; a large graph starts from the solution of its coarse one."""
+    if len(train) > COARSE_ISLANDS:
+        begun = [_from_coarse(graph, train, rollout, starts=starts, rng=rng)]
+    else:
+        begun = [_grown(graph, train, rollout, int(start)) for start in rng.permutation(len(train))[:starts]]
+    if first is not None:
+        begun.append(_dealt(graph, train, rollout, np.asarray(first)))
+    refined = [_refine(graph, *start) for start in begun]
+    return max(refined, key=lambda found: graph.score(*found))
+
+
+def _dealt(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """The shares of each class handed out in the given order of islands, most training first."""
+    new_train, new_rollout = train.copy(), rollout.copy()
+    for kind in np.unique(graph.classes):
+        members = order[graph.classes[order] == kind]
+        ranked = members[np.lexsort((-rollout[members], -train[members]))]
+        new_train[members], new_rollout[members] = train[ranked], rollout[ranked]
+    return new_train, new_rollout
+
+
+def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints, Ints]:
+    """Islands ordered by growing a set from ``start`` along the widest links."""
+    order = [start]
+    pull = graph.links[start].copy()
+    pull[start] = -np.inf
+    while len(order) < len(train):
+        nearest = int(np.argmax(pull))
+        order.append(nearest)
+        pull += graph.links[nearest]
+        pull[nearest] = -np.inf
+    return _dealt(graph, train, rollout, np.array(order))
+
+
+def _refine(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints]:
+    """Passes of swaps until one brings nothing."""
+    while (better := _pass(graph, train, rollout)) is not None:
+        train, rollout = better
+    return train, rollout
+
+
+def _pass(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints] | None:
+    """Swap the best pair, even at a loss, and lock it, again and again; the best state on the way, if it is better."""
+    train, rollout = train.copy(), rollout.copy()
+    allowed = graph.classes[:, None] == graph.classes[None, :]
+    gained, best, since = 0.0, 1e-9, 0
+    found: tuple[Ints, Ints] | None = None
+    for _ in range(len(train) // 2):
+        differ = (train[:, None] != train[None, :]) | (rollout[:, None] != rollout[None, :])
+        gains = np.where(allowed & differ, graph.gains(train, rollout), -np.inf)
+        i, j = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        if not math.isfinite(gains[i, j]):
+            break
+        gained += float(gains[i, j])
+        for counts in (train, rollout):
+            counts[[i, j]] = counts[[j, i]]
+        allowed[[i, j], :] = allowed[:, [i, j]] = False
+        since += 1
+        if gained > best:
+            best, since = gained, 0
+            found = train.copy(), rollout.copy()
+        if since > _PATIENCE:
+            break
+    return found
+
+
+def _from_coarse(
+    graph: _Graph, train: Ints, rollout: Ints, *, starts: int, rng: np.random.Generator
+) -> tuple[Ints, Ints]:
+    """Match islands of a class in pairs along the widest links, solve that graph, and take the pairs apart again."""
+    pairs = _matching(graph)
+    members = np.array([(p[0], p[-1]) for p in pairs])
+    weights = np.array([len(p) for p in pairs])
+    ends = graph.links[members[:, 0]] + graph.links[members[:, 1]]
+    links = (ends[:, members[:, 0]] + ends[:, members[:, 1]]) / 4
+    coarse = _Graph(
+        classes=2 * graph.classes[members[:, 0]] + (weights - 1),
+        links=links,
+        train_weight=graph.train_weight,
+        sync_weight=graph.sync_weight,
+    )
+    given = _dealt(graph, train, rollout, np.concatenate([np.array(p) for p in pairs]))
+    found = _solve(
+        coarse,
+        np.array([sum(given[0][i] for i in p) for p in pairs]),
+        np.array([sum(given[1][i] for i in p) for p in pairs]),
+        starts=starts,
+        rng=rng,
+    )
+    order = np.concatenate([np.array(pairs[k]) for k in np.argsort(-found[0], kind="stable")])
+    return _dealt(graph, train, rollout, order)
+
+
+def _matching(graph: _Graph) -> list[tuple[int, ...]]:
+    """Heavy-edge matching inside each class; at most one island of a class stays single."""
+    pairs: list[tuple[int, ...]] = []
+    free = np.ones(len(graph.classes), dtype=bool)
+    for i in range(len(graph.classes)):
+        if not free[i]:
+            continue
+        free[i] = False
+        links = np.where(free & (graph.classes == graph.classes[i]), graph.links[i], -np.inf)
+        partner = int(np.argmax(links))
+        if math.isfinite(links[partner]):
+            free[partner] = False
+            pairs.append((i, partner))
+        else:
+            pairs.append((i,))
+    return pairs
+
+
+def metis_order(fabric: Fabric, shares: Sequence[Shares]) -> list[int]:
+    """An order of the islands to start from: METIS bisects the graph in the proportion of the training share.
+
+    Raises:
+        PlanError: pymetis is not installed.
+    """
+    try:
+        import pymetis
+    except ImportError:
+        raise PlanError("a METIS start needs pymetis: pip install 'rollover[metis]'") from None
+    n = len(fabric.types)
+    scaled = np.rint(1000 * fabric.bandwidth / fabric.bandwidth.max()).astype(int)
+    neighbours = [[j for j in range(n) if j != i and scaled[i, j]] for i in range(n)]
+    starts = np.cumsum([0, *(len(found) for found in neighbours)])
+    share = sum(s.train for s in shares) / sum(fabric.sizes)
+    cut = pymetis.part_graph(
+        2,
+        pymetis.CSRAdjacency(starts.tolist(), [j for found in neighbours for j in found]),
+        vweights=list(fabric.sizes),
+        eweights=[int(scaled[i, j]) for i, found in enumerate(neighbours) for j in found],
+        tpwgts=[share, 1 - share],
+    )
+    return sorted(range(n), key=lambda i: cut.vertex_part[i])

@@ -6,7 +6,7 @@ All are frozen and none needs torch. A new stage of the flow makes a new value
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -79,8 +79,8 @@ class Segment:
 
     policy_version: int
     """Version of the weights that sampled these tokens."""
-    token_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    rollout_logprobs: Sequence[float]
     """Log-probability of each token under the distribution it was sampled from; float32 values."""
     finish_reason: FinishReason | None
     """``None`` when the weights changed under a running rollout: the next segment follows on."""
@@ -108,8 +108,8 @@ class Segment:
     def joined(self, later: Segment) -> Segment:
         return replace(
             later,
-            token_ids=self.token_ids + later.token_ids,
-            rollout_logprobs=self.rollout_logprobs + later.rollout_logprobs,
+            token_ids=(*self.token_ids, *later.token_ids),
+            rollout_logprobs=(*self.rollout_logprobs, *later.rollout_logprobs),
             start_s=self.start_s,
             num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
         )
@@ -158,12 +158,15 @@ class Trajectory:
 
     def extended(self, segment: Segment) -> Trajectory:
         """With ``segment`` behind the others, joined to the last one where nothing separates them."""
-        if self.segments and self.segments[-1].continues_into(segment):
-            return replace(self, segments=(*self.segments[:-1], self.segments[-1].joined(segment)))
-        return replace(self, segments=(*self.segments, segment))
+        segments = self.segments
+        if segments and segments[-1].continues_into(segment):
+            segments, segment = segments[:-1], segments[-1].joined(segment)
+        return Trajectory(
+            sample_id=self.sample_id, prompt=self.prompt, segments=(*segments, segment), reward=self.reward
+        )
 
     def scored(self, reward: float) -> Trajectory:
-        return replace(self, reward=reward)
+        return Trajectory(sample_id=self.sample_id, prompt=self.prompt, segments=self.segments, reward=reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ The ledger holds facts. What to do about them is a strategy's business; doing it
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class SampleState(StrEnum):
 
 
 _SETTLED = (SampleState.SCORED, SampleState.FAILED)
+_STARTABLE = (SampleState.WAITING, SampleState.PARKED)
 
 
 class GroupState(StrEnum):
@@ -76,6 +78,8 @@ class GroupEntry:
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0
     """Samples neither scored nor failed."""
+    num_startable: int = 0
+    """Samples waiting or parked."""
 
     @property
     def num_scored(self) -> int:
@@ -125,6 +129,12 @@ class Ledger:
         self.parked: dict[SampleId, None] = {}
         self.unscored: dict[SampleId, None] = {}
         """Finished, not yet scored."""
+        self.starts_of_open: Counter[int] = Counter()
+        """Started open groups by the version they started at."""
+        self.starts_of_ready: Counter[int] = Counter()
+        """Ready groups, likewise."""
+        self._startable: list[int] = []
+        """Groups with waiting or parked samples, in order of opening."""
         self.returned: deque[Prompt] = deque()
         """Prompts of discarded groups: they go out again before new ones are drawn."""
         self.batches: dict[int, tuple[int, ...]] = {}
@@ -159,6 +169,13 @@ class Ledger:
         """Samples that still have tokens to decode."""
         return len(self.waiting) + len(self.running) + len(self.parked)
 
+    def startable(self) -> Iterator[SampleId]:
+        """Waiting and parked samples, those of the oldest group first. Lazy: a few cost little, however many wait."""
+        for group_id in self._startable:
+            for sample in self.groups[group_id].samples:
+                if sample.state in _STARTABLE:
+                    yield sample.trajectory.sample_id
+
     def unconsumed(self) -> Iterator[GroupEntry]:
         """Open and ready groups in order of opening."""
         return (self.groups[i] for i in sorted([*self.open, *self.ready]))
@@ -171,21 +188,24 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
-        match event:
-            case GroupOpened():
-                self._open(event)
-            case SampleStarted(sample_id=sample_id):
-                self._start(sample_id, event.policy_version)
+        match event:  # the frequent ones first
             case SegmentEnded():
                 self._segment(event)
+            case SampleStarted():
+                self._start(event.sample_id, event.policy_version)
             case SampleScored(sample_id=sample_id, reward=reward):
-                sample = self._leave(sample_id, SampleState.FINISHED)
+                sample = self.sample(sample_id)
+                assert sample.state is SampleState.FINISHED, f"{sample_id} is {sample.state}, not finished"
+                self._leave(sample_id, sample)
                 sample.trajectory = sample.trajectory.scored(reward)
                 self.num_scored += 1
                 self._settle(sample_id, SampleState.SCORED)
+            case GroupOpened():
+                self._open(event)
             case SampleFailed(sample_id=sample_id, reason=reason):
-                sample = self._leave(sample_id, self.sample(sample_id).state)
+                sample = self.sample(sample_id)
                 assert sample.state not in _SETTLED, f"{sample_id} is {sample.state} and cannot fail"
+                self._leave(sample_id, sample)
                 sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
@@ -218,29 +238,34 @@ class Ledger:
                 for i in range(event.group_size)
             ],
             num_unsettled=event.group_size,
+            num_startable=event.group_size,
         )
         self.groups[event.group_id] = self.open[event.group_id] = entry
+        self._startable.append(event.group_id)
         self.waiting.update(dict.fromkeys(s.trajectory.sample_id for s in entry.samples))
         self.next_group_id += 1
         self.num_admitted += 1
         self.cursor = max(self.cursor, event.cursor)
 
     def _start(self, sample_id: SampleId, version: int) -> None:
-        sample = self._leave(sample_id, self.sample(sample_id).state)
-        assert sample.state in (SampleState.WAITING, SampleState.PARKED), f"{sample_id} is {sample.state}"
+        group = self.groups[sample_id.group]
+        sample = group.samples[sample_id.index]
+        assert sample.state in _STARTABLE, f"{sample_id} is {sample.state}"
+        self._leave(sample_id, sample)
         sample.state = SampleState.RUNNING
         self.running[sample_id] = None
-        group = self.groups[sample_id.group]
         if group.start_version is None:
             group.start_version = version
+            self.starts_of_open[version] += 1
 
     def _segment(self, event: SegmentEnded) -> None:
         sample_id, segment = event.sample_id, event.segment
         sample = self.sample(sample_id)
         assert sample.state is SampleState.RUNNING, f"{sample_id} is {sample.state}, not running"
+        num_tokens = len(segment.token_ids)
         sample.trajectory = sample.trajectory.extended(segment)
-        sample.num_tokens += len(segment.token_ids)
-        self.tokens.decoded += len(segment.token_ids)
+        sample.num_tokens += num_tokens
+        self.tokens.decoded += num_tokens
         self.tokens.reprefilled += segment.num_prefilled_tokens
         if segment.finish_reason is None:
             return
@@ -255,13 +280,24 @@ class Ledger:
         """A sample stopped before its first token has nothing to resume: it waits again."""
         sample.state = SampleState.PARKED if sample.num_tokens else SampleState.WAITING
         (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
+        group = self.groups[sample_id.group]
+        group.num_startable += 1
+        if group.num_startable == 1:
+            insort(self._startable, sample_id.group)
 
-    def _leave(self, sample_id: SampleId, state: SampleState) -> SampleEntry:
-        sample = self.sample(sample_id)
-        assert sample.state is state, f"{sample_id} is {sample.state}, not {state}"
-        for place in (self.waiting, self.running, self.parked, self.unscored):
-            place.pop(sample_id, None)
-        return sample
+    def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
+        """Take the sample out of the place where those of its state are."""
+        match sample.state:
+            case SampleState.RUNNING:
+                del self.running[sample_id]
+            case SampleState.FINISHED:
+                del self.unscored[sample_id]
+            case SampleState.WAITING | SampleState.PARKED:
+                del (self.waiting if sample.state is SampleState.WAITING else self.parked)[sample_id]
+                group = self.groups[sample_id.group]
+                group.num_startable -= 1
+                if group.num_startable == 0:
+                    del self._startable[bisect_left(self._startable, sample_id.group)]
 
     def _settle(self, sample_id: SampleId, state: SampleState) -> None:
         group = self.groups[sample_id.group]
@@ -271,17 +307,25 @@ class Ledger:
             del self.open[group.group_id]
             group.state = GroupState.READY
             self.ready[group.group_id] = group
+            if group.start_version is not None:
+                self.starts_of_open[group.start_version] -= 1
+                self.starts_of_ready[group.start_version] += 1
 
     def _drop(self, event: GroupDropped) -> None:
-        group = self.groups.pop(event.group_id)
+        group = self.groups[event.group_id]
         assert group.state in (GroupState.OPEN, GroupState.READY), f"group {event.group_id} is {group.state}"
-        (self.open if group.state is GroupState.OPEN else self.ready).pop(event.group_id)
-        group.state = GroupState.DROPPED
+        places = (
+            (self.open, self.starts_of_open) if group.state is GroupState.OPEN else (self.ready, self.starts_of_ready)
+        )
+        del places[0][event.group_id]
+        if group.start_version is not None:
+            places[1][group.start_version] -= 1
         for sample in group.samples:
-            for place in (self.waiting, self.running, self.parked, self.unscored):
-                place.pop(sample.trajectory.sample_id, None)
+            self._leave(sample.trajectory.sample_id, sample)
             if sample.state is not SampleState.FAILED:
                 self.tokens.wasted[event.cause] += sample.num_tokens
+        del self.groups[event.group_id]
+        group.state = GroupState.DROPPED
         self.dropped[event.cause] += 1
         if event.prompt_returned:
             self.returned.append(group.prompt)
@@ -294,7 +338,10 @@ class Ledger:
         else:
             assert len(set(group_ids)) == len(group_ids), "a group is trained once"
             for group_id in group_ids:
-                self.ready.pop(group_id).state = GroupState.CONSUMED
+                group = self.ready.pop(group_id)
+                group.state = GroupState.CONSUMED
+                if group.start_version is not None:  # else each of its samples failed before it was sent out
+                    self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
         self._account(step, +1)
         self.next_step += 1
@@ -350,10 +397,15 @@ class Ledger:
                 if sample.state is not SampleState.FAILED and group.state is not GroupState.CONSUMED:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
+            startable = sum(s.state in _STARTABLE for s in group.samples)
+            assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
             assert (group.group_id in self.open) == (group.state is GroupState.OPEN)
             assert (group.group_id in self.ready) == (group.state is GroupState.READY)
         for state, place in places.items():
             assert counts[state] == len(place), f"a {state} sample belongs to no group"
+        assert self._startable == sorted(i for i, g in self.groups.items() if g.num_startable), "a group waits unseen"
+        for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):
+            assert +starts == Counter(g.start_version for g in groups.values() if g.start_version is not None)
         consumed = [i for ids in self.batches.values() for i in ids]
         assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]

@@ -29,7 +29,6 @@ before new (first in, first out) makes the wait rare.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from rollover.rollout.ledger import GroupEntry, Ledger
@@ -73,12 +72,8 @@ def choose_batch(
 def _demands(ledger: Ledger, batch_size: int, max_staleness: int) -> dict[int, int] | None:
     """Start version to how many groups of it or older the next batch must take, oldest version first; ``None`` while
     they are not ready."""
-    started: Counter[int] = Counter()
-    ready: Counter[int] = Counter(_start(g) for g in ledger.ready.values())
-    for group in ledger.open.values():
-        if group.start_version is not None:
-            started[group.start_version] += 1
-    started += ready
+    ready = ledger.starts_of_ready
+    started = ledger.starts_of_open + ready
     demands: dict[int, int] = {}
     num_started = num_ready = 0
     for version in sorted(started):

@@ -66,7 +66,7 @@ class Strategy:
     def samples_to_start(self, ledger: Ledger) -> Iterable[SampleId]:
         """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
         Oldest group first, and so what was started before what is fresh: no group waits behind a newer one."""
-        return sorted([*ledger.parked, *ledger.waiting])
+        return ledger.startable()
 
     def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
         """Ids of the groups of the next batch, or ``None`` while it is not full."""

@@ -117,6 +117,8 @@ class ModelShape:
     name: str
     num_layers: int
     hidden: int
+    num_heads: int
+    """Tensor parallelism divides them."""
     query_width: int
     """Heads times head size: 4 x this x context FLOPs per token and layer go into attention."""
     kv_width: int
@@ -224,8 +226,8 @@ class RolloutColumn:
     """Room for caches."""
     kv_byte_s: tuple[float, ...]
     """Cache held by a sample, integrated over its time in the engine."""
-    update_s: float
-    """Lost to each weight update: pause, load and re-prefill of what was running."""
+    updates_s: tuple[float, ...]
+    """Lost to each weight update while all that runs is of one bucket: pause, load and re-prefill."""
 
     @property
     def num_devices(self) -> int:

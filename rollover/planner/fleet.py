@@ -1,0 +1,236 @@
+"""A fleet file: which nodes there are, how they are joined, what they cost and what may be spent.
+
+Devices of equal figures, price, node size and links are one type, whatever the nodes are called; where a device occurs
+in differing surroundings its types are told apart as ``KEY@NODE``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollover import toml
+from rollover.errors import ConfigError, nearest
+from rollover.planner import catalogue as cat
+from rollover.planner.records import Device, Fleet, Link, Node
+from rollover.schema import build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkEntry:
+    """A connection between nodes."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    gbit_s: float
+    """Gbit/s of a whole node, one way."""
+    latency_us: float = 20.0
+    """Latency of a message, µs."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gbit_s < float("inf"):
+            raise ValueError(f"gbit_s must be above zero, got {self.gbit_s}")
+        if not 0 <= self.latency_us < float("inf"):
+            raise ValueError(f"latency_us must be zero or more, got {self.latency_us}")
+
+    @property
+    def link(self) -> Link:
+        return Link(bytes_per_s=self.gbit_s * 1e9 / 8, latency_s=self.latency_us * 1e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEntry:
+    """Table ``[[links]]``: what joins two nodes, or each node of one entry with each of another."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    between: tuple[str, ...]
+    """Two names: of an entry of nodes, or of one of its nodes, as in ``a-0``."""
+    gbit_s: float
+    """Gbit/s, one way."""
+    latency_us: float = 20.0
+    """Latency of a message, µs."""
+
+    def __post_init__(self) -> None:
+        if len(self.between) != 2:
+            raise ValueError(f"between must name two, got {len(self.between)}")
+        NetworkEntry(gbit_s=self.gbit_s, latency_us=self.latency_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEntry:
+    """Table ``[[nodes]]``: machines of one kind."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    device: str
+    """A key of the catalogue or of ``[devices]``."""
+    num_devices: int
+    """In each node."""
+    name: str | None = None
+    """The device's key where it is not given; with a ``count``, nodes are called ``NAME-0``, ``NAME-1`` and so on."""
+    count: int = 1
+    """Nodes of this kind."""
+    price_per_hour: float | None = None
+    """Of one device, in the fleet's currency; the catalogue's when not given."""
+    network: NetworkEntry | None = None
+    """To other nodes; the fleet's when not given."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_devices", "count"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.price_per_hour is not None and not 0 < self.price_per_hour < float("inf"):
+            raise ValueError(f"price_per_hour must be above zero, got {self.price_per_hour}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        name = self.name or self.device
+        return (name,) if self.count == 1 else tuple(f"{name}-{i}" for i in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFile:
+    """A whole fleet file."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    nodes: tuple[NodeEntry, ...]
+    name: str | None = None
+    """The file's name when not given."""
+    currency: str | None = None
+    """Of every ``price_per_hour`` and the budget: USD when not given, or L20 where the catalogue knows relative prices
+    only (NVIDIA L20 = 1)."""
+    budget_per_hour: float | None = None
+    """What all devices in use may cost together."""
+    catalogues: tuple[str, ...] = ()
+    """Further files of devices, such as those that a calibration writes; paths from the fleet file's folder."""
+    network: NetworkEntry | None = None
+    """Of every node that does not say otherwise."""
+    links: tuple[LinkEntry, ...] = ()
+    devices: dict[str, cat.DeviceEntry] = field(default_factory=dict)
+    """Devices that the catalogue lacks, or figures to put in the place of its own."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("nodes: a fleet needs at least one [[nodes]] table")
+        if self.budget_per_hour is not None and not 0 < self.budget_per_hour < float("inf"):
+            raise ValueError(f"budget_per_hour must be above zero, got {self.budget_per_hour}")
+
+
+def load(file: Path) -> Fleet:
+    """The fleet described in ``file``; raises ``ConfigError`` with file and line."""
+    return parse(toml.read(file), file.parent)
+
+
+def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
+    """The fleet of a document whose ``catalogues`` stand in ``folder``."""
+    content = build(FleetFile, document)
+    catalogue = cat.read([toml.read(folder / name) for name in content.catalogues])
+    own = cat.CatalogueFile(devices=content.devices)
+    return _Reader(document, content, catalogue.extended(own, document)).fleet()
+
+
+class _Reader:
+    """Turns a fleet file into records; knows the lines to complain about."""
+
+    def __init__(self, document: toml.Document, content: FleetFile, catalogue: cat.Catalogue) -> None:
+        self.document = document
+        self.content = content
+        self.catalogue = catalogue
+
+    def fleet(self) -> Fleet:
+        for i, entry in enumerate(self.content.nodes):
+            if entry.device not in self.catalogue.devices:
+                known = nearest(entry.device, self.catalogue.devices)
+                raise self._error(("nodes", i, "device"), f"unknown device {entry.device!r}{known}")
+        currency = self._currency()
+        devices = self._devices(currency)
+        nodes = tuple(
+            Node(name=name, device=device, num_devices=entry.num_devices)
+            for entry, device in zip(self.content.nodes, devices, strict=True)
+            for name in entry.names
+        )
+        self._check_names()
+        return Fleet(
+            name=self.content.name or Path(self.document.name).stem,
+            nodes=nodes,
+            links=self._links(),
+            currency=currency,
+            budget_per_hour=self.content.budget_per_hour,
+        )
+
+    def _currency(self) -> str:
+        """The user's; without one, that in which the catalogue prices all nodes the user does not."""
+        if self.content.currency:
+            return self.content.currency
+        own = any(entry.price_per_hour is not None for entry in self.content.nodes)
+        entries = [self.catalogue.find(entry.device) for entry in self.content.nodes]
+        relative = all(cat.low_price(e, cat.RELATIVE) for e in entries)
+        dollars = all(cat.low_price(e, cat.DOLLAR) for e in entries)
+        return cat.RELATIVE if relative and not dollars and not own else cat.DOLLAR
+
+    def _devices(self, currency: str) -> list[Device]:
+        """The device of each entry of nodes; types are named after their key, with the node where keys repeat."""
+        devices = [self._device(i, entry, currency) for i, entry in enumerate(self.content.nodes)]
+        types = list(dict.fromkeys(devices))
+        for device in types:
+            if sum(other.name == device.name for other in types) > 1:
+                first = devices.index(device)
+                name = f"{device.name}@{self.content.nodes[first].name or first}"
+                renamed = replace(device, name=name)
+                devices = [renamed if other == device else other for other in devices]
+        return devices
+
+    def _device(self, index: int, entry: NodeEntry, currency: str) -> Device:
+        network = entry.network or self.content.network
+        if network is None and sum(e.count for e in self.content.nodes) > 1:
+            message = "its connection to other nodes is missing: write network = { gbit_s = ... } here, or once for all"
+            raise self._error(("nodes", index), message)
+        price = entry.price_per_hour
+        if price is None:
+            price = cat.low_price(self.catalogue.find(entry.device), currency)
+        if price is None and self.content.budget_per_hour is not None:
+            message = (
+                f"price_per_hour of {entry.device!r} is not known in {currency}, and there is a budget to keep: "
+                "write price_per_hour here"
+            )
+            raise self._error(("nodes", index), message)
+        return self.catalogue.surroundings(
+            entry.device,
+            name=entry.device,
+            node_size=entry.num_devices,
+            network=network.link if network else None,
+            price_per_hour=price,
+        )
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        for i, entry in enumerate(self.content.nodes):
+            for name in {*entry.names, entry.name or entry.device}:
+                if name in seen:
+                    raise self._error(
+                        ("nodes", i), f"there is another node called {name!r}: give each a name of its own"
+                    )
+            seen |= {*entry.names, entry.name or entry.device}
+
+    def _links(self) -> tuple[tuple[str, str, Link], ...]:
+        """Links between pairs of nodes, each pair once; a later entry goes before an earlier one."""
+        members = {name: (name,) for entry in self.content.nodes for name in entry.names}
+        members |= {entry.name or entry.device: entry.names for entry in self.content.nodes}
+        links: dict[tuple[str, ...], Link] = {}
+        for i, entry in enumerate(self.content.links):
+            for name in entry.between:
+                if name not in members:
+                    raise self._error(("links", i, "between"), f"unknown node {name!r}{nearest(name, members)}")
+            link = NetworkEntry(gbit_s=entry.gbit_s, latency_us=entry.latency_us).link
+            ends = [members[name] for name in entry.between]
+            links |= {tuple(sorted((a, b))): link for a in ends[0] for b in ends[1] if a != b}
+        return tuple((a, b, link) for (a, b), link in sorted(links.items(), key=lambda item: item[0]))
+
+    def _error(self, path: Sequence[Any], message: str) -> ConfigError:
+        line = self.document.lines.get(tuple(path))
+        place = f"{self.document.name}:{line}" if line else self.document.name
+        return ConfigError(f"{place}: {'.'.join(map(str, path))}: {message}")

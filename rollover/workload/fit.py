@@ -1,0 +1,309 @@
+"""Fitting the length law to a trace by maximum likelihood.
+
+A sample contributes the density of its log length where it ended by itself, and where it was cut (at the cap, or
+before its end) the probability of being longer, ``q + (1 - q) P(no loop and longer)``: that tells loops from a long
+tail. Siblings share the effect of their prompt, which is integrated out: exactly for the samples that ended (they are
+jointly normal), by Gauss-Hermite quadrature around that for those cut. Drift and a Pareto tail are in the law only if
+they lower Schwarz's criterion.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollover.errors import DataError
+from rollover.workload.law import TAIL_FROM, TAIL_Z, Floats, LengthLaw
+from rollover.workload.trace import EmpiricalLaw, Trace
+
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(20)
+_LOG_WEIGHTS = np.log(_WEIGHTS / math.sqrt(2 * math.pi))
+_MIN_FINISHED = 20
+"""Fewer samples that ended by themselves say nothing about a distribution."""
+_MIN_TAIL = 50
+"""Samples between the 90th percentile and the cap that a Pareto tail is fitted to."""
+_RESAMPLES = 40
+_LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
+"""Bounds of the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A law, how sure its parameters are, and how far the trace is from it."""
+
+    law: LengthLaw
+    standard_errors: dict[str, float]
+    """By parameter; the median's is relative."""
+    num_prompts: int
+    num_samples: int
+    num_unfinished: int
+    log_likelihood: float
+    """Natural logarithm, of log lengths."""
+    ks: float
+    """Kolmogorov-Smirnov distance between the trace and the law, the mass at the cap included."""
+    ks_expected: float
+    """Mean of that distance for traces of this shape drawn from the law itself."""
+    ks_p95: float
+    """Their 95th percentile: a trace beyond it does not come from this law."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether the law explains the trace to within sampling error."""
+        return self.ks <= self.ks_p95
+
+
+def fit(trace: Trace, *, seed: int = 0) -> Fit:
+    """The law of a trace's lengths.
+
+    Raises:
+        DataError: too few samples ended by themselves.
+    """
+    data = _Data.of(trace)
+    best = _maximum(data, _Shape())
+    for candidate in (_Shape(drift=True), _Shape(tail=True), _Shape(drift=True, tail=True)):
+        if candidate.tail and data.num_beyond(best.law) < _MIN_TAIL:
+            continue
+        if (candidate.drift and data.num_prompts < _MIN_FINISHED) or candidate.adds_to(best.shape) is False:
+            continue
+        found = _maximum(data, candidate)
+        if found.criterion < best.criterion:
+            best = found
+    floor = int(min(n for p in trace.prompts for i, n in enumerate(p.lengths) if i not in p.unfinished))
+    law = replace(best.law, min_tokens=floor, prompt_tokens=_median_prompt_tokens(trace))
+    expected = [ks_distance(_resampled(trace, law, seed + i), law) for i in range(_RESAMPLES)]
+    return Fit(
+        law=law,
+        standard_errors=best.standard_errors(data),
+        num_prompts=data.num_prompts,
+        num_samples=trace.num_samples,
+        num_unfinished=sum(len(p.unfinished) for p in trace.prompts),
+        log_likelihood=best.log_likelihood,
+        ks=ks_distance(trace, law),
+        ks_expected=float(np.mean(expected)),
+        ks_p95=float(np.quantile(expected, 0.95)),
+    )
+
+
+def ks_distance(trace: Trace, law: LengthLaw) -> float:
+    """Largest gap between the trace's Kaplan-Meier estimate and the law."""
+    lengths, finished, places = trace.columns()
+    empirical = EmpiricalLaw.of(lengths, finished)
+    drifted = replace(law, median_tokens=law.median_tokens * math.exp(_mean_drift(law, places)))
+    model = drifted.cdf(empirical.values)
+    before = drifted.cdf(empirical.values - 1)
+    reached = np.concatenate([[0.0], empirical.cdf])
+    return float(max(np.max(np.abs(reached[1:] - model)), np.max(np.abs(reached[:-1] - before))))
+
+
+def _mean_drift(law: LengthLaw, places: Floats) -> float:
+    return law.drift_per_1k_prompts / 1000 * float(np.mean(places))
+
+
+def _median_prompt_tokens(trace: Trace) -> int:
+    return int(np.median([p.prompt_tokens for p in trace.prompts]))
+
+
+def _resampled(trace: Trace, law: LengthLaw, seed: int) -> Trace:
+    """A trace of the same prompts and numbers of samples, drawn from the law."""
+    drawn = law.workload(seed)
+    prompts = tuple(
+        replace(p, lengths=drawn.group_lengths(i, len(p.lengths)), unfinished=frozenset())
+        for i, p in enumerate(trace.prompts)
+    )
+    return replace(trace, cap_tokens=law.cap_tokens, prompts=prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """Which parameters the law has beside the four it always has."""
+
+    drift: bool = False
+    tail: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return 4 + self.drift + self.tail
+
+    def adds_to(self, other: _Shape) -> bool:
+        return self.num_parameters > other.num_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Data:
+    """Samples in columns; prompts are numbered in the order drawn."""
+
+    log_ended: Floats
+    ended_group: NDArray[np.int64]
+    log_cut: Floats
+    """Of the length at which the sample was cut: at the cap, or before its end."""
+    cut_group: NDArray[np.int64]
+    cap_tokens: int
+    num_prompts: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Data:
+        lengths, finished, places = trace.columns()
+        ended = (finished > 0) & (lengths < trace.cap_tokens)
+        if (num := int(ended.sum())) < _MIN_FINISHED:
+            raise DataError(
+                f"{trace.name}: {num} of {len(lengths)} responses ended by themselves below the cap of"
+                f" {trace.cap_tokens} tokens; a fit needs at least {_MIN_FINISHED}"
+            )
+        return cls(
+            log_ended=np.log(lengths[ended] + 0.5),  # int() cut off half a token on average
+            ended_group=places[ended].astype(np.int64),
+            log_cut=np.log(lengths[~ended]),
+            cut_group=places[~ended].astype(np.int64),
+            cap_tokens=trace.cap_tokens,
+            num_prompts=len(trace.prompts),
+        )
+
+    def num_beyond(self, law: LengthLaw) -> int:
+        return int(np.sum(self.log_ended > law.mu + TAIL_Z * law.sigma))
+
+    def sum_by_prompt(self, values: Floats, group: NDArray[np.int64]) -> Floats:
+        return np.bincount(group, weights=values, minlength=self.num_prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maximum:
+    """Where the likelihood of a shape is greatest."""
+
+    point: Floats
+    shape: _Shape
+    law: LengthLaw
+    log_likelihood: float
+    criterion: float
+    """Schwarz's: parameters are paid for by the logarithm of the number of prompts."""
+
+    def standard_errors(self, data: _Data) -> dict[str, float]:
+        """From the curvature at the maximum; parameters at a bound have none."""
+        names = ["median_tokens", "sigma", "icc", "loop_probability"]
+        names += ["drift_per_1k_prompts"] * self.shape.drift + ["tail_exponent"] * self.shape.tail
+        icc, q = self.law.icc, self.law.loop_probability
+        slopes = [1.0, self.law.sigma, icc * (1 - icc), q * (1 - q)]
+        slopes += [1.0] * self.shape.drift + [self.law.tail_exponent or 0.0] * self.shape.tail
+        inside = [i for i, (low, high) in enumerate(_bounds(self.shape)) if low + 1e-3 < self.point[i] < high - 1e-3]
+        hessian = _hessian(lambda p: -_log_likelihood(data, p, self.shape), self.point, inside)
+        variances = np.diag(np.linalg.pinv(hessian))
+        return {names[i]: slopes[i] * math.sqrt(v) for i, v in zip(inside, variances.tolist(), strict=True) if v > 0}
+
+
+def _bounds(shape: _Shape) -> list[tuple[float, float]]:
+    bounds = [(0.0, 17.0), _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q]
+    return bounds + [(-1.0, 1.0)] * shape.drift + [(-1.0, 3.0)] * shape.tail
+
+
+def _maximum(data: _Data, shape: _Shape) -> _Maximum:
+    from scipy.optimize import minimize
+
+    y = data.log_ended
+    share_cut = len(data.log_cut) / (len(data.log_cut) + len(y))
+    start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), 0.0, _logit(max(share_cut / 2, 1e-3))]
+    start += [0.0] * shape.drift + [math.log(2.0)] * shape.tail
+    found: Any = minimize(
+        lambda p: -_log_likelihood(data, p, shape) / len(y), start, method="L-BFGS-B", bounds=_bounds(shape)
+    )
+    best = -float(found.fun) * len(y)
+    return _Maximum(
+        point=found.x,
+        shape=shape,
+        law=_law(found.x, shape, data.cap_tokens),
+        log_likelihood=best,
+        criterion=shape.num_parameters * math.log(data.num_prompts) - 2 * best,
+    )
+
+
+def _law(point: Floats, shape: _Shape, cap_tokens: int) -> LengthLaw:
+    mu, log_sigma, logit_icc, logit_q, *more = (float(v) for v in point)
+    drift = more.pop(0) if shape.drift else 0.0
+    q = _logistic(logit_q)
+    return LengthLaw(
+        median_tokens=math.exp(mu),
+        sigma=math.exp(log_sigma),
+        icc=_logistic(logit_icc),
+        loop_probability=q if logit_q > _LOGIT_Q[0] + 1 else 0.0,
+        cap_tokens=cap_tokens,
+        drift_per_1k_prompts=drift,
+        tail_exponent=math.exp(more[0]) if shape.tail else None,
+    )
+
+
+def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
+    """Of all samples, prompt effects integrated out."""
+    from scipy.special import log_ndtr, logsumexp
+
+    mu, sigma, icc, q = float(point[0]), math.exp(point[1]), _logistic(point[2]), _logistic(point[3])
+    drift = float(point[4]) / 1000 if shape.drift else 0.0
+    exponent = math.exp(point[-1]) if shape.tail else None
+    ended, log_jacobian = _residuals(data.log_ended - mu - drift * data.ended_group, sigma, exponent)
+    cut, _ = _residuals(data.log_cut - mu - drift * data.cut_group, sigma, exponent)
+    within, between = (1 - icc) * sigma**2, icc * sigma**2  # variances
+
+    # Samples that ended: jointly normal with equal correlation.
+    n = np.bincount(data.ended_group, minlength=data.num_prompts)
+    sums = data.sum_by_prompt(ended, data.ended_group)
+    total = within + n * between
+    log_density = -0.5 * (len(ended) * math.log(2 * math.pi * within) + float(np.sum(np.log(total / within))))
+    log_density -= 0.5 * float(np.sum(ended**2) - np.sum(sums**2 * between / total)) / within
+    log_density += len(ended) * math.log1p(-q) + log_jacobian
+    if not len(cut):
+        return log_density
+
+    # Samples that were cut, given the prompt's effect as those that ended leave it.
+    prompts, place = np.unique(data.cut_group, return_inverse=True)
+    mean = (between * sums / total)[prompts]
+    spread = np.sqrt(between * within / total)[prompts]
+    effect = mean[:, None] + spread[:, None] * _NODES
+    log_longer = log_ndtr((effect[place] - cut[:, None]) / math.sqrt(within))
+    log_cut = np.logaddexp(math.log(q), math.log1p(-q) + log_longer)
+    per_prompt = np.zeros((len(prompts), len(_NODES)))
+    np.add.at(per_prompt, place, log_cut)
+    return log_density + float(np.sum(logsumexp(per_prompt + _LOG_WEIGHTS, axis=1)))
+
+
+def _residuals(deviations: Floats, sigma: float, exponent: float | None) -> tuple[Floats, float]:
+    """Log lengths about their median as the normal deviations of equal rank, and the log of the change of density."""
+    from scipy.special import ndtri
+
+    start = TAIL_Z * sigma
+    beyond = deviations > start
+    if exponent is None or not beyond.any():
+        return deviations, 0.0
+    survival = (1 - TAIL_FROM) * np.exp(-exponent * (deviations[beyond] - start))
+    z = -ndtri(np.maximum(survival, 1e-300))
+    residuals = deviations.copy()
+    residuals[beyond] = sigma * z
+    log_normal_density = -0.5 * z**2 - 0.5 * math.log(2 * math.pi)
+    return residuals, float(np.sum(np.log(exponent * survival * sigma) - log_normal_density))
+
+
+def _hessian(function: Any, point: Floats, inside: list[int]) -> Floats:
+    """Second differences over the coordinates ``inside``."""
+    step = 1e-3
+
+    def at(*moves: tuple[int, float]) -> float:
+        moved = point.copy()
+        for i, by in moves:
+            moved[i] += by
+        return float(function(moved))
+
+    hessian = np.empty((len(inside), len(inside)))
+    for a, i in enumerate(inside):
+        for b, j in enumerate(inside[: a + 1]):
+            corners = at((i, step), (j, step)) - at((i, step), (j, -step))
+            corners -= at((i, -step), (j, step)) - at((i, -step), (j, -step))
+            hessian[a, b] = hessian[b, a] = corners / (4 * step**2)
+    return hessian
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x))

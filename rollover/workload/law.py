@@ -1,0 +1,140 @@
+"""How response lengths are distributed: a lognormal with an effect of the prompt, loops, a cap.
+
+    m_p   = log median + drift + tau z_p                          of prompt p, z_p ~ N(0, 1)
+    log L = m_p + s e                                             of a sample, e ~ N(0, 1)
+    tau^2 = icc sigma^2,   s^2 = (1 - icc) sigma^2
+    L     = cap with probability q (the model loops), else int(exp(log L)) between floor and cap
+
+Two bends of it: beyond the 90th percentile the tail may be Pareto, and prompts with long answers may loop more often.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rollover.workload.generator import Generator
+
+NORMAL = NormalDist()
+TAIL_FROM = 0.9
+"""Share of samples below a Pareto tail."""
+TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLaw:
+    """A workload file: the parameters of the generator. Lengths are in tokens."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    median_tokens: float
+    """Median of the responses that do not loop, before cap and floor, of the first prompt."""
+    sigma: float
+    """Standard deviation of the log length; 0.99 makes the 99th percentile ten times the median."""
+    icc: float
+    """Share of ``sigma`` squared that siblings have in common (intraclass correlation)."""
+    loop_probability: float
+    """Share of responses that never end by themselves."""
+    cap_tokens: int
+    """Longest response: ``max_new_tokens`` of the run."""
+    min_tokens: int = 1
+    """Shortest response."""
+    loop_difficulty: float = 0.0
+    """How much likelier long-answer prompts loop: the probability is proportional to exp(``loop_difficulty`` z_p)."""
+    tail_exponent: float | None = None
+    """Of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal when absent."""
+    drift_per_1k_prompts: float = 0.0
+    """Change of the log median over 1,000 prompts drawn: 0.01 lengthens responses by one percent."""
+    num_prompts: int | None = None
+    """Prompts in the dataset; drawing more starts another epoch. No prompt repeats when absent."""
+    epoch_correlation: float = 0.9
+    """Correlation of a prompt's effect from one epoch to the next."""
+    prompt_tokens: int = 150
+    """Length of every prompt."""
+
+    def __post_init__(self) -> None:
+        if not (self.median_tokens >= 1 and math.isfinite(self.median_tokens)):
+            raise ValueError(f"median_tokens must be at least 1, got {self.median_tokens}")
+        if not 0 <= self.sigma <= 5:
+            raise ValueError(f"sigma must lie in [0, 5] (it is a spread of log lengths), got {self.sigma}")
+        for key in ("icc", "loop_probability"):
+            if not 0 <= (value := getattr(self, key)) <= 1:
+                raise ValueError(f"{key} must lie in [0, 1], got {value}")
+        for key in ("cap_tokens", "min_tokens", "prompt_tokens", "num_prompts"):
+            if (number := getattr(self, key)) is not None and number < 1:
+                raise ValueError(f"{key} must be at least 1, got {number}")
+        if self.min_tokens > self.cap_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not be above cap_tokens ({self.cap_tokens})")
+        if not 0 <= self.loop_difficulty <= 2:
+            raise ValueError(f"loop_difficulty must lie in [0, 2], got {self.loop_difficulty}")
+        if self.tail_exponent is not None and not (self.tail_exponent > 0 and math.isfinite(self.tail_exponent)):
+            raise ValueError(f"tail_exponent must be above 0, got {self.tail_exponent}")
+        if not -1 <= self.drift_per_1k_prompts <= 1:
+            raise ValueError(f"drift_per_1k_prompts must lie in [-1, 1], got {self.drift_per_1k_prompts}")
+        if not -1 <= self.epoch_correlation <= 1:
+            raise ValueError(f"epoch_correlation must lie in [-1, 1], got {self.epoch_correlation}")
+
+    @property
+    def mu(self) -> float:
+        return math.log(self.median_tokens)
+
+    @property
+    def tau(self) -> float:
+        """Spread of log lengths over prompts."""
+        return math.sqrt(self.icc) * self.sigma
+
+    @property
+    def sibling_sigma(self) -> float:
+        """Spread of log lengths among siblings."""
+        return math.sqrt(1 - self.icc) * self.sigma
+
+    def workload(self, seed: int = 0) -> Generator:
+        from rollover.workload.generator import Generator
+
+        return Generator(self, seed)
+
+    # -- the marginal law of one sample of the first prompts, in closed form ------------------------------------
+
+    def quantile(self, p: float) -> int:
+        """Smallest length with at least the share ``p`` of samples at or below it."""
+        p_ended = p / (1 - self.loop_probability) if self.loop_probability < 1 else math.inf
+        if p_ended >= 1:
+            return self.cap_tokens
+        if self.tail_exponent is not None and p_ended > TAIL_FROM:
+            log_length = self.mu + TAIL_Z * self.sigma
+            log_length -= math.log((1 - p_ended) / (1 - TAIL_FROM)) / self.tail_exponent
+        else:
+            log_length = self.mu + self.sigma * NORMAL.inv_cdf(p_ended) if p_ended > 0 else -math.inf
+        if log_length >= math.log(self.cap_tokens):
+            return self.cap_tokens
+        return max(self.min_tokens, int(math.exp(log_length)))
+
+    def cdf(self, lengths: Floats) -> Floats:
+        """P(L <= x) for whole-numbered lengths x."""
+        from scipy.special import ndtr
+
+        # int() puts [x, x + 1) on x.
+        z = (np.log1p(lengths) - self.mu) / max(self.sigma, 1e-12)
+        ended = ndtr(z)
+        if self.tail_exponent is not None:
+            beyond = np.maximum(z - TAIL_Z, 0) * self.sigma
+            ended = np.where(z > TAIL_Z, 1 - (1 - TAIL_FROM) * np.exp(-self.tail_exponent * beyond), ended)
+        below_cap = np.where(lengths < self.min_tokens, 0.0, (1 - self.loop_probability) * ended)
+        return np.where(lengths >= self.cap_tokens, 1.0, below_cap)
+
+    @property
+    def truncated(self) -> float:
+        """Share of responses at the cap."""
+        return float(1 - self.cdf(np.array([self.cap_tokens - 1.0]))[0])
+
+    @property
+    def mean_tokens(self) -> float:
+        """E[L], the sum of P(L > x) over x."""
+        return float(np.sum(1 - self.cdf(np.arange(self.cap_tokens, dtype=np.float64))))

@@ -1,0 +1,179 @@
+"""Recorded lengths, and their replay as a workload.
+
+A sample that was cut off before its end is kept as what it is, a lower bound: leaving it out would make responses look
+shorter than they are (Kaplan and Meier, 1958).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollover.errors import DataError
+from rollover.workload.law import Floats
+
+_DRAWS = 16
+_ORDER, _COMPLETE, _AGAIN = range(3)
+"""What a draw is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracePrompt:
+    """One prompt and what was recorded of its samples."""
+
+    prompt_id: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    """Response lengths in the order of sampling, in tokens."""
+    unfinished: frozenset[int] = frozenset()
+    """Places in ``lengths`` of samples that were cut off: they would have become longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Prompts in the order in which they were drawn.
+
+    Raises:
+        DataError: there is no sample, or a length is not between 1 and the cap.
+    """
+
+    name: str
+    cap_tokens: int
+    """Longest response possible."""
+    prompts: tuple[TracePrompt, ...]
+
+    def __post_init__(self) -> None:
+        if not self.num_samples:
+            raise DataError(f"{self.name}: an empty trace; it must hold at least one response length")
+        for prompt in self.prompts:
+            for length in prompt.lengths:
+                if not 1 <= length <= self.cap_tokens:
+                    raise DataError(
+                        f"{self.name}: prompt {prompt.prompt_id!r} has a response of {length} tokens, which is not"
+                        f" between 1 and the cap of {self.cap_tokens}"
+                    )
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(p.lengths) for p in self.prompts)
+
+    @property
+    def group_size(self) -> int:
+        """Most samples that a prompt has."""
+        return max(len(p.lengths) for p in self.prompts)
+
+    def columns(self) -> tuple[Floats, Floats, Floats]:
+        """Of each sample: length, 1 where it finished, place of its prompt."""
+        lengths = [n for p in self.prompts for n in p.lengths]
+        finished = [i not in p.unfinished for p in self.prompts for i in range(len(p.lengths))]
+        places = [i for i, p in enumerate(self.prompts) for _ in p.lengths]
+        return np.array(lengths, float), np.array(finished, float), np.array(places, float)
+
+    def workload(self, seed: int = 0) -> Replay:
+        return Replay(self, seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmpiricalLaw:
+    """Kaplan-Meier estimate of P(L <= x): a step function. It ends below 1 if the longest sample is unfinished."""
+
+    values: Floats
+    """Finished lengths, ascending, without repetition."""
+    cdf: Floats
+    """P(L <= value)."""
+
+    @classmethod
+    def of(cls, lengths: Floats, finished: Floats) -> EmpiricalLaw:
+        """``finished``: 1 for samples that ended by themselves or at the cap, 0 for lower bounds."""
+        values = np.unique(lengths[finished > 0])
+        at_risk = len(lengths) - np.searchsorted(np.sort(lengths), values, side="left")
+        ended = np.sort(lengths[finished > 0])
+        events = np.searchsorted(ended, values, side="right") - np.searchsorted(ended, values, side="left")
+        return cls(values=values, cdf=1 - np.cumprod(1 - events / at_risk))
+
+    def at(self, lengths: Floats) -> Floats:
+        """P(L <= x)."""
+        return np.concatenate([[0.0], self.cdf])[np.searchsorted(self.values, lengths, side="right")]
+
+    def longer_than(self, length: int, u: float) -> int | None:
+        """The quantile ``u`` of lengths above ``length``; ``None`` beyond everything that finished."""
+        start = float(self.at(np.array([length]))[0])
+        place = int(np.searchsorted(self.cdf, start + u * (1 - start), side="right"))
+        return int(self.values[place]) if place < len(self.values) else None
+
+
+class Replay:
+    """A ``Workload`` of recorded lengths. Seed 0 keeps the recorded order of prompts, others shuffle it; after the last
+    prompt another epoch begins, shuffled. The samples of a prompt are used in the order recorded, later attempts going
+    on behind earlier ones, and then drawn from them again. A sample that was cut off is completed once and for all, by
+    a draw from the recorded lengths above its own.
+    """
+
+    def __init__(self, trace: Trace, seed: int = 0) -> None:
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        self.trace = trace
+        self.seed = seed
+        self._lengths = _completed(trace)
+        self._order = functools.lru_cache(maxsize=4)(self._draw_order)
+
+    def __reduce__(self) -> tuple[type[Replay], tuple[Trace, int]]:
+        return Replay, (self.trace, self.seed)
+
+    @property
+    def cap(self) -> int:
+        return self.trace.cap_tokens
+
+    def prompt_id(self, index: int) -> str:
+        epoch, row = self._place(index)
+        return f"trace/{row}@{epoch}"
+
+    def prompt_tokens(self, index: int) -> int:
+        return self.trace.prompts[self._place(index)[1]].prompt_tokens
+
+    def group_lengths(self, index: int, group_size: int, attempt: int = 0) -> tuple[int, ...]:
+        row = self._place(index)[1]
+        recorded, first = self._lengths[row], attempt * group_size
+        lengths = recorded[first : first + group_size]
+        missing = range(first + len(lengths), first + group_size)
+        return lengths + tuple(recorded[self._pick(row, place)] for place in missing)
+
+    def _pick(self, row: int, place: int) -> int:
+        """Which recorded sample of the row stands in for one that was not recorded."""
+        rng = np.random.default_rng([self.seed, _AGAIN, row, place // _DRAWS])
+        return int(rng.random(_DRAWS)[place % _DRAWS] * len(self._lengths[row]))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(epoch, row) of the ``index``-th prompt."""
+        epoch, place = divmod(index, len(self._lengths))
+        return epoch, self._order(epoch)[place]
+
+    def _draw_order(self, epoch: int) -> Sequence[int]:
+        if self.seed == 0 and epoch == 0:
+            return range(len(self._lengths))
+        rng = np.random.default_rng([self.seed, _ORDER, epoch])
+        return [int(row) for row in rng.permutation(len(self._lengths))]
+
+
+def _completed(trace: Trace) -> list[tuple[int, ...]]:
+    """Lengths by prompt, those cut off completed."""
+    lengths, finished, _ = trace.columns()
+    law = EmpiricalLaw.of(lengths, finished)
+    rng = np.random.default_rng([_COMPLETE])
+    completed = []
+    for prompt in trace.prompts:
+        found = list(prompt.lengths)
+        for place in sorted(prompt.unfinished):
+            found[place] = law.longer_than(found[place], rng.random()) or trace.cap_tokens
+        completed.append(tuple(found))
+    return completed
+
+
+def quantile(law: EmpiricalLaw, p: float, cap_tokens: int) -> int:
+    """Smallest length with at least the share ``p`` at or below it; the cap where the record ends before that."""
+    place = int(np.searchsorted(law.cdf, p - math.ulp(1.0)))
+    return int(law.values[place]) if place < len(law.values) else cap_tokens

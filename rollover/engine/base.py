@@ -44,6 +44,8 @@ class GenerateRequest:
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
     (seed, p) alone, so the same seed is sent on every hop of a sample."""
+    fast_lane: bool = False
+    """Run it where few others run; sent only to engines that declare ``fast_lane``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ class Capabilities:
     """An aborted sample that comes back under the same weights needs no prefill (room permitting)."""
     in_flight_update: bool = False
     """Running calls survive a weight load."""
+    fast_lane: bool = False
+    """Has a part that is kept for requests that ask for it, and so decodes them faster than others."""
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
 

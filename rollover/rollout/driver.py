@@ -1,11 +1,11 @@
-"""The driver: asks the strategy, does as told, writes the journal. The one asyncio shell around the pure parts.
+"""The driver: the asyncio shell around the scheduler. It runs what the scheduler starts and writes its journal.
 
 ::
 
-    source ──prompts──▶ ┌────────┐ ──requests──▶ engine
+                        ┌────────┐ ──requests──▶ engine
                         │ driver │ ◀──chunks───
-    strategy ◀─ledger─▶ │        │ ──trajectories──▶ scorer
-                        └────────┘ ◀──rewards──
+   scheduler ◀─news──── │        │ ──trajectories──▶ scorer
+             ─starts──▶ └────────┘ ◀──rewards──
                              │ events
                              ▼
                           journal
@@ -31,36 +31,19 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine
-from rollover.errors import DataError, EngineError, EngineTimeout, RolloverError, RunError
+from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.rollout.config import Limits
-from rollover.rollout.events import (
-    BatchConsumed,
-    Event,
-    GroupDropped,
-    GroupOpened,
-    SampleFailed,
-    SampleScored,
-    SampleStarted,
-    SegmentEnded,
-    VersionPublished,
-    WasteCause,
-)
+from rollover.rollout.events import Event, GroupDropped
 from rollover.rollout.hop import OpenSegment, check_chunk, hop_request, reached_end
 from rollover.rollout.journal import Journal
-from rollover.rollout.ledger import GroupState, Ledger, SampleState
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler, Source, Start
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import Batch, FinishReason, Prompt, SampleId, SamplingParams, Trajectory
-
-
-class Source(Protocol):
-    """Prompts by number: a pure function, so that a cursor is all a restart needs."""
-
-    def prompt(self, index: int) -> Prompt: ...
+from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajectory
 
 
 class Scorer(Protocol):
@@ -95,21 +78,27 @@ class RolloutDriver:
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
     ) -> None:
+        limits = limits or Limits()
         self.ledger = ledger
+        self._scheduler = Scheduler(
+            strategy=strategy,
+            source=source,
+            ledger=ledger,
+            max_running=engine.capabilities.max_running,
+            limits=limits,
+            keep_group=keep_group,
+            emit=self._emit,
+        )
         self._engine = engine
-        self._strategy = strategy
-        self._source = source
+        self._on_full = strategy.on_full
         self._scorer = scorer
         self._sampling = sampling
         self._seed = seed
         self._clock = clock
         self._journal = journal
-        self._limits = limits or Limits()
-        self._keep_group = keep_group
+        self._limits = limits
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
-        self._collecting = False
-        """Whether samples may be started."""
         self._name = secrets.token_hex(4)
         """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
         self._hops: dict[SampleId, asyncio.Task[None]] = {}
@@ -121,8 +110,6 @@ class RolloutDriver:
         self._last_progress_s = clock.now_s()
         self._num_hops = 0
         self._retries: dict[SampleId, int] = {}
-        self._num_failed_in_a_row = 0
-        self._num_filtered_in_a_row = 0
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
 
@@ -140,39 +127,36 @@ class RolloutDriver:
         if self._broken is not None:
             raise self._broken
         if self.ledger.replay:
-            step = self.ledger.replay[0]
-            return self._consume(step, self.ledger.batches[step])
-        self._collecting = True
+            return self._consume()
+        self._scheduler.collecting = True
         for sample_id in self.ledger.unscored.keys() - self._scoring.keys():
             self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
-        await self._until(lambda: self._strategy.select_batch(self.ledger) is not None)
+        await self._until(lambda: self._scheduler.batch_is_full)
         await self._stop_running()
-        chosen = self._strategy.select_batch(self.ledger)
-        assert chosen is not None, "a full batch stays full"
-        return self._consume(self.ledger.next_step, chosen)
+        return self._consume()
 
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
         load where the engine can, else parked before and resumed after it."""
-        collecting = self._collecting
+        collecting = self._scheduler.collecting
         try:
             if self._hops and not self._engine.capabilities.in_flight_update:
-                self._collecting = False
+                self._scheduler.collecting = False
                 await asyncio.sleep(0)  # see stop
                 await self._abort_running()
             start_s = self._clock.now_s()
             await load()
             now_s = self._clock.now_s()
-            self._record(VersionPublished(time_s=now_s, policy_version=version, pause_s=now_s - start_s))
+            self._scheduler.published(version, now_s, pause_s=now_s - start_s)
         finally:
-            self._collecting = collecting
+            self._scheduler.collecting = collecting
         self._act()
 
     async def stop(self) -> None:
         """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
-        self._collecting = False
+        self._scheduler.collecting = False
         await asyncio.sleep(0)  # calls started in this turn reach the engine: it cannot stop what it does not know
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
@@ -193,50 +177,22 @@ class RolloutDriver:
 
     def record(self, event: Event) -> None:
         """Enter an event of the loop (a saved checkpoint) and make it durable."""
-        self._record(event)
+        self._scheduler.record(event)
         self.flush()
 
     # -- deciding --------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Ask the strategy what to open and start; begin to stop once the batch is full."""
-        if not self._collecting or self.ledger.replay or self._broken is not None:
+        """Do what the scheduler decides."""
+        if self._broken is not None:
             return
-        if self._strategy.on_full is not OnFull.KEEP and self._strategy.select_batch(self.ledger) is not None:
-            self._collecting = False
-            if self._strategy.on_full is not OnFull.WAIT:
-                self._abort = asyncio.create_task(self._abort_early())
-            return
-        for _ in range(self._strategy.groups_to_open(self.ledger)):
-            self._open_group()
-        room = self._engine.capabilities.max_running - len(self.ledger.running)
-        if room > 0:
-            for sample_id in list(islice(self._strategy.samples_to_start(self.ledger), room)):
-                self._start(sample_id)
-
-    def _open_group(self) -> None:
-        ledger = self.ledger
-        if ledger.returned:
-            prompt, cursor = ledger.returned[0], ledger.cursor
-        else:
-            prompt, cursor = self._source.prompt(ledger.cursor), ledger.cursor + 1
-        self._record(
-            GroupOpened(
-                time_s=self._clock.now_s(),
-                group_id=ledger.next_group_id,
-                prompt=prompt,
-                group_size=self._strategy.group_size,
-                cursor=cursor,
-            )
-        )
-
-    def _start(self, sample_id: SampleId) -> None:
-        self._record(
-            SampleStarted(time_s=self._clock.now_s(), sample_id=sample_id, policy_version=self.ledger.policy_version)
-        )
-        self._num_hops += 1
-        self._request_ids[sample_id] = f"{self._name}.{sample_id}#{self._num_hops}."
-        self._hops[sample_id] = asyncio.create_task(self._hop(sample_id))
+        starts, stop = self._scheduler.decide(self._clock.now_s())
+        if stop:
+            self._abort = asyncio.create_task(self._abort_early())
+        for start in starts:
+            self._num_hops += 1
+            self._request_ids[start.sample_id] = f"{self._name}.{start.sample_id}#{self._num_hops}."
+            self._hops[start.sample_id] = asyncio.create_task(self._hop(start))
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -255,7 +211,7 @@ class RolloutDriver:
 
     def _stalled(self, idle_s: float) -> str:
         def names(ids: Iterable[SampleId]) -> str:
-            shown = [str(i) for i in islice(ids, 8)]
+            shown = [str(i) for i in sorted(ids)[:8]]
             return ", ".join(shown) if shown else "none"
 
         return (
@@ -265,28 +221,21 @@ class RolloutDriver:
         )
 
     async def _stop_running(self) -> None:
-        match self._strategy.on_full:
+        match self._on_full:
             case OnFull.KEEP:
                 return
             case OnFull.WAIT:
                 await self._until(lambda: not (self._hops or self._scoring))
             case OnFull.PARK | OnFull.DISCARD:
-                self._collecting = False
+                self._scheduler.collecting = False
                 await (self._abort or self._abort_running())
                 self._abort = None
                 if self._broken is not None:
                     raise self._broken
                 if self._turn is not None and self._scoring:
                     await asyncio.wait(list(self._scoring.values()))
-        if self._strategy.on_full is OnFull.DISCARD:
-            self._discard_unfinished()
-
-    def _discard_unfinished(self) -> None:
-        """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""
-        unfinished = (SampleState.WAITING, SampleState.PARKED)
-        for group in list(self.ledger.open.values()):
-            if any(s.state in unfinished for s in group.samples):
-                self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, prompt_returned=True)
+        if self._on_full is OnFull.DISCARD:
+            self._scheduler.discard_unfinished(self._clock.now_s())
 
     async def _abort_early(self) -> None:
         """Stop before ``next_batch`` has noticed that the batch is full."""
@@ -311,24 +260,23 @@ class RolloutDriver:
                 ) from None
             await self._until(lambda: not self._hops)  # in lockstep they are with the scorer
 
-    def _consume(self, step: int, group_ids: tuple[int, ...]) -> Batch:
+    def _consume(self) -> Batch:
         if self._broken is not None:
             raise self._broken
-        oldest = min(self.ledger.groups[i].group().oldest_version for i in group_ids)
-        assert step - oldest <= self._strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
-        self._record(BatchConsumed(time_s=self._clock.now_s(), step=step, group_ids=group_ids))
+        batch = self._scheduler.consume(self._clock.now_s())
         self.flush()
         self.ledger.check()
-        return self.ledger.batch(step)
+        return batch
 
     # -- one sample ------------------------------------------------------------------------------------------
 
-    async def _hop(self, sample_id: SampleId) -> None:
+    async def _hop(self, start: Start) -> None:
         """One engine call, from the request to its last chunk, and what follows from its end."""
+        sample_id = start.sample_id
         segment = OpenSegment(self._clock.now_s())
         try:
             try:
-                acted = await self._decode(sample_id, segment)
+                acted = await self._decode(start, segment)
             except EngineError as e:
                 acted = False
                 self._engine_failed(sample_id, segment, e)
@@ -343,17 +291,18 @@ class RolloutDriver:
         except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
             self._break(e)
 
-    async def _decode(self, sample_id: SampleId, segment: OpenSegment) -> bool:
+    async def _decode(self, start: Start, segment: OpenSegment) -> bool:
         """Take the chunks of one call. True in lockstep: what follows from its end is done."""
+        sample_id = start.sample_id
         trajectory = self.ledger.sample(sample_id).trajectory
         if (reason := reached_end(trajectory, self._sampling)) is not None:
             self._end_segment(sample_id, segment, reason)
             return False
         acted = False
-        request = hop_request(trajectory, self._request_ids[sample_id], self._sampling, self._seed)
+        request = hop_request(trajectory, self._request_ids[sample_id], self._sampling, self._seed, start)
         async for chunk in self._engine.generate(request):
             self._last_progress_s = self._clock.now_s()
-            self._take(sample_id, segment, chunk)
+            self._take(sample_id, segment, chunk, request.params.max_new_tokens)
             if chunk.finish_reason is not None and self._turn is not None:
                 await self._after_hop(sample_id)  # the engine stands still until this returns
                 acted = True
@@ -361,24 +310,28 @@ class RolloutDriver:
             raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
         return acted
 
-    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk) -> None:
-        """Raises ``EngineError`` when the chunk cannot be true; nothing of it was taken."""
+    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk, limit: int) -> None:
+        """Raises ``EngineError`` when the chunk cannot be true; nothing of it was taken. ``limit``: tokens of the whole
+        response after which this call ends; the sample is parked there, unless that was all it may have."""
         group = self.ledger.groups[sample_id.group]
-        before = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids)
-        check_chunk(chunk, sample_id, before, group.start_version, self._sampling)
+        num_tokens = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids) + len(chunk.token_ids)
+        check_chunk(chunk, sample_id, num_tokens, limit, group.start_version)
+        reason = chunk.finish_reason
+        if reason is FinishReason.LENGTH and num_tokens == limit < self._sampling.max_new_tokens:
+            reason = FinishReason.ABORT
         if chunk.token_ids:
             self._retries.pop(sample_id, None)
         if not segment.belongs(chunk):
             self._end_segment(sample_id, segment, None)
         segment.add(chunk)
-        if chunk.finish_reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
-            self._end_segment(sample_id, segment, chunk.finish_reason)
+        if reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
+            self._end_segment(sample_id, segment, reason)
 
     def _end_segment(self, sample_id: SampleId, segment: OpenSegment, reason: FinishReason | None) -> None:
         now_s = self._clock.now_s()
         if segment.policy_version < 0:  # stopped before its first token
             segment.policy_version = segment.kv_version = self.ledger.policy_version
-        self._record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment.closed(reason, now_s)))
+        self._scheduler.segment_ended(sample_id, segment.closed(reason, now_s), now_s)
 
     def _engine_failed(self, sample_id: SampleId, segment: OpenSegment, error: EngineError) -> None:
         """Park the sample with every token that reached us. After too many failures without a token in between, give it
@@ -392,7 +345,7 @@ class RolloutDriver:
         others = self._hops.keys() - {sample_id}
         if others and others <= self._retries.keys():
             raise error
-        self._fail(sample_id, str(error))
+        self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
     async def _after_hop(self, sample_id: SampleId) -> None:
         """Have a finished sample scored; use the place that became free."""
@@ -424,55 +377,21 @@ class RolloutDriver:
         self._last_progress_s = self._clock.now_s()
         try:
             if failure is not None:
-                self._fail(sample_id, failure)
+                self._scheduler.failed(sample_id, failure, self._last_progress_s)
             else:
-                self._num_failed_in_a_row = 0
-                self._record(SampleScored(time_s=self._clock.now_s(), sample_id=sample_id, reward=reward))
-                self._settle(sample_id)
+                self._scheduler.scored(sample_id, reward, self._last_progress_s)
             self._act()
         except Exception as e:
             self._break(e)
         self._changed.set()
 
-    def _fail(self, sample_id: SampleId, reason: str) -> None:
-        self._record(SampleFailed(time_s=self._clock.now_s(), sample_id=sample_id, reason=reason))
-        self._num_failed_in_a_row += 1
-        per_batch = self._strategy.batch_size * self._strategy.group_size
-        if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
-            raise DataError(f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}")
-        self._settle(sample_id)
-
-    def _settle(self, sample_id: SampleId) -> None:
-        """Once all siblings are scored or failed: is the group worth training?"""
-        group = self.ledger.groups[sample_id.group]
-        if group.state is not GroupState.READY:
-            return
-        if group.num_scored < min(2, self._strategy.group_size):
-            self._drop(group.group_id, WasteCause.FAILED, prompt_returned=False)
-        elif self._keep_group(group.group().rewards_G):
-            self._num_filtered_in_a_row = 0
-        else:
-            self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, prompt_returned=False)
-            self._num_filtered_in_a_row += 1
-            if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self._strategy.batch_size:
-                raise RunError(
-                    f"the last {self._num_filtered_in_a_row} groups gave no signal: all their samples have the same"
-                    " reward; choose easier or harder prompts, or algorithm.group_filter = 'none'"
-                )
-
-    def _drop(self, group_id: int, cause: WasteCause, *, prompt_returned: bool) -> None:
-        for sample in self.ledger.groups[group_id].samples:
-            if (scoring := self._scoring.pop(sample.trajectory.sample_id, None)) is not None:
-                scoring.cancel()
-        self._record(
-            GroupDropped(time_s=self._clock.now_s(), group_id=group_id, cause=cause, prompt_returned=prompt_returned)
-        )
-
     # -- writing down ----------------------------------------------------------------------------------------
 
-    def _record(self, event: Event) -> None:
-        """Apply now, write at the end of this turn of the event loop: many events share a transaction."""
-        self.ledger.apply(event)
+    def _emit(self, event: Event) -> None:
+        """Written at the end of this turn of the event loop: many events share a transaction."""
+        if isinstance(event, GroupDropped):
+            for sample_id in [i for i in self._scoring if i.group == event.group_id]:
+                self._scoring.pop(sample_id).cancel()
         if self._journal is not None:
             if not self._unwritten:
                 asyncio.get_running_loop().call_soon(self._flush_later)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
+from rollover.rollout.scheduler import Start
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
 
 
@@ -50,9 +51,14 @@ class OpenSegment:
         return segment
 
 
-def hop_request(trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int) -> GenerateRequest:
+def hop_request(
+    trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: Start
+) -> GenerateRequest:
     """What the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
+    if start.budget is not None:
+        limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.budget)
+        sampling = replace(sampling, max_new_tokens=limit)
     return GenerateRequest(
         request_id=request_id,
         sample_key=f"{sample_id}.",
@@ -61,6 +67,7 @@ def hop_request(trajectory: Trajectory, request_id: str, sampling: SamplingParam
         response_ids=trajectory.token_ids,
         params=sampling,
         seed=sample_seed(seed, sample_id),
+        fast_lane=start.fast_lane,
     )
 
 
@@ -73,19 +80,14 @@ def reached_end(trajectory: Trajectory, sampling: SamplingParams) -> FinishReaso
     return FinishReason.LENGTH if trajectory.num_tokens >= sampling.max_new_tokens else None
 
 
-def check_chunk(
-    chunk: Chunk, sample_id: SampleId, num_tokens_before: int, start_version: int | None, sampling: SamplingParams
-) -> None:
-    """Refuse a chunk that cannot be true.
+def check_chunk(chunk: Chunk, sample_id: SampleId, num_tokens: int, limit: int, start_version: int | None) -> None:
+    """Refuse a chunk that cannot be true. ``num_tokens``: response tokens including the chunk's.
 
     Raises:
-        EngineError: it goes beyond the budget, or is older than the weights in force when its group started.
+        EngineError: it goes beyond ``limit``, or is older than the weights in force when its group started.
     """
-    num_tokens = num_tokens_before + len(chunk.token_ids)
-    if num_tokens > sampling.max_new_tokens:
-        raise EngineError(
-            f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {sampling.max_new_tokens}"
-        )
+    if num_tokens > limit:
+        raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {limit}")
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"

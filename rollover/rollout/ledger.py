@@ -85,6 +85,10 @@ class GroupEntry:
     def num_scored(self) -> int:
         return sum(s.state is SampleState.SCORED for s in self.samples)
 
+    @property
+    def rewards_G(self) -> tuple[float, ...]:
+        return tuple(s.trajectory.reward for s in self.samples if s.trajectory.reward is not None)
+
     def group(self) -> Group:
         """The record the trainer gets: scored samples only."""
         return Group(

@@ -10,7 +10,7 @@ The driver asks after every event and does as told; the simulator runs the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -81,6 +81,10 @@ class Strategy:
     def wants_fast_lane(self, ledger: Ledger, sample_id: SampleId) -> bool:
         """Whether the sample should run where few others do; needs an engine that has such a place."""
         return False
+
+    def surplus(self, ledger: Ledger) -> Sequence[int]:
+        """Ids of whole groups to drop now that a batch is consumed: none, for they lead the next one."""
+        return ()
 
     def preference(self, group: GroupEntry) -> int:
         """Ready groups are trained in ascending order of this."""

@@ -1,0 +1,217 @@
+"""The scheduler: every decision about rollouts, and the events they make. No clock, no engine, no asyncio.
+
+Two shells put it to work: the driver (asyncio, real engines) and the simulator (virtual time, models of engines). A
+shell tells it what happened and does what it is told; both therefore take the same decisions.
+
+What it keeps true: every change of state is an event, emitted in the order in which the ledger applied it; no batch
+is handed out against the staleness bound; a sample is started only where the strategy asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from rollover.errors import DataError, RunError
+from rollover.rollout.config import Limits
+from rollover.rollout.events import (
+    BatchConsumed,
+    Event,
+    GroupDropped,
+    GroupOpened,
+    SampleFailed,
+    SampleScored,
+    SampleStarted,
+    SegmentEnded,
+    VersionPublished,
+    WasteCause,
+)
+from rollover.rollout.ledger import GroupState, Ledger, SampleState
+from rollover.rollout.strategy import OnFull, Strategy
+from rollover.types import Batch, Prompt, SampleId, Segment
+
+
+class Source(Protocol):
+    """Prompts by number: a pure function, so that a cursor is all a restart needs."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+class Start(NamedTuple):
+    """A sample to be sent to the engine."""
+
+    sample_id: SampleId
+    budget: int | None
+    """Tokens it may decode before it is parked."""
+    fast_lane: bool
+
+
+class Decision(NamedTuple):
+    """What the shell is to do now."""
+
+    starts: Sequence[Start] = ()
+    stop: bool = False
+    """The batch is full: stop what runs."""
+
+
+NOTHING = Decision()
+
+
+class Scheduler:
+    """The ledger, the strategy over it, and the consequences.
+
+    Args:
+        max_running: samples the engine decodes at the same time.
+        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        emit: called with each event once the ledger has moved on.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        source: Source,
+        ledger: Ledger,
+        max_running: int,
+        limits: Limits,
+        emit: Callable[[Event], None],
+        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+    ) -> None:
+        self.ledger = ledger
+        self.strategy = strategy
+        self.collecting = False
+        """Whether samples may be started."""
+        self._source = source
+        self._max_running = max_running
+        self._limits = limits
+        self._keep_group = keep_group
+        self._emit = emit
+        self._num_failed_in_a_row = 0
+        self._num_filtered_in_a_row = 0
+
+    def record(self, event: Event) -> None:
+        self.ledger.apply(event)
+        self._emit(event)
+
+    # -- what to do ------------------------------------------------------------------------------------------
+
+    def decide(self, now_s: float) -> Decision:
+        """Ask the strategy what to open and start. Once the batch is full, nothing is started any more, unless the
+        strategy keeps its samples running."""
+        ledger, strategy = self.ledger, self.strategy
+        if not self.collecting or ledger.replay:
+            return NOTHING
+        if strategy.on_full is not OnFull.KEEP and strategy.select_batch(ledger) is not None:
+            self.collecting = False
+            return Decision(stop=strategy.on_full is not OnFull.WAIT)
+        for _ in range(strategy.groups_to_open(ledger)):
+            self._open_group(now_s)
+        room = self._max_running - len(ledger.running)
+        if room <= 0:
+            return NOTHING
+        chosen = list(islice(strategy.samples_to_start(ledger), room))
+        return Decision([self._start(sample_id, now_s) for sample_id in chosen]) if chosen else NOTHING
+
+    def _open_group(self, now_s: float) -> None:
+        ledger = self.ledger
+        if ledger.returned:
+            prompt, cursor = ledger.returned[0], ledger.cursor
+        else:
+            prompt, cursor = self._source.prompt(ledger.cursor), ledger.cursor + 1
+        self.record(
+            GroupOpened(
+                time_s=now_s,
+                group_id=ledger.next_group_id,
+                prompt=prompt,
+                group_size=self.strategy.group_size,
+                cursor=cursor,
+            )
+        )
+
+    def _start(self, sample_id: SampleId, now_s: float) -> Start:
+        ledger, strategy = self.ledger, self.strategy
+        start = Start(sample_id, strategy.hop_budget(ledger, sample_id), strategy.wants_fast_lane(ledger, sample_id))
+        self.record(SampleStarted(time_s=now_s, sample_id=sample_id, policy_version=ledger.policy_version))
+        return start
+
+    # -- what happened ---------------------------------------------------------------------------------------
+
+    def segment_ended(self, sample_id: SampleId, segment: Segment, now_s: float) -> None:
+        self.record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment))
+
+    def scored(self, sample_id: SampleId, reward: float, now_s: float) -> None:
+        self._num_failed_in_a_row = 0
+        self.record(SampleScored(time_s=now_s, sample_id=sample_id, reward=reward))
+        self._settle(sample_id, now_s)
+
+    def failed(self, sample_id: SampleId, reason: str, now_s: float) -> None:
+        """The sample is given up.
+
+        Raises:
+            DataError: too many in a row, so it is hardly the sample's fault.
+        """
+        self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason))
+        self._num_failed_in_a_row += 1
+        per_batch = self.strategy.batch_size * self.strategy.group_size
+        if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
+            raise DataError(f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}")
+        self._settle(sample_id, now_s)
+
+    def published(self, version: int, now_s: float, *, pause_s: float) -> None:
+        self.record(VersionPublished(time_s=now_s, policy_version=version, pause_s=pause_s))
+
+    def _settle(self, sample_id: SampleId, now_s: float) -> None:
+        """Once all siblings are scored or failed: is the group worth training?
+
+        Raises:
+            RunError: the filter keeps none.
+        """
+        group = self.ledger.groups[sample_id.group]
+        if group.state is not GroupState.READY:
+            return
+        if group.num_scored < min(2, self.strategy.group_size):
+            self._drop(group.group_id, WasteCause.FAILED, now_s, prompt_returned=False)
+        elif self._keep_group(group.rewards_G):
+            self._num_filtered_in_a_row = 0
+        else:
+            self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, now_s, prompt_returned=False)
+            self._num_filtered_in_a_row += 1
+            if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self.strategy.batch_size:
+                raise RunError(
+                    f"the last {self._num_filtered_in_a_row} groups gave no signal: all their samples have the same"
+                    " reward; choose easier or harder prompts, or algorithm.group_filter = 'none'"
+                )
+
+    # -- the batch -------------------------------------------------------------------------------------------
+
+    @property
+    def batch_is_full(self) -> bool:
+        return self.strategy.select_batch(self.ledger) is not None
+
+    def discard_unfinished(self, now_s: float) -> None:
+        """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""
+        unfinished = (SampleState.WAITING, SampleState.PARKED)
+        for group in list(self.ledger.open.values()):
+            if any(s.state in unfinished for s in group.samples):
+                self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, now_s, prompt_returned=True)
+
+    def consume(self, now_s: float) -> Batch:
+        """Hand out the next batch: after a restart the one that was handed out before, else what the strategy selects
+        of a full one. What the strategy counts as surplus is dropped behind it."""
+        ledger = self.ledger
+        step = ledger.next_step
+        group_ids = ledger.batches[step] if ledger.replay else self.strategy.select_batch(ledger)
+        assert group_ids is not None, "a full batch stays full"
+        is_replay = bool(ledger.replay)
+        batch = Batch(step=step, groups=tuple(ledger.groups[i].group() for i in group_ids))
+        oldest = min(g.oldest_version for g in batch.groups)
+        assert step - oldest <= self.strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
+        self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
+        if not is_replay:
+            for group_id in self.strategy.surplus(ledger):
+                self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=False)
+        return batch
+
+    def _drop(self, group_id: int, cause: WasteCause, now_s: float, *, prompt_returned: bool) -> None:
+        self.record(GroupDropped(time_s=now_s, group_id=group_id, cause=cause, prompt_returned=prompt_returned))

@@ -38,20 +38,12 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-$(VLLM_VENV)/installed: tests/real/vllm_env.sh
-	rm -rf $(VLLM_VENV)
+test-vllm: $(VENV)/installed-test
 	tests/real/vllm_env.sh $(VLLM_VENV)
-	@touch $@
-
-test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/real $(ARGS)
 
-$(SGLANG_VENV)/installed: tests/real/sglang_env.sh tests/real/sglang_requirements.txt
-	rm -rf $(SGLANG_VENV)
+test-sglang: $(VENV)/installed-test
 	tests/real/sglang_env.sh $(SGLANG_VENV)
-	@touch $@
-
-test-sglang: $(VENV)/installed-test $(SGLANG_VENV)/installed
 	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
 
 check: $(VENV)/installed-dev

@@ -82,6 +82,15 @@ class EngineContract:
         """Weights that do not fit."""
         raise NotImplementedError
 
+    def text(self, ids: tuple[int, ...]) -> str | None:
+        """What tokens spell; ``None`` where they have no text."""
+        return None
+
+    def spells(self, ids: tuple[int, ...]) -> str:
+        text = self.text(ids)
+        assert text is not None
+        return text
+
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
         engine = self.make_engine()
@@ -119,16 +128,32 @@ class EngineContract:
         self.run(law)
 
     def test_the_stop_token_is_the_last_token(self) -> None:
+        """Greedy: with another draw the second call might never meet it."""
+
         async def law(engine: FullEngine) -> None:
-            free = tokens(await collect(engine, request("a", max_new_tokens=40)))
+            free = tokens(await collect(engine, request("a", max_new_tokens=40, temperature=0.0)))
             stop = next(t for i, t in enumerate(free) if t not in free[:i] and i >= 3)
-            cut = free.index(stop) + 1
-            chunks = await collect(engine, request("b", max_new_tokens=40, stop_token_ids=(stop,)))
+            chunks = await collect(engine, request("b", max_new_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
             assert_wellformed(chunks)
-            if engine.capabilities.seeded:
-                assert tokens(chunks) == free[:cut]
             assert chunks[-1].finish_reason is FinishReason.STOP
-            assert tokens(chunks)[-1] == stop
+            assert tokens(chunks) == free[: free.index(stop) + 1]
+
+        self.run(law)
+
+    def test_a_stop_string_ends_the_response_at_the_token_that_completes_it_also_over_a_cut(self) -> None:
+        if self.text(()) is None:
+            pytest.skip("the engine's tokens spell nothing")
+
+        async def law(engine: FullEngine) -> None:
+            greedy = {"max_new_tokens": 60, "temperature": 0.0}
+            free = tokens(await collect(engine, request("free", **greedy)))
+            end = next(e for e in range(6, 60) if self.spells(free[e - 2 : e]) not in self.spells(free[: e - 1]))
+            stopping = {**greedy, "stop_strings": (self.spells(free[end - 2 : end]),)}
+            for cut in (0, end - 1):
+                chunks = await collect(engine, request("stopped", hop=cut, response_ids=free[:cut], **stopping))
+                assert_wellformed(chunks)
+                assert chunks[-1].finish_reason is FinishReason.STOP
+                assert free[:cut] + tokens(chunks) == free[:end]
 
         self.run(law)
 
@@ -195,6 +220,30 @@ class EngineContract:
             await engine.abort(["a#0"])
             assert engine.stats().num_running == engine.stats().num_waiting == 0
             assert engine.stats().decoded_tokens < LONG
+
+        self.run(law)
+
+    def test_cancelling_the_caller_aborts_the_call(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            caller = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
+            while engine.stats().decoded_tokens == 0:
+                await asyncio.sleep(0.001)
+            caller.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+            await engine.abort(["a#0"])
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
+            assert engine.stats().decoded_tokens < LONG
+            assert len(tokens(await collect(engine, request("b")))) == 12
+
+        self.run(law)
+
+    def test_a_thousand_calls_at_once_are_all_answered(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            calls = [request(f"r{i}", prompt_ids=(i % 50 + 2, 5), seed=i, max_new_tokens=2) for i in range(1000)]
+            answers = await asyncio.gather(*(collect(engine, call) for call in calls))
+            assert all(chunks[-1].finish_reason is FinishReason.LENGTH for chunks in answers)
+            assert [len(tokens(chunks)) for chunks in answers] == [2] * 1000
 
         self.run(law)
 

@@ -148,6 +148,7 @@ def test_truncated_sampling_whose_log_probs_would_be_wrong_is_refused(folder: Pa
 def test_a_server_that_is_started_is_told_what_training_needs(folder: Path) -> None:
     text = " ".join(launch_arguments(SGLangConfig(launch=True, max_running=9), folder, 8123))
     assert f"--model-path {folder}" in text and "--host 127.0.0.1 --port 8123" in text
+    assert "--dtype float32" in text  # that of the weights
     assert "--max-running-requests 9" in text and "--incremental-streaming-output" in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from rollover.engine.proof import prove_logprobs
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine, hop_seed
-from rollover.engine.vllm.open import launch_arguments
+from rollover.engine.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
@@ -118,9 +119,21 @@ def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) ->
 def test_a_launched_server_is_told_what_training_needs(folder: Path) -> None:
     arguments = launch_arguments(VLLMConfig(launch=True, max_running=9), folder, 8123)
     text = " ".join(arguments)
+    assert "--dtype float32" in text  # that of the weights
     assert "--logprobs-mode processed_logprobs" in text
     assert "--generation-config vllm" in text
     assert "--max-num-seqs 9" in text and "--port 8123" in text and "--host 127.0.0.1" in text
+
+
+def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: Path) -> None:
+    """A token of this model takes 2 x 2 layers x 2^10 float32: 16 KiB."""
+    large = model_folder(tmp_path / "large", hidden=2**10, max_position_embeddings=2**12)
+    env = launch_environment(VLLMConfig(launch=True, max_running=2**6), large)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert int(env["VLLM_CPU_KVCACHE_SPACE"]) == max(1, min(4, int(0.4 * memory_gib)))
+    env = launch_environment(VLLMConfig(launch=True, max_running=2**16, num_servers=2), large)
+    assert int(env["VLLM_CPU_KVCACHE_SPACE"]) == max(1, int(0.2 * memory_gib))
 
 
 # -- abort --------------------------------------------------------------------------------------------------
@@ -560,6 +573,19 @@ def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) 
         with pytest.raises(EngineError, match="restarted"):
             await engine.probe()
         assert len(bodies(server, "/v1/completions")) == 1
+
+    check(folder, law)
+
+
+def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folder: Path) -> None:
+    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+        await asyncio.sleep(5.0)
+        await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(50)))
+        assert len(bodies(server, "/weight_info")) == 1
+        server.kill()
+        await asyncio.sleep(5.0)
+        ends = await asyncio.gather(*(collect(engine, request(f"s{i}")) for i in range(50)), return_exceptions=True)
+        assert all(isinstance(end, EngineError) and "cannot be reached" in str(end) for end in ends)
 
     check(folder, law)
 

@@ -24,7 +24,15 @@ Engine = VLLMEngine
 def model_folder(folder: Path, *, hidden: int = 4, vocab: int = VOCAB, **config: Any) -> Path:
     """A folder that looks like a model's, small enough to make for every test."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"model_type": "qwen3", "vocab_size": vocab, "max_position_embeddings": CONTEXT, **config}
+    settings = {
+        "model_type": "qwen3",
+        "vocab_size": vocab,
+        "max_position_embeddings": CONTEXT,
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        **config,
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     tensors = {
         "model.embed_tokens.weight": np.zeros((vocab, hidden), np.float32),

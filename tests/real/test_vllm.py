@@ -34,11 +34,19 @@ pytestmark = pytest.mark.vllm
 
 PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
 COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server")
-ARGUMENTS = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager")
+ARGUMENTS = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--max-num-batched-tokens", "64")
+"""With so few tokens a batch, prompts are prefilled in parts."""
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 MAX_RUNNING = 16
-DEADLINE_S = 600.0
+DEADLINE_S = 900.0
+PATIENT = {
+    "first_token_timeout_s": 600.0,
+    "token_timeout_s": 300.0,
+    "control_timeout_s": 300.0,
+    "abort_timeout_s": 60.0,
+}
+"""For a machine that has other things to do."""
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +84,7 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
     return VLLMConfig(
         urls=tuple(server.url for server in servers),
         max_running=MAX_RUNNING,
-        stream_interval_tokens=changes.pop("stream_interval_tokens", 1),
-        seed_calls="always",
-        **changes,
+        **{**PATIENT, "stream_interval_tokens": 1, **changes},
     )
 
 
@@ -95,9 +101,9 @@ async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIt
 
 @asynccontextmanager
 async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> AsyncIterator[EnginePool]:
-    impatient = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
+    watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
     pool = await open_vllm(
-        config_of(*servers, **{**impatient, **changes}), folder, logs=Path("unused"), clock=SystemClock()
+        config_of(*servers, **{**watchful, **changes}), folder, logs=Path("unused"), clock=SystemClock()
     )
     try:
         yield pool

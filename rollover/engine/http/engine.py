@@ -80,6 +80,8 @@ class ServerEngine(ABC):
         self._calls: dict[str, Call] = {}
         self._used_ids: set[str] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
+        """Asks the server for its version, for all calls that wait to be sent."""
         self._running = asyncio.Event()
         self._running.set()
         self._closed = False
@@ -179,6 +181,7 @@ class ServerEngine(ABC):
                 async with asyncio.timeout(self._config.abort_timeout_s):
                     await self._ask_to_abort(sent)
         tasks = [*self._background, *(call.reader for call in calls if call.reader is not None)]
+        tasks += [self._checking] if self._checking is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,8 +209,8 @@ class ServerEngine(ABC):
                 self._in_background(self._stop([call]))
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See ``Engine.abort``. Returns in three times ``abort_timeout_s`` at the latest, also when the
-        server is gone: a call that it does not hand over ends with what it has streamed."""
+        """See ``Engine.abort``. Returns after ``abort_timeout_s`` at the latest, also when the server is gone: a
+        call that it does not hand over ends with what it has streamed."""
         calls = [call for request_id in request_ids if (call := self._calls.get(request_id)) is not None]
         await self._stop(calls)
 
@@ -355,7 +358,7 @@ class ServerEngine(ABC):
         for ask in (self._keep_asking, self._ask_all):
             if late := [call for call in calls if not call.ended.is_set()]:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.abort_timeout_s):
+                    async with asyncio.timeout(self._config.abort_timeout_s / 2):
                         await ask(late)
         for call in calls:
             if not call.ended.is_set():
@@ -414,7 +417,10 @@ class ServerEngine(ABC):
             self._refuse_when_unfit()
             if asyncio.get_running_loop().time() - self.client.last_heard_s <= RESTART_S:
                 return
-            await self._check_version()
+            if self._checking is None or self._checking.done():  # one asks for all
+                self._checking = asyncio.create_task(self._check_version())
+                self._checking.add_done_callback(_looked_at)
+            await asyncio.shield(self._checking)
 
     async def _check_version(self) -> None:
         """Raises ``EngineError`` when the server has other weights than we gave it. An answer that a load has
@@ -450,16 +456,17 @@ class ServerEngine(ABC):
         call.reader = asyncio.create_task(self._read(call))
         if isinstance(first := await call.stream.get(), Exception):
             raise first
+        half_s = self._config.abort_timeout_s / 2
         with suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(self._config.abort_timeout_s):
+            async with asyncio.timeout(half_s):
                 await self._keep_asking([call])
         if not call.ended.is_set():
             with suppress(TimeoutError, EngineError):
-                async with asyncio.timeout(self._config.abort_timeout_s):
+                async with asyncio.timeout(half_s):
                     await self._ask_to_abort_all()
             self._end(call, FinishReason.ABORT)
             raise EngineError(
-                f"{self} does not stop a call by its id within {self._config.abort_timeout_s:g} s:"
+                f"{self} does not stop a call by its id within {half_s:g} s:"
                 " this version of the server cannot be used for partial rollouts"
             )
         while not call.stream.empty():
@@ -471,6 +478,12 @@ class ServerEngine(ABC):
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _looked_at(task: asyncio.Task[None]) -> None:
+    """Those who wait for it may all have been cancelled; its error is then nobody's."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _all_ended(calls: Iterable[Call]) -> None:

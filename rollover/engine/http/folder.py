@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollover.errors import EngineError, ModelError
 
@@ -30,6 +33,8 @@ class ModelFolder:
     vocab_size: int
     max_context_tokens: int
     tied_embeddings: bool
+    cache_numbers_per_token: int
+    """Keys and values of one token, in all layers."""
     weights: Mapping[str, TensorInfo]
 
     @classmethod
@@ -39,15 +44,26 @@ class ModelFolder:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
             vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ModelError(f"{file} does not say vocab_size and max_position_embeddings: {e}") from None
+            cache_numbers = _cache_numbers_per_token(config)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ModelError(f"{file} does not tell the sizes of a language model: {type(e).__name__}: {e}") from None
         return cls(
             path=path,
             vocab_size=vocab_size,
             max_context_tokens=context,
             tied_embeddings=bool(config.get("tie_word_embeddings")),
+            cache_numbers_per_token=cache_numbers,
             weights=read_weight_infos(path),
         )
+
+    @property
+    def dtype(self) -> str | None:
+        """The number format of most of its weights by torch's name; ``None`` where it is none of the common ones."""
+        sizes: Counter[str] = Counter()
+        for info in self.weights.values():
+            sizes[info.dtype] += math.prod(info.shape)
+        ((most, _),) = sizes.most_common(1)
+        return most if most in _DTYPES.values() else None
 
     def check_fits(self, folder: Path) -> None:
         """Whether the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
@@ -70,6 +86,12 @@ class ModelFolder:
                     f"weights in {folder} do not fit: {name!r} has shape {list(info.shape)},"
                     f" expected {list(expected.shape)}"
                 )
+
+
+def _cache_numbers_per_token(config: Mapping[str, Any]) -> int:
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * head_dim
 
 
 def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:

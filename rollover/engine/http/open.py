@@ -15,8 +15,12 @@ from rollover.engine.http.config import ServerConfig
 from rollover.engine.http.engine import ServerEngine
 from rollover.engine.http.launch import ServerProcess, free_port
 from rollover.engine.pool import EnginePool
+from rollover.errors import EngineError, EngineTimeout
 
 T = TypeVar("T")
+
+_NOT_THERE = ("No module named", "cannot be started")
+"""In the log of a program that is not installed where it was looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class ServerKind:
     env: Mapping[str, str]
     """What its environment needs."""
     health_path: str
+    program: str
+    """How users call it."""
 
 
 async def open_servers(config: ServerConfig, kind: ServerKind, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
@@ -73,7 +79,17 @@ async def _start(
         stop_timeout_s=config.stop_timeout_s,
     )
     stack.push_async_callback(process.stop)
-    await process.start()
+    try:
+        await process.start()
+    except EngineTimeout:
+        raise
+    except EngineError as e:
+        if not any(sign in str(e) for sign in _NOT_THERE):
+            raise
+        raise EngineError(
+            f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
+            f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
+        ) from None
     return kind.engine(client, process)
 
 

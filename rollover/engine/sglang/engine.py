@@ -238,7 +238,7 @@ class SGLangEngine(ServerEngine):
         """See that the server runs no more calls than we have open: one whose connection was closed is decoded for
         nobody. Its load is told with some delay, so one look is not enough."""
         loop = asyncio.get_running_loop()
-        give_up_s, num_clear = loop.time() + self._config.abort_timeout_s, 0
+        give_up_s, num_clear = loop.time() + self._config.abort_timeout_s / 2, 0
         try:
             while num_clear < 2:
                 surplus = await self._server_load() > len(self._sent())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollover.clock import Clock
 from rollover.engine.http.client import HTTPClient
+from rollover.engine.http.folder import ModelFolder
 from rollover.engine.http.open import ServerKind, open_servers
 from rollover.engine.pool import EnginePool
 from rollover.engine.sglang.config import SGLangConfig
@@ -23,6 +24,7 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, logs: Path, clock: 
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
         health_path="/health",
+        program="SGLang",
     )
     return await open_servers(config, kind, folder, logs=logs, clock=clock)
 
@@ -41,6 +43,7 @@ def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]
     return [
         *("--model-path", str(folder.resolve())),
         *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
         *("--max-running-requests", str(config.max_running)),
         "--incremental-streaming-output",
         "--sleep-on-idle",

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rollover.algorithms.registry import resolve
+from rollover.engine.base import Capabilities
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.errors import ConfigError
+from rollover.rollout.strategies import NEEDS, STRATEGIES
 
 if TYPE_CHECKING:
     from rollover.config import RunConfig
@@ -31,6 +33,22 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
                 f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
                 f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two"
             )
+
+
+def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
+    """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
+    name = config.rollout.strategy
+    if (need := NEEDS.get(name)) is None or getattr(capabilities, need):
+        return
+    purpose = {
+        "in_flight_update": "loads weights under running samples",
+        "fast_lane": "keeps a replica lightly loaded for the oldest samples",
+    }[need]
+    others = ", ".join(other for other in STRATEGIES if NEEDS.get(other) != need)
+    raise ConfigError(
+        f"rollout.strategy {name!r} {purpose}, which this engine (engine.kind {config.engine.kind!r}) cannot:"
+        f" choose another engine, or a strategy that does without: {others}"
+    )
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
@@ -71,7 +89,7 @@ def _nondeterminism(config: RunConfig) -> Iterator[str]:
     if config.rollout.overlaps_training:
         yield (
             f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy!r}, which trains and"
-            " generates at the same time: use 'sync', 'april', 'oversample' or 'concurrency'"
+            " generates at the same time: use one that stops for the trainer, such as 'april'"
         )
     if not isinstance(config.engine, EmbeddedConfig):
         yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"

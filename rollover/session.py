@@ -18,7 +18,7 @@ from rollover.algorithms.filters import keep_group
 from rollover.algorithms.registry import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.config import RunConfig, resolved
-from rollover.consistency import check_context
+from rollover.consistency import check_capabilities, check_context
 from rollover.engine import open as engine_open
 from rollover.engine.base import Engine
 from rollover.engine.http.config import ServerConfig
@@ -221,6 +221,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
+        check_capabilities(config, engine.capabilities)
         evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
         held_out = held_out_texts(config.tasks, evaluation)
         source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)

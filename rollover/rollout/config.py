@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from rollover.types import SamplingParams
 
-StrategyName = Literal["sync", "oversample", "april", "concurrency", "bounded_async"]
-_OVER_SAMPLING = ("oversample", "april")
-_FIXED_CONCURRENCY = ("concurrency", "bounded_async")
+StrategyName = Literal[
+    "sync",
+    "oversample",
+    "april",
+    "concurrency",
+    "bounded_async",
+    "token_budget",
+    "sorted",
+    "tail_rounds",
+    "inflight",
+    "threshold",
+    "windowed",
+    "probe",
+    "fast_lane",
+]
+_ON_POLICY = ("sync", "probe")
+_OVER_SAMPLING = ("april", "oversample", "token_budget", "sorted", "tail_rounds")
+_DISCARDING = ("oversample", "tail_rounds")
+_OVERLAPPING = ("bounded_async", "inflight", "threshold", "windowed")
+_VALID_WITH: dict[str, tuple[str, ...]] = {
+    "over_sampling_batch_size": _OVER_SAMPLING,
+    "drop_surplus": ("april",),
+    "num_running": ("concurrency", "fast_lane", *_OVERLAPPING),
+    "tokens_per_round": ("token_budget",),
+    "staleness_threshold": ("threshold",),
+    "window_groups": ("windowed",),
+    "fast_lane_samples": ("fast_lane",),
+}
+"""Keys that have an effect with these strategies alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,19 +47,37 @@ class RolloutConfig:
 
     strategy: StrategyName = "april"
     """`sync`, `oversample` (launch more, discard the rest), `april` (launch more, park the rest and resume them
-    first), `concurrency` (a fixed number of samples in flight) or `bounded_async` (generation never stops)."""
+    first), `concurrency` (a fixed number of samples in flight), `bounded_async` (generation never stops),
+    `token_budget` (so many new tokens per sample and round), `sorted` (a pool of several batches, short groups first),
+    `tail_rounds` (discard, and run the discarded prompts by themselves), `inflight` (`bounded_async` in order of
+    finishing; weights change under running samples), `threshold` (a quota of groups per weight update), `windowed`
+    (`bounded_async` that limits overtaking), `probe` (`sync`, longest groups first) or `fast_lane` (`concurrency` with
+    the oldest samples on a lightly loaded replica)."""
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8
     """Samples per prompt."""
     over_sampling_batch_size: int | None = None
-    """Groups in flight at the start of a round, for `oversample` and `april`; when absent, twice
-    `rollout_batch_size`."""
+    """Groups in flight at the start of a round, for `april`, `oversample`, `token_budget`, `sorted` (its pool) and
+    `tail_rounds` (its short rounds); when absent, twice `rollout_batch_size`."""
+    drop_surplus: bool = False
+    """For `april`: throw whole groups beyond the batch away, as its released code does, to see what that costs."""
     num_running: int | None = None
-    """Samples in flight, for `concurrency` and `bounded_async`; what the engine can run when absent."""
+    """Samples in flight, for `concurrency`, `fast_lane`, `bounded_async`, `inflight`, `threshold` and `windowed`; what
+    the engine can run when absent."""
+    tokens_per_round: int | None = None
+    """New tokens that `token_budget` grants a sample per round; when absent, a quarter of `max_new_tokens`."""
+    staleness_threshold: float | None = None
+    """Groups that `threshold` opens ahead of a batch, in batches: between two weight updates at most
+    `1 + staleness_threshold` batches are open or opened. 0.5 when absent."""
+    window_groups: int | None = None
+    """How many groups, counted from the oldest, `windowed` may train; `rollout_batch_size` when absent."""
+    fast_lane_samples: int | None = None
+    """Oldest samples that `fast_lane` runs on the lightly loaded replica; when absent, an eighth of a batch's."""
     max_staleness: int | None = None
     """Bound in policy versions: training step minus the version of the oldest token trained in it. When absent, 0 for
-    `sync`, as many as its over-sampling can need for `oversample`, else 4."""
+    `sync` and `probe`, as many as the over-sampling can need for `oversample` and `tail_rounds`, else 4 or what the
+    over-sampling or the threshold needs, whichever is more."""
     max_new_tokens: int = 1024
     """Budget of a whole response, across all resumes."""
     temperature: float = 1.0
@@ -51,7 +96,10 @@ class RolloutConfig:
     last streamed token."""
 
     def __post_init__(self) -> None:
-        for key in ("rollout_batch_size", "group_size", "save_every_tokens", "num_running"):
+        for key in (
+            *("rollout_batch_size", "group_size", "save_every_tokens", "num_running"),
+            *("tokens_per_round", "window_groups", "fast_lane_samples"),
+        ):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"rollout.{key} must be at least 1, got {value}")
@@ -67,32 +115,32 @@ class RolloutConfig:
         self._check_strategy()
 
     def _check_strategy(self) -> None:
-        if self.over_sampling_batch_size is not None:
-            if self.strategy not in _OVER_SAMPLING:
+        for key, strategies in _VALID_WITH.items():
+            if getattr(self, key) not in (None, False) and self.strategy not in strategies:
                 raise ValueError(
-                    f"rollout.over_sampling_batch_size has no effect with strategy {self.strategy!r};"
-                    f" remove it, or use one of {', '.join(_OVER_SAMPLING)}"
+                    f"rollout.{key} has no effect with strategy {self.strategy!r};"
+                    f" remove it, or use {'one of ' * (len(strategies) > 1)}{', '.join(strategies)}"
                 )
-            if self.over_sampling_batch_size < self.rollout_batch_size:
-                raise ValueError(
-                    f"rollout.over_sampling_batch_size ({self.over_sampling_batch_size}) must be at least"
-                    f" rollout.rollout_batch_size ({self.rollout_batch_size})"
-                )
-        if self.num_running is not None and self.strategy not in _FIXED_CONCURRENCY:
+        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
             raise ValueError(
-                f"rollout.num_running has no effect with strategy {self.strategy!r};"
-                f" remove it, or use one of {', '.join(_FIXED_CONCURRENCY)}"
+                f"rollout.over_sampling_batch_size ({self.over_sampling_batch_size}) must be at least"
+                f" rollout.rollout_batch_size ({self.rollout_batch_size})"
             )
-        if self.strategy == "sync" and self.max_staleness:
+        if self.staleness_threshold is not None and not 0 <= self.staleness_threshold < math.inf:
+            raise ValueError(f"rollout.staleness_threshold must be at least 0, got {self.staleness_threshold}")
+        if self.strategy in _ON_POLICY and self.max_staleness:
             raise ValueError(
-                f"rollout.max_staleness is {self.max_staleness}, but strategy 'sync' is always at 0;"
+                f"rollout.max_staleness is {self.max_staleness}, but strategy {self.strategy!r} is always at 0;"
                 " remove it, or choose a strategy that carries work over"
             )
-        if self.strategy in _OVER_SAMPLING and self.staleness_bound < self.staleness_needed:
+        if self.staleness_bound < self.staleness_needed:
+            by, key = f"{self.launched_groups} groups in flight", "over_sampling_batch_size"
+            if self.strategy == "threshold":
+                by, key = f"a threshold of {self.threshold:g}", "staleness_threshold"
             raise ValueError(
-                f"rollout.max_staleness ({self.staleness_bound}) is below {self.staleness_needed}, which"
-                f" {self.launched_groups} groups in flight for batches of {self.rollout_batch_size} need;"
-                " raise it, or lower rollout.over_sampling_batch_size"
+                f"rollout.max_staleness ({self.staleness_bound}) is below {self.staleness_needed}, which {by} for"
+                f" batches of {self.rollout_batch_size} need{'s' * (self.strategy == 'threshold')};"
+                f" raise it, or lower rollout.{key}"
             )
 
     @property
@@ -103,8 +151,30 @@ class RolloutConfig:
         return self.over_sampling_batch_size or 2 * self.rollout_batch_size
 
     @property
+    def round_budget(self) -> int:
+        """``tokens_per_round`` with its default filled in."""
+        return self.tokens_per_round or -(-self.max_new_tokens // 4)
+
+    @property
+    def threshold(self) -> float:
+        """``staleness_threshold`` with its default filled in."""
+        return 0.5 if self.staleness_threshold is None else self.staleness_threshold
+
+    @property
+    def window(self) -> int:
+        """``window_groups`` with its default filled in."""
+        return self.window_groups or self.rollout_batch_size
+
+    @property
+    def fast_lane(self) -> int:
+        """``fast_lane_samples`` with its default filled in."""
+        return self.fast_lane_samples or -(-self.rollout_batch_size * self.group_size // 8)
+
+    @property
     def staleness_needed(self) -> int:
-        """Least bound under which ``launched_groups`` can be admitted at once."""
+        """Least bound that lets in as many groups as the strategy wants open at the same time."""
+        if self.strategy == "threshold":
+            return math.ceil(self.threshold)
         return -(-self.launched_groups // self.rollout_batch_size) - 1
 
     @property
@@ -112,12 +182,14 @@ class RolloutConfig:
         """``max_staleness`` with its default filled in."""
         if self.max_staleness is not None:
             return self.max_staleness
-        return {"sync": 0, "oversample": self.staleness_needed}.get(self.strategy, max(4, self.staleness_needed))
+        if self.strategy in _ON_POLICY:
+            return 0
+        return self.staleness_needed if self.strategy in _DISCARDING else max(4, self.staleness_needed)
 
     @property
     def overlaps_training(self) -> bool:
         """Whether generation goes on while the trainer trains."""
-        return self.strategy == "bounded_async"
+        return self.strategy in _OVERLAPPING
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         return SamplingParams(

@@ -1,0 +1,36 @@
+"""A fast lane for the oldest samples, after Laminar (arXiv 2510.12633) and StreamRL (arXiv 2504.15930).
+
+What holds a batch up is a few long samples, and in a large decoding batch each of their tokens takes long. The oldest
+samples therefore run on a replica that is kept lightly loaded. Simplified: Laminar moves the rest of a replica that
+runs empty and updates each replica on its own; StreamRL sends prompts that a trained ranker predicts to be long. Here
+age stands for length, and a sample changes lanes when it is resumed, not while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.rollout.ledger import Ledger, SampleState
+from rollover.rollout.strategies.concurrency import Concurrency
+from rollover.rollout.strategies.configured import Configured
+from rollover.types import SampleId
+
+_ACTIVE = (SampleState.WAITING, SampleState.RUNNING, SampleState.PARKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastLane(Configured, Concurrency):
+    """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane."""
+
+    fast_lane: int
+    """Samples in the fast lane at most."""
+
+    def wants_fast_lane(self, ledger: Ledger, sample_id: SampleId) -> bool:
+        """Whether fewer than ``fast_lane`` unfinished samples are older."""
+        num_older = 0
+        for group in ledger.open.values():  # in order of opening
+            if group.group_id > sample_id.group or num_older >= self.fast_lane:
+                break
+            siblings = group.samples[: sample_id.index] if group.group_id == sample_id.group else group.samples
+            num_older += sum(s.state in _ACTIVE for s in siblings)
+        return num_older < self.fast_lane

@@ -1,0 +1,42 @@
+"""Tail batching, after RollPacker (arXiv 2509.21009).
+
+A short round launches more groups than a batch needs, trains the first that are whole and discards the others, whose
+prompts queue up. Once they fill a batch, a long round runs just those prompts, all to their end. Every batch is
+sampled, and prompts with long responses are trained as often as others. Simplified: the paper also launches more
+samples per prompt and keeps the first to finish; that is left out, since it selects the short responses of each prompt,
+and a group has a fixed size here. Its parallelism that adapts to the round belongs to the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailRounds(Strategy):
+    """A short round launches ``launched_groups``, a long one ``batch_size`` groups. Nothing that has a token is carried
+    over, but for groups whose rewards are late."""
+
+    on_full = OnFull.DISCARD
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        if ledger.num_unconsumed >= self.batch_size:
+            return 0
+        is_short = not self.takes_returned(ledger) and not self._has_begun(ledger)
+        wanted = self.launched_groups if is_short else self.batch_size
+        return min(wanted - ledger.num_unconsumed, self.headroom(ledger))
+
+    def takes_returned(self, ledger: Ledger) -> bool:
+        """Prompts of discarded groups go out again when they fill a batch; until then new ones are drawn."""
+        return len(ledger.returned) >= self.batch_size
+
+    def surplus(self, ledger: Ledger) -> tuple[int, ...]:
+        """Whole groups beyond the batch have lost like the others: the next round has newer weights."""
+        return tuple(ledger.ready)
+
+    def _has_begun(self, ledger: Ledger) -> bool:
+        """Whether this round has started a group; what a filter or a failure drops of it is replaced, no more."""
+        return any(g.start_version == ledger.policy_version for g in ledger.unconsumed())

@@ -1,0 +1,48 @@
+"""Partial rollouts by token budget, after Kimi k1.5 (arXiv 2501.12599).
+
+A round grants each response a fixed number of new tokens; what is longer is put aside with what it has and goes on in a
+later round, so that no round is longer than its budget. Simplified: the repetition detector, and leaving the earlier
+segments out of the loss, are no matter of scheduling. A round in which too few groups become whole to fill a batch is
+followed by another under the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategies.configured import Configured
+from rollover.rollout.strategy import OnFull, Strategy
+from rollover.types import SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget(Configured):
+    """``launched_groups`` groups in flight; each sample runs to its end or to the end of its budget, whichever comes
+    first, also after the batch is full."""
+
+    round_budget: int
+    """New tokens per sample and round."""
+
+    on_full = OnFull.WAIT
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+
+    def samples_to_start(self, ledger: Ledger) -> Iterator[SampleId]:
+        """Those with a budget left under these weights. Once none is left and none runs, all get a new one: without it
+        nothing would ever move again."""
+        in_order = Strategy.samples_to_start(self, ledger)
+        if ledger.running:
+            return (i for i in in_order if not self._has_spent(ledger, i))
+        at_rest = list(in_order)
+        with_budget = [i for i in at_rest if not self._has_spent(ledger, i)]
+        return iter(with_budget or at_rest)
+
+    def hop_budget(self, ledger: Ledger, sample_id: SampleId) -> int:
+        return self.round_budget
+
+    def _has_spent(self, ledger: Ledger, sample_id: SampleId) -> bool:
+        segments = ledger.sample(sample_id).trajectory.segments
+        return sample_id in ledger.parked and segments[-1].policy_version == ledger.policy_version

@@ -1,0 +1,44 @@
+"""Windowed first in, first out, after Forge (MiniMax, "Forge: Scalable Agent RL Framework and Algorithm", 2026).
+
+Groups queue in order of opening. Only those fewer than ``window`` places behind the head, the oldest that has not been
+taken, may be trained, even if later ones are whole already; within the window order is free. Between strictly first in,
+first out (a window of 1) and first come, first served, it bounds how far short responses can overtake. Generation never
+stops. Simplified: a batch is taken at once when it is complete, instead of piece by piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.rollout import staleness
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategies.bounded_async import BoundedAsync
+from rollover.rollout.strategies.configured import Configured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windowed(Configured, BoundedAsync):
+    """``bounded_async`` with a narrower choice of batches. It never locks up: the head is open, so it is running or
+    first in line to run, or it is ready and can be taken; once all groups are ready, so can all be."""
+
+    window: int
+    """Groups from the head that may be trained."""
+
+    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
+        within = self._within_window(ledger)
+        if len(within) < self.batch_size:
+            return None
+        chosen = staleness.choose_batch(
+            ledger,
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
+            order=lambda group: group.group_id if group.group_id in within else ledger.next_group_id,
+        )
+        # A group that is due may lie beyond the window: then the batch waits for the head, which started before it.
+        return chosen if chosen is not None and within.issuperset(chosen) else None
+
+    def _within_window(self, ledger: Ledger) -> set[int]:
+        """Ready groups that can be taken in order of opening: those before the oldest open group are taken first, and
+        then it is the head."""
+        head = min(ledger.open, default=ledger.next_group_id)
+        return {group_id for group_id in ledger.ready if group_id < head + self.window}

@@ -1,0 +1,262 @@
+"""What is particular to each strategy of the literature, and that none of them locks up whatever the timing is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.rollout.config import Limits
+from rollover.rollout.events import BatchConsumed, Event, GroupDropped, WasteCause
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.strategy import OnFull
+from rollover.types import SampleId
+from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
+from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
+from tests.rollout.test_strategies import G, N, ready, waste
+
+
+class Shop:
+    """A shell around the scheduler without time: what happens next is drawn by lot. Each sample needs so many tokens;
+    a hop decodes some of them, never more than its budget."""
+
+    def __init__(self, name: str, rng: random.Random, *, places: int, filtered: float, **config: Any) -> None:
+        self.strategy = strategy_of(name, max_running=places, max_new_tokens=40, **config)
+        self.rng, self.ledger = rng, Ledger()
+        self.budgets: dict[SampleId, int | None] = {}
+        self.scheduler = Scheduler(
+            strategy=self.strategy,
+            source=Prompts(),
+            ledger=self.ledger,
+            max_running=places,
+            limits=Limits(),
+            keep_group=lambda rewards: rng.random() >= filtered,
+            emit=self.check,
+        )
+
+    def check(self, event: Event) -> None:
+        assert_bounded(self.ledger, self.strategy.batch_size, self.strategy.max_staleness)
+        if isinstance(event, BatchConsumed):
+            assert len(set(event.group_ids)) == self.strategy.batch_size
+
+    def play(self, num_batches: int) -> None:
+        """Until so many batches are consumed.
+
+        Raises:
+            AssertionError: a law is broken, or nothing can happen any more.
+        """
+        scheduler, ledger, rng = self.scheduler, self.ledger, self.rng
+        for step in range(num_batches):
+            scheduler.collecting = True
+            self.act()
+            while not scheduler.batch_is_full:
+                self.happen()
+            self.take_batch()
+            while rng.random() < 0.8 and (ledger.running or ledger.unscored):
+                self.happen()  # while the trainer trains
+            scheduler.published(step + 1, 0.0, pause_s=0.0)
+            ledger.check()
+
+    def act(self) -> None:
+        for start in self.scheduler.decide(0.0).starts:
+            assert start.budget is None or start.budget > 0
+            self.budgets[start.sample_id] = start.budget
+
+    def happen(self) -> None:
+        """A sample is scored, finishes, or parks: at the end of its budget, or because it was stopped."""
+        ledger, rng = self.ledger, self.rng
+        assert ledger.running or ledger.unscored, "no batch, and nothing is running or being scored"
+        if ledger.unscored and (not ledger.running or rng.random() < 0.5):
+            self.scheduler.scored(rng.choice(list(ledger.unscored)), 0.0, 0.0)
+        else:
+            self.end_hop(rng.choice(list(ledger.running)), stopped=rng.random() < 0.05)
+        self.act()
+
+    def end_hop(self, sample_id: SampleId, *, stopped: bool) -> None:
+        num_left = 1 + random.Random(str(sample_id)).randrange(40) - self.ledger.sample(sample_id).num_tokens
+        num_tokens = self.rng.randrange(num_left) if stopped else num_left
+        num_tokens = min(num_tokens, self.budgets[sample_id] or num_tokens)
+        event = ended(
+            sample_id, num_tokens, STOP if num_tokens == num_left else ABORT, version=self.ledger.policy_version
+        )
+        self.scheduler.segment_ended(sample_id, event.segment, 0.0)
+
+    def take_batch(self) -> None:
+        """Stop what the strategy stops, and consume."""
+        ledger, on_full = self.ledger, self.strategy.on_full
+        self.scheduler.collecting = on_full is OnFull.KEEP
+        while on_full is OnFull.WAIT and (ledger.running or ledger.unscored):
+            self.happen()
+        if on_full in (OnFull.PARK, OnFull.DISCARD):
+            for sample_id in list(ledger.running):
+                self.end_hop(sample_id, stopped=True)
+        if on_full is OnFull.DISCARD:
+            self.scheduler.discard_unfinished(0.0)
+        self.scheduler.consume(0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    batch_size=st.integers(1, 4),
+    group_size=st.integers(1, 3),
+    places=st.integers(1, 16),
+    filtered=st.sampled_from([0.0, 0.3]),
+    extra_staleness=st.integers(0, 3),
+)
+def test_no_strategy_locks_up_or_breaks_the_bound(
+    name: str,
+    seed: int,
+    batch_size: int,
+    group_size: int,
+    places: int,
+    filtered: float,
+    extra_staleness: int,
+) -> None:
+    """Under any timing, with groups dropped and few places: each batch fills, is rightly chosen, and the invariant of
+    the theorem holds after every event."""
+    rng = random.Random(seed)
+    config: dict[str, Any] = {"rollout_batch_size": batch_size, "group_size": group_size}
+    needed = {"april": 1, "oversample": 1, "token_budget": 1, "sorted": 1, "tail_rounds": 1, "threshold": 1}
+    if name not in ("sync", "probe"):
+        config["max_staleness"] = needed.get(name, 0) + extra_staleness
+    if name == "windowed":
+        config["window_groups"] = rng.randint(1, 3 * batch_size)
+    if name == "token_budget":
+        config["tokens_per_round"] = rng.randint(1, 50)
+    Shop(name, rng, places=places, filtered=filtered, **config).play(6)
+
+
+def test_a_token_budget_is_granted_once_per_round() -> None:
+    strategy = strategy_of("token_budget", rollout_batch_size=N, group_size=G, tokens_per_round=3)
+    ledger = Ledger([opened(i, size=G) for i in range(2)])
+    first, *others = strategy.samples_to_start(ledger)
+    assert strategy.hop_budget(ledger, first) == 3
+    for i in (first, others[0]):
+        ledger.apply(started(i))
+    ledger.apply(ended(first, 3, ABORT))
+    assert [*strategy.samples_to_start(ledger)] == others[1:]  # the rest have one left
+    for i in others[1:]:
+        ledger.apply(started(i))
+        ledger.apply(ended(i, 3, ABORT))
+    assert [*strategy.samples_to_start(ledger)] == []  # one still runs on its budget
+    ledger.apply(ended(others[0], 3, ABORT))
+    assert [*strategy.samples_to_start(ledger)] == [first, *others]  # another round under the same weights
+    ledger.apply(started(first))
+    ledger.apply(ended(first, 1, STOP))
+    ledger.apply(published(1))
+    assert [*strategy.samples_to_start(ledger)] == others  # new weights: a new round
+
+
+def test_sorted_trains_groups_in_the_order_in_which_they_became_whole() -> None:
+    for name in ("sorted", "inflight"):
+        strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4)
+        ledger = Ledger([opened(i, size=G) for i in range(4)])
+        for i in (3, 1, 0, 2):
+            for event in ready(i):
+                ledger.apply(event)
+        assert strategy.select_batch(ledger) == (1, 3)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(1, None), (2, None), (3, None), (4, (1, 3)), (5, (1, 3))])
+def test_the_window_reaches_from_the_oldest_open_group(window: int, expected: tuple[int, ...] | None) -> None:
+    strategy = strategy_of("windowed", rollout_batch_size=N, group_size=G, window_groups=window, max_staleness=4)
+    ledger = Ledger([opened(i, size=G) for i in range(5)])
+    ledger.apply(started(SampleId(0, 0)))
+    for i in (4, 3, 1):
+        for event in ready(i):
+            ledger.apply(event)
+    assert strategy.select_batch(ledger) == expected
+    for i in (SampleId(0, 0), SampleId(0, 1)):
+        if i.index:
+            ledger.apply(started(i))
+        ledger.apply(ended(i, 2, STOP))
+        ledger.apply(scored(i))
+    assert strategy.select_batch(ledger) == (0, 1)  # the head was ready: taken first, it moves the window on
+
+
+def test_probes_first_then_the_groups_with_the_longest_estimate() -> None:
+    strategy = strategy_of("probe", rollout_batch_size=3, group_size=2)
+    ledger = Ledger([opened(i, size=2) for i in range(3)])
+    order = [*strategy.samples_to_start(ledger)]
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    for i, length in ((0, 5), (1, 9)):
+        ledger.apply(started(SampleId(i, 0)))
+        ledger.apply(ended(SampleId(i, 0), length, STOP))
+    ledger.apply(started(SampleId(2, 0)))
+    assert [*strategy.samples_to_start(ledger)] == [(2, 1), (1, 1), (0, 1)]  # unknown counts as the cap
+
+
+def test_the_oldest_unfinished_samples_want_the_fast_lane() -> None:
+    strategy = strategy_of("fast_lane", rollout_batch_size=2, group_size=2, fast_lane_samples=3)
+    ledger = Ledger([opened(i, size=2) for i in range(3)])
+    ids = [SampleId(g, i) for g in range(3) for i in range(2)]
+    assert [strategy.wants_fast_lane(ledger, i) for i in ids] == [True, True, True, False, False, False]
+    ledger.apply(started(ids[0]))
+    ledger.apply(ended(ids[0], 2, STOP))
+    assert [strategy.wants_fast_lane(ledger, i) for i in ids[1:]] == [True, True, True, False, False]
+
+
+def test_the_threshold_is_a_quota_between_two_updates() -> None:
+    """Consuming opens nothing; publishing does; what is carried over counts."""
+    strategy = strategy_of("threshold", rollout_batch_size=4, group_size=1, staleness_threshold=0.5, num_running=99)
+    ledger = Ledger([opened(i) for i in range(6)])
+    assert strategy.groups_to_open(ledger) == 0
+    for i in range(4):
+        for event in (started(SampleId(i, 0)), ended(SampleId(i, 0), 1, STOP), scored(SampleId(i, 0))):
+            ledger.apply(event)
+    ledger.apply(consumed(0, 0, 1, 2, 3))
+    assert strategy.groups_to_open(ledger) == 0
+    ledger.apply(published(1))
+    assert strategy.groups_to_open(ledger) == 4  # (1 + 0.5) 4, less 2 carried over
+
+
+def test_losing_prompts_wait_until_they_fill_a_long_round() -> None:
+    strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
+
+    def finish(ledger: Ledger, step: int, winners: tuple[int, ...], loser: int | None) -> None:
+        for i in winners:
+            ledger.apply(started(SampleId(i, 0), step))
+            ledger.apply(ended(SampleId(i, 0), 1, STOP, version=step))
+            ledger.apply(scored(SampleId(i, 0)))
+        if loser is not None:
+            cause = WasteCause.DISCARDED_ON_ABORT
+            ledger.apply(GroupDropped(time_s=0.0, group_id=loser, cause=cause, prompt_returned=True))
+        ledger.apply(consumed(step, *winners))
+        ledger.apply(published(step + 1))
+
+    ledger = Ledger([opened(i) for i in range(3)])
+    finish(ledger, 0, (0, 2), 1)
+    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (3, False)
+    for i in range(3):
+        ledger.apply(opened(3 + i))
+    finish(ledger, 1, (3, 4), 5)
+    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (2, True)
+    for i, row in enumerate((1, 5)):
+        ledger.apply(opened(6 + i, row=row, cursor=6))
+    assert strategy.groups_to_open(ledger) == 0
+    finish(ledger, 2, (6, 7), None)
+    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (3, False)
+
+
+def test_surplus_groups_are_kept_unless_asked_for() -> None:
+    """Four groups become ready in the same tick, a batch takes two."""
+    rig, _ = play(2, "april", length=lambda request: 5)
+    assert not waste(rig)
+    rig, batches = play(2, "april", length=lambda request: 5, drop_surplus=True)
+    assert [[g.group_id for g in b.groups] for b in batches.values()] == [[0, 1], [4, 5]]
+    assert waste(rig) == {WasteCause.SURPLUS_GROUP: 2 * 2 * 2 * 5}  # in each of two rounds two groups of two samples
+    rows = [g.prompt.columns["row"] for b in batches.values() for g in b.groups]
+    assert rows == [0, 1, 4, 5]  # their prompts are lost too
+
+
+def test_a_token_budget_parks_what_is_longer() -> None:
+    rig, batches = play(4, "token_budget", length=lambda request: 7, tokens_per_round=3, max_new_tokens=20)
+    lengths = {tuple(len(s.token_ids) for s in t.segments) for b in batches.values() for t in b.trajectories}
+    assert lengths == {(3, 3, 1)}
+    assert not waste(rig)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,14 @@ from rollover.errors import PlanError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 COARSE_ISLANDS = 512
 """Larger graphs are first solved with islands matched in pairs."""
 _PATIENCE = 64
 """Swaps without a new best after which a pass ends."""
+_CANDIDATES = 32
+"""Islands of each share that a swap is looked for among."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,17 +226,39 @@ class _Graph:
         pairs = (train @ self.links @ train - train @ self.links.diagonal()) / 2
         return float(self.train_weight * pairs + self.sync_weight * (train @ self.links @ rollout))
 
-    def gains(self, train: Ints, rollout: Ints) -> Floats:
-        """(islands, islands): what swapping the shares of two islands adds to the score."""
-        inside = self.links.diagonal()
-        to_train, to_rollout = self.links @ train, self.links @ rollout
-        dt, dr = train[None, :] - train[:, None], rollout[None, :] - rollout[:, None]
-        both = inside[:, None] + inside[None, :] - 2 * self.links
-        pull_t, pull_r = to_train[:, None] - to_train[None, :], to_rollout[:, None] - to_rollout[None, :]
-        pairs = dt * pull_t + dt**2 * both / 2 - dt * (inside[:, None] - inside[None, :]) / 2
-        cut = dt * pull_r + dr * pull_t + dt * dr * both
-        gains: Floats = self.train_weight * pairs + self.sync_weight * cut
-        return gains
+    def best_swap(
+        self, train: Ints, rollout: Ints, pulls: tuple[Floats, Floats], free: Bools
+    ) -> tuple[float, int, int]:
+        """(gain, i, j) of the best exchange of shares between two free islands of a class; -inf where there is none.
+
+        ``pulls`` are links @ train and links @ rollout. The gain is a term of i, a term of j and their link's: of many
+        islands those with the largest own terms are tried, as Kernighan and Lin do.
+        """
+        best = (-math.inf, 0, 0)
+        labels = np.stack([self.classes, train, rollout], axis=1)
+        kinds = [(label, np.flatnonzero(free & (labels == label).all(axis=1))) for label in np.unique(labels, axis=0)]
+        for (one, givers), (other, takers) in combinations(kinds, 2):
+            if one[0] != other[0] or not len(givers) or not len(takers):
+                continue
+            dt, dr = int(other[1] - one[1]), int(other[2] - one[2])
+            u = self._term(givers, dt, dr, pulls)
+            v = self._term(takers, -dt, -dr, pulls)
+            u_top, v_top = np.argsort(-u, kind="stable")[:_CANDIDATES], np.argsort(-v, kind="stable")[:_CANDIDATES]
+            i, j = givers[u_top], takers[v_top]
+            apart = (self.train_weight * dt + 2 * self.sync_weight * dr) * dt
+            gains = u[u_top][:, None] + v[v_top][None, :] - apart * self.links[np.ix_(i, j)]
+            at = np.unravel_index(int(np.argmax(gains)), gains.shape)
+            if gains[at] > best[0]:
+                best = (float(gains[at]), int(i[at[0]]), int(j[at[1]]))
+        return best
+
+    def _term(self, islands: Ints, dt: int, dr: int, pulls: tuple[Floats, Floats]) -> Floats:
+        """What ``dt`` more training and ``dr`` more rollout devices in each of the islands add, all else as it is."""
+        to_train, to_rollout, inside = pulls[0][islands], pulls[1][islands], self.links[islands, islands]
+        pairs = dt * (to_train + (dt - 1) * inside / 2)
+        cut = dt * to_rollout + dr * to_train + dt * dr * inside
+        term: Floats = self.train_weight * pairs + self.sync_weight * cut
+        return term
 
 
 def _solve(
@@ -289,25 +314,22 @@ def _refine(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints]:
 def _pass(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints] | None:
     """Swap the best pair, even at a loss, and lock it, again and again; the best state on the way, if it is better."""
     train, rollout = train.copy(), rollout.copy()
-    allowed = graph.classes[:, None] == graph.classes[None, :]
+    pulls = (graph.links @ train, graph.links @ rollout)
+    free = np.ones(len(train), dtype=bool)
     gained, best, since = 0.0, 1e-9, 0
     found: tuple[Ints, Ints] | None = None
-    for _ in range(len(train) // 2):
-        differ = (train[:, None] != train[None, :]) | (rollout[:, None] != rollout[None, :])
-        gains = np.where(allowed & differ, graph.gains(train, rollout), -np.inf)
-        i, j = np.unravel_index(int(np.argmax(gains)), gains.shape)
-        if not math.isfinite(gains[i, j]):
+    while since <= _PATIENCE:
+        gain, i, j = graph.best_swap(train, rollout, pulls, free)
+        if not math.isfinite(gain):
             break
-        gained += float(gains[i, j])
-        for counts in (train, rollout):
+        for counts, pull in zip((train, rollout), pulls, strict=True):
+            pull += (counts[j] - counts[i]) * (graph.links[:, i] - graph.links[:, j])
             counts[[i, j]] = counts[[j, i]]
-        allowed[[i, j], :] = allowed[:, [i, j]] = False
-        since += 1
+        free[[i, j]] = False
+        gained, since = gained + gain, since + 1
         if gained > best:
             best, since = gained, 0
             found = train.copy(), rollout.copy()
-        if since > _PATIENCE:
-            break
     return found
 
 

@@ -100,7 +100,9 @@ def test_the_well_connected_rack_trains() -> None:
     links[np.ix_([1, 3, 5], [1, 3, 5])] = 50.0
     np.fill_diagonal(links, 400.0)
     fab = Fabric(types=("a",) * 6, sizes=(8,) * 6, bandwidth=links)
-    shares = partition(fab, {"a": Demand(train_devices=24, train_block=8, replica_blocks={8: 3})}, Traffic(train=1.0, sync=0.1))
+    shares = partition(
+        fab, {"a": Demand(train_devices=24, train_block=8, replica_blocks={8: 3})}, Traffic(train=1.0, sync=0.1)
+    )
     assert [i for i, s in enumerate(shares) if s.train] == [1, 3, 5]
 
 

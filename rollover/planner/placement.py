@@ -1,0 +1,167 @@
+"""Phase 2: a solution's pipelines and replicas on the fleet's own devices.
+
+Every device of the solution is placed exactly once; what must share a node (tensor parallelism, and pipelines that fit
+into one) does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rollover.planner import costs
+from rollover.planner.partition import Demand, Shares, Traffic, compose, metis_order, partition
+from rollover.planner.records import Device, Fleet, ModelShape, Problem, Solution, TrainingPlan, WorkloadSpec
+from rollover.planner.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Devices of one node that work on the same layers: a tensor-parallel group."""
+
+    node: int
+    """Index in the fleet's nodes."""
+    devices: tuple[int, ...]
+    """Numbered within the node, as ``CUDA_VISIBLE_DEVICES`` numbers them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines."""
+
+    member: int
+    """Index of the training part in its plan, or of the replica's column in its problem."""
+    stages: tuple[Stage, ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(stage.node for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where everything of a solution stands."""
+
+    training: tuple[Pipeline, ...]
+    replicas: tuple[Pipeline, ...]
+
+    @property
+    def training_nodes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(node for pipeline in self.training for node in pipeline.nodes))
+
+    @property
+    def rollout_nodes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(node for replica in self.replicas for node in replica.nodes))
+
+
+def place(
+    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, *, seed: int = 0, metis: bool = False
+) -> Placement:
+    """Choose the nodes of each role, then of each pipeline and replica.
+
+    Raises:
+        PlanError: the nodes cannot hold it.
+    """
+    fleet, fabric = topology.fleet, topology.fabric()
+    demands = {device.name: _demand(device, problem, solution) for device in fleet.devices}
+    traffic = step_traffic(fleet, model, problem.workload, solution.plan)
+    first = metis_order(fabric, compose(fabric, demands)) if metis else None
+    shares = partition(fabric, demands, traffic, seed=seed, first=first)
+    return _Dealer(topology, problem, solution, shares).placement()
+
+
+def _block(device: Device, tp: int, pp: int) -> int:
+    """Devices that are kept on one node: a whole pipeline where nodes hold a whole number of them, else a stage."""
+    return tp * pp if device.node_size % (tp * pp) == 0 else tp
+
+
+def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
+    blocks: dict[int, int] = {}
+    for c in solution.active:
+        column = problem.columns[c]
+        if column.device == device.name:
+            block = _block(device, column.tp, column.pp)
+            blocks[block] = blocks.get(block, 0) + solution.replicas[c] * column.num_devices // block
+    part = next((part for part in solution.plan.parts if part.device == device.name), None)
+    if part is None:
+        return Demand(replica_blocks=blocks)
+    return Demand(train_devices=part.num_devices, train_block=_block(device, part.tp, part.pp), replica_blocks=blocks)
+
+
+def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
+    """Bytes of a training step: gradients or gathered weights, activations between stages, and the new weights."""
+    devices = {device.name: device for device in fleet.devices}
+    weights = costs.BF16_BYTES * model.parameters
+    train = 0.0
+    for part in plan.parts:
+        trainer = costs.trainer(model, workload, devices[part.device], part)
+        rounds = max(1.0, trainer.num_micro_batches * part.share / part.dp)
+        exchanged = (3 + costs.extra_passes(workload)) * rounds if part.sharded else 2.0
+        train += exchanged * weights * (part.dp > 1)
+        hidden = costs.batch_tokens(workload) * part.share * model.hidden * costs.BF16_BYTES
+        train += 2 * (part.pp - 1) * hidden
+    train += 2 * weights * (len(plan.parts) > 1)
+    return Traffic(train=train, sync=workload.rollout_weight_bytes * model.parameters)
+
+
+class _Dealer:
+    """Hands out the devices of each node, role by role, the largest blocks first."""
+
+    def __init__(self, topology: Topology, problem: Problem, solution: Solution, shares: Sequence[Shares]) -> None:
+        self.topology = topology
+        self.problem = problem
+        self.solution = solution
+        self.nodes = topology.fleet.nodes
+        self.train = {i: list(range(s.train)) for i, s in enumerate(shares)}
+        self.rollout = {i: list(range(s.rollout)) for i, s in enumerate(shares)}
+        for i, s in enumerate(shares):
+            if s.train:  # both roles keep neighbouring devices: the other one counts from the end
+                self.rollout[i] = [self.nodes[i].num_devices - 1 - device for device in range(s.rollout)]
+
+    def placement(self) -> Placement:
+        plan = self.solution.plan
+        training = [
+            pipeline
+            for member, part in enumerate(plan.parts)
+            for pipeline in self._pipelines(self.train, member, part.device, part.tp, part.pp, part.dp)
+        ]
+        columns = self.problem.columns
+        device = {device.name: device for device in self.topology.fleet.devices}
+        blocks = {c: _block(device[columns[c].device], columns[c].tp, columns[c].pp) for c in self.solution.active}
+        order = sorted(blocks, key=lambda c: (-blocks[c], c))
+        replicas = [
+            pipeline
+            for c in order
+            for pipeline in self._pipelines(
+                self.rollout, c, columns[c].device, columns[c].tp, columns[c].pp, self.solution.replicas[c]
+            )
+        ]
+        return Placement(training=tuple(training), replicas=tuple(replicas))
+
+    def _pipelines(
+        self, room: dict[int, list[int]], member: int, name: str, tp: int, pp: int, count: int
+    ) -> Iterator[Pipeline]:
+        """``count`` pipelines on the nodes of a type. Stages follow one another along a chain of wide links."""
+        nodes = [i for i, node in enumerate(self.nodes) if node.device.name == name and room[i]]
+        device = self.nodes[nodes[0]].device
+        block = _block(device, tp, pp)
+        stages: list[Stage] = []
+        for node in self.topology.chain(nodes):
+            while len(room[node]) >= block and len(stages) < count * pp:
+                taken, room[node][:] = room[node][:block], room[node][block:]
+                stages += [Stage(node=node, devices=tuple(sorted(taken[k : k + tp]))) for k in range(0, block, tp)]
+        assert len(stages) == count * pp, "shares hold what they were composed for"
+        for k in range(0, len(stages), pp):
+            yield Pipeline(member=member, stages=tuple(stages[k : k + pp]))
+
+
+def neighbours(pipeline: Pipeline) -> Iterable[tuple[int, int]]:
+    """Pairs of nodes between which a pipeline's stages hand over."""
+    return zip(pipeline.nodes, pipeline.nodes[1:], strict=False)
+
+
+def rings(pipelines: Sequence[Pipeline]) -> Iterator[tuple[int, int]]:
+    """Pairs of nodes that are next to each other in the data-parallel rings, one for each stage."""
+    for stage in zip(*(pipeline.nodes for pipeline in pipelines), strict=True):
+        nodes = list(dict.fromkeys(stage))
+        yield from zip(nodes, [*nodes[1:], nodes[0]], strict=True)

@@ -1,0 +1,83 @@
+"""The fleet as a graph of nodes: how wide the real links are between the machines that a plan uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollover.planner.partition import Fabric, Floats
+from rollover.planner.records import Fleet, Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Links between nodes, which are numbered as in the fleet."""
+
+    fleet: Fleet
+    widths: Floats
+    """(nodes, nodes), bytes/s one way between two nodes; on the diagonal between two devices of one."""
+    latencies: Floats
+    """(nodes, nodes), seconds."""
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> Topology:
+        networks = np.array([n.device.network.bytes_per_s for n in fleet.nodes])
+        delays = np.array([n.device.network.latency_s for n in fleet.nodes])
+        widths, latencies = np.minimum.outer(networks, networks), np.maximum.outer(delays, delays)
+        index = {node.name: i for i, node in enumerate(fleet.nodes)}
+        for a, b, link in fleet.links:
+            for at in ((index[a], index[b]), (index[b], index[a])):
+                widths[at], latencies[at] = link.bytes_per_s, link.latency_s
+        np.fill_diagonal(widths, [n.device.link.bytes_per_s for n in fleet.nodes])
+        np.fill_diagonal(latencies, [n.device.link.latency_s for n in fleet.nodes])
+        return cls(fleet=fleet, widths=widths, latencies=latencies)
+
+    def fabric(self) -> Fabric:
+        """Nodes as islands. A node's devices share its network."""
+        sizes = np.array([n.num_devices for n in self.fleet.nodes])
+        shared = self.widths / np.maximum.outer(sizes, sizes)
+        np.fill_diagonal(shared, self.widths.diagonal())
+        return Fabric(
+            types=tuple(n.device.name for n in self.fleet.nodes), sizes=tuple(sizes.tolist()), bandwidth=shared
+        )
+
+    def narrowest(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
+        """The narrowest of the links between different nodes; ``None`` where there is none."""
+        found = [(float(self.widths[a, b]), float(self.latencies[a, b])) for a, b in pairs if a != b]
+        if not found:
+            return None
+        return Link(bytes_per_s=min(w for w, _ in found), latency_s=max(s for _, s in found))
+
+    def chain(self, nodes: Sequence[int]) -> list[int]:
+        """The nodes in an order whose neighbours are joined by wide links: each time the widest link onwards."""
+        if not nodes:
+            return []
+        left = sorted(nodes)
+        order = [left.pop(0)]
+        while left:
+            last = order[-1]
+            after = max(left, key=lambda node: (self.widths[last, node], -node))
+            left.remove(after)
+            order.append(after)
+        return order
+
+    def broadcast(self, sources: Sequence[int], targets: Sequence[int]) -> dict[int, Link | None]:
+        """For each target the narrowest link on the widest way from a source, by way of other targets where that is
+        wider: what a pipelined broadcast of weights runs at. ``None`` for a target that is a source."""
+        reached: dict[int, Link | None] = dict.fromkeys(sources)
+        waiting = [t for t in targets if t not in reached]
+        while waiting:
+            joined = list(reached)
+            links = self.widths[np.ix_(joined, waiting)]
+            at = np.unravel_index(int(np.argmax(links)), links.shape)
+            near, far = joined[int(at[0])], waiting[int(at[1])]
+            onto = self.narrowest([(near, far)])
+            assert onto is not None, "they are different nodes"
+            before = reached[near] or onto
+            reached[far] = Link(
+                bytes_per_s=min(before.bytes_per_s, onto.bytes_per_s), latency_s=max(before.latency_s, onto.latency_s)
+            )
+            waiting.remove(far)
+        return {target: reached[target] for target in targets}

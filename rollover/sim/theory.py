@@ -1,0 +1,124 @@
+"""What a step costs and how old its tokens are, in closed form. ``docs/theory.md`` derives it.
+
+A decode iteration over B samples takes ``c0 (1 + B / B0)``, and the batch sizes of a step's iterations add up to the
+tokens it decodes. In a steady state without waste those are the X tokens it trains, so that
+
+    T = c0 (K + X / B0) + P
+
+for K iterations and P seconds of prefill: all that a scheduler can change is K and P. What it pays is age. A token
+waits for the end of its sample, then for the longest sibling; where samples decode without pause and group ends fall
+evenly between weight updates, the wait divided by K is the token's mean staleness. So ``lag K = kappa``, a constant of
+the length law: throughput and lag lie on one curve, and schedulers choose a point of it.
+
+All times here are in units of c0, an iteration over an empty batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """One training step: what it decodes, on what, and how its lengths are spread."""
+
+    batch_size: int
+    """N: groups a step trains."""
+    group_size: int
+    """G: samples per group."""
+    mean_tokens: float
+    """E[L]."""
+    sync_iterations: float
+    """Iterations when a step decodes its own N groups from start to end: the mean of the longest of N G samples."""
+    kappa_own: float
+    """Iterations a token waits for the end of its own sample, mean over tokens."""
+    kappa_sibling: float
+    """Iterations it then waits for the longest sibling."""
+    b0: float
+    """Samples at which an iteration takes twice as long as over an empty batch."""
+
+    @classmethod
+    def of_lengths(cls, lengths_PG: ArrayLike, *, batch_size: int, b0: float) -> Self:
+        """From a sample of response lengths, one row per group."""
+        lengths = np.asarray(lengths_PG, dtype=np.float64)
+        return cls(
+            batch_size=batch_size,
+            group_size=lengths.shape[1],
+            mean_tokens=float(lengths.mean()),
+            sync_iterations=expected_longest(lengths.max(axis=1), batch_size),
+            kappa_own=own_wait(lengths),
+            kappa_sibling=sibling_wait(lengths),
+            b0=b0,
+        )
+
+    @property
+    def tokens(self) -> float:
+        """X = N G E[L]: tokens a step trains."""
+        return self.batch_size * self.group_size * self.mean_tokens
+
+    @property
+    def kappa(self) -> float:
+        """Token lag times K, with whole groups consumed."""
+        return self.kappa_own + self.kappa_sibling
+
+    def step_time(self, iterations: float, *, prefill: float = 0.0) -> float:
+        """T / c0 of a step of K ``iterations`` that spends ``prefill`` c0 on prompts and resumed responses."""
+        return iterations + self.tokens / self.b0 + prefill
+
+    def throughput(self, iterations: float, *, prefill: float = 0.0) -> float:
+        """Trained tokens per c0."""
+        return self.tokens / self.step_time(iterations, prefill=prefill)
+
+    def gain(self, iterations: float, *, prefill: float = 0.0, sync_prefill: float = 0.0) -> float:
+        """Throughput over that of synchronous rollout."""
+        sync = self.step_time(self.sync_iterations, prefill=sync_prefill)
+        return sync / self.step_time(iterations, prefill=prefill)
+
+    @property
+    def ceiling(self) -> float:
+        """Gain at K = P = 0, which no scheduler exceeds."""
+        return self.gain(0.0)
+
+    def refill_iterations(self, num_running: float) -> float:
+        """K when ``num_running`` samples decode at all times: X / C."""
+        return self.tokens / num_running
+
+    def lag(self, iterations: float, *, whole_groups: bool = True) -> float:
+        """Mean staleness of trained tokens, in versions. Without ``whole_groups`` a sample is consumed when it ends,
+        without waiting for its siblings."""
+        return (self.kappa if whole_groups else self.kappa_own) / iterations
+
+    def gain_at_lag(self, lag: float, *, prefill: float = 0.0, whole_groups: bool = True) -> float:
+        """The curve: the gain that a mean token staleness of ``lag`` versions pays for. Holds where the wait spreads
+        over more than one step, that is above a lag of about 1."""
+        return self.gain((self.kappa if whole_groups else self.kappa_own) / lag, prefill=prefill)
+
+
+def head_lag(num_open: float, batch_size: int) -> float:
+    """Mean staleness of a group's oldest token (Little's law): ``num_open`` groups stand started and unconsumed at an
+    update, ``batch_size`` leave per step."""
+    return num_open / batch_size
+
+
+def expected_longest(lengths: ArrayLike, count: int) -> float:
+    """Mean of the longest of ``count`` independent draws from the empirical law of ``lengths``: the sum of
+    ``1 - F(x)^count`` over x."""
+    values, counts = np.unique(np.asarray(lengths, dtype=np.float64), return_counts=True)
+    below = np.cumsum(counts) / counts.sum()
+    return float(values[0] + np.sum((1 - below[:-1] ** count) * np.diff(values)))
+
+
+def own_wait(lengths_PG: NDArray[np.float64]) -> float:
+    """E[L^2] / 2 E[L]: the token at position j waits for L - j more of its sample."""
+    return float(np.sum(lengths_PG**2) / (2 * np.sum(lengths_PG)))
+
+
+def sibling_wait(lengths_PG: NDArray[np.float64]) -> float:
+    """E[sum of L_i (M - L_i)] / E[sum of L_i], M the longest of the group: siblings start together, and all L_i tokens
+    of a sample wait M - L_i."""
+    longest_P1 = lengths_PG.max(axis=1, keepdims=True)
+    return float(np.sum(lengths_PG * (longest_P1 - lengths_PG)) / np.sum(lengths_PG))

@@ -1,0 +1,115 @@
+"""The closed forms, against enumeration and quadrature."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from numpy.polynomial.hermite_e import hermegauss
+from scipy.special import ndtr
+
+from rollover.sim.theory import StepModel, expected_longest, head_lag
+from rollover.workload.law import LengthLaw
+from rollover.workload.presets import PRESETS
+
+PRESET_NAMES = ("r1-16k", "qwen3-16k", "heavy-32k")
+N, G = 32, 8
+
+
+def step_model(name: str, *, b0: float = 256.0, num_groups: int = 6000, seed: int = 0) -> StepModel:
+    workload = PRESETS[name].workload(seed)
+    lengths_PG = [workload.group_lengths(i, G) for i in range(num_groups)]
+    return StepModel.of_lengths(lengths_PG, batch_size=N, b0=b0)
+
+
+def exact_waits(law: LengthLaw, group_size: int) -> tuple[float, float]:
+    """Own and sibling wait by Gauss-Hermite quadrature over the prompt's effect; given it, siblings are independent, so
+    that with F the law of one and M' the longest of the others E[L max(L, M')] is a sum over the lengths."""
+    x = np.arange(law.cap_tokens + 1, dtype=np.float64)
+    nodes, weights = hermegauss(60)
+    first = second = product = 0.0
+    for z, weight in zip(nodes, weights / math.sqrt(2 * math.pi), strict=True):
+        spread = (np.log1p(x) - law.mu - law.tau * z) / law.sibling_sigma
+        cdf = (1 - law.loop_probability) * ndtr(spread)
+        cdf[: law.min_tokens], cdf[-1] = 0.0, 1.0
+        p = np.diff(cdf, prepend=0.0)
+        others = cdf ** (group_size - 1)
+        beyond = np.cumsum((x * np.diff(others, prepend=0.0))[::-1])[::-1] - x * np.diff(others, prepend=0.0)
+        first += weight * np.sum(p * x)
+        second += weight * np.sum(p * x**2)
+        product += weight * np.sum(p * x * (x * others + beyond))
+    return second / (2 * first), (product - second) / first
+
+
+@pytest.mark.parametrize(("name", "published"), [("r1-16k", 8937), ("qwen3-16k", 8637), ("heavy-32k", 15910)])
+def test_kappa_of_the_presets(name: str, published: int) -> None:
+    """A sample of 48,000 lengths, the integral over the law, and the values from another such sample."""
+    model = step_model(name)
+    own, sibling = exact_waits(PRESETS[name], G)
+    assert model.kappa_own == pytest.approx(own, rel=0.01)
+    assert model.kappa_sibling == pytest.approx(sibling, rel=0.02)
+    assert own + sibling == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*PRESET_NAMES, "light-8k"])
+def test_throughput_identity_of_the_presets(name: str) -> None:
+    """Sync and refill with 512 samples in tokens per c0, as published for B0 = 256; C = 512 is the same for any law."""
+    model = step_model(name)
+    sync = {"r1-16k": 70.1, "qwen3-16k": 84.5, "heavy-32k": 46.3, "light-8k": 42.5}[name]
+    assert model.throughput(model.sync_iterations) == pytest.approx(sync, rel=0.015)
+    assert model.throughput(model.refill_iterations(512)) == pytest.approx(1 / (1 / 512 + 1 / 256))
+
+
+def test_setup_of_the_published_measurement() -> None:
+    """B0 = 108: the gains of 512 samples in flight and of the ceiling."""
+    model = step_model("qwen3-16k", b0=108)
+    assert model.gain(model.refill_iterations(512)) == pytest.approx(1.53, abs=0.01)
+    assert model.ceiling == pytest.approx(1.86, abs=0.01)
+    assert model.ceiling == pytest.approx(1 + model.sync_iterations * 108 / model.tokens)
+
+
+def test_waits_by_counting_every_token() -> None:
+    rng = random.Random(5)
+    groups = [[rng.randint(1, 60) for _ in range(3)] for _ in range(50)]
+    tokens = [(length - j - 0.5, max(group) - length) for group in groups for length in group for j in range(length)]
+    model = StepModel.of_lengths(groups, batch_size=4, b0=10)
+    assert model.kappa_own == pytest.approx(np.mean([own for own, _ in tokens]))
+    assert model.kappa_sibling == pytest.approx(np.mean([sibling for _, sibling in tokens]))
+    assert model.kappa == model.kappa_own + model.kappa_sibling
+    assert model.lag(20.0) == model.kappa / 20 and model.lag(20.0, whole_groups=False) == model.kappa_own / 20
+
+
+def test_longest_of_several_by_enumeration() -> None:
+    lengths = [1, 4, 4, 9]
+    assert expected_longest(lengths, 3) == pytest.approx(
+        np.mean([max(d) for d in itertools.product(lengths, repeat=3)])
+    )
+    assert expected_longest(lengths, 1) == np.mean(lengths)
+
+
+def test_step_time_adds_iterations_tokens_and_prefill() -> None:
+    """Two batches of iterations by hand: 3 at B = 4, 2 at B = 1; B0 = 2."""
+    model = StepModel.of_lengths([[5, 3, 3, 3]], batch_size=1, b0=2)
+    by_hand = 3 * (1 + 4 / 2) + 2 * (1 + 1 / 2)
+    assert model.sync_iterations == 5 and model.tokens == 14
+    assert model.step_time(5, prefill=7.0) == by_hand + 7
+    assert model.throughput(5) == 14 / by_hand
+    assert model.gain(2.0, prefill=1.0, sync_prefill=1.0) == (5 + 7 + 1) / (2 + 7 + 1)
+
+
+def test_lag_and_gain_lie_on_one_curve() -> None:
+    model = step_model("r1-16k", num_groups=500)
+    for num_running in (256, 384, 512):
+        k = model.refill_iterations(num_running)
+        assert model.gain_at_lag(model.lag(k)) == pytest.approx(model.gain(k))
+        own = model.lag(k, whole_groups=False)
+        assert model.gain_at_lag(own, whole_groups=False) == pytest.approx(model.gain(k))
+    gains = [model.gain_at_lag(lag) for lag in (1, 2, 4, 1e9)]
+    assert gains == sorted(gains) and gains[-1] == pytest.approx(model.ceiling)
+
+
+def test_head_lag_is_open_groups_over_batch() -> None:
+    assert head_lag(64 - 32, 32) == 1.0

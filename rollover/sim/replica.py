@@ -1,0 +1,251 @@
+"""A decoding replica under virtual time: all running samples advance together, one token an iteration.
+
+What it keeps true: a call that is not stopped decodes exactly as many tokens as it was asked for; time only moves on;
+the running samples' caches fit into the room there is, unless a single one is larger than all of it.
+
+Progress is fluid between events: ``iterations`` grows at the rate of the current batch, and a call that joins takes
+part from the next whole iteration.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+
+from rollover.sim.models import ReplicaModel
+from rollover.types import SampleId
+
+_EPSILON = 1e-6
+"""Iterations; far below one token."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One hop of one sample."""
+
+    sample_id: SampleId
+    prompt_tokens: int
+    response_tokens: int
+    """Of the response when the call began."""
+    num_tokens: int
+    """To decode until it ends."""
+    is_whole: bool
+    """Whether the response ends with it."""
+    start_s: float
+    policy_version: int
+    kv_version: int = 0
+    num_prefilled_tokens: int = 0
+    """Response tokens whose cache was computed again."""
+    num_reported: int = 0
+    """Tokens that have left in earlier segments of this call."""
+    num_decoded: int = 0
+    """Tokens of this call, decoded before ``joined_at``."""
+    joined_at: int = 0
+    """Iteration at which it began to decode, last."""
+    ends_at: int = -1
+    """Iteration at which it ends; -1 while it does not decode."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Cached tokens once ``num_decoded`` are."""
+        return self.prompt_tokens + self.response_tokens + self.num_decoded
+
+
+class Replica:
+    """One replica; ``model`` says how fast it is."""
+
+    def __init__(self, model: ReplicaModel, index: int = 0) -> None:
+        self.model = model
+        self.index = index
+        self.is_up = True
+        self.iterations = 0.0
+        self.prefilled_tokens = 0
+        self.num_preempted = 0
+        self.sample_s = 0.0
+        """Integral of the number of running samples over time."""
+        self.calls: dict[SampleId, Call] = {}
+        """Running and queued."""
+        self._now_s = 0.0
+        self._stall_s = 0.0
+        self._running: dict[SampleId, Call] = {}
+        self._queue: deque[Call] = deque()
+        """Calls that wait for room."""
+        self._ends: list[tuple[int, int, Call]] = []
+        self._num_pushed = 0
+        self._base_tokens = 0.0
+        """Cache of the running samples at iteration 0, if they had always run."""
+        self._kept: OrderedDict[SampleId, tuple[int, int]] = OrderedDict()
+        """Caches of parked samples, least recently used first: tokens, and the oldest version in them."""
+        self._kept_tokens = 0
+        self._siblings: Counter[int] = Counter()
+        """Calls by group: a prompt is prefilled for the first of them."""
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """Decode up to ``now_s``."""
+        elapsed_s = now_s - self._now_s
+        if elapsed_s <= 0:
+            return
+        self._now_s = now_s
+        num_running = len(self._running)
+        self.sample_s += num_running * elapsed_s
+        stalled_s = min(self._stall_s, elapsed_s)
+        self._stall_s -= stalled_s
+        if num_running:
+            self.iterations += (elapsed_s - stalled_s) / self.model.iteration_s(num_running)
+
+    def stall(self, seconds: float) -> None:
+        self._stall_s += seconds
+
+    def next_s(self) -> float:
+        """When something happens here that somebody must look at."""
+        if not self._running:
+            return math.inf
+        ends = self._ends
+        while ends[0][2].ends_at != ends[0][0]:  # it was preempted since
+            heapq.heappop(ends)
+        until = min(ends[0][0], self._full_at())
+        ahead = max(0.0, until - self.iterations)
+        return self._now_s + self._stall_s + ahead * self.model.iteration_s(len(self._running))
+
+    def _full_at(self) -> float:
+        """Iteration at which the cache is full."""
+        if self.model.kv_tokens == math.inf or (len(self._running) == 1 and not self._kept):
+            return math.inf
+        return (self.model.kv_tokens - self._kept_tokens - self._base_tokens) / len(self._running)
+
+    def finished(self) -> list[Call]:
+        """Calls that have decoded all they were asked for; they leave. Makes room first where the cache is full."""
+        done: list[Call] = []
+        ends = self._ends
+        while ends and ends[0][0] <= self.iterations + _EPSILON:
+            end, _, call = heapq.heappop(ends)
+            if call.ends_at == end:
+                self._leave(call)
+                del self.calls[call.sample_id]
+                if not call.is_whole:
+                    self._keep(call)
+                done.append(call)
+        while self._running and self._full_at() <= self.iterations + _EPSILON:
+            self._make_room()
+        self._admit()
+        return done
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> float:
+        return len(self.calls) / self.model.capacity
+
+    def can_resume(self, sample_id: SampleId) -> bool:
+        """Whether the sample's cache is still here, and a place for it."""
+        return self.is_up and sample_id in self._kept and len(self.calls) < self.model.max_running
+
+    def add(self, call: Call) -> None:
+        self.calls[call.sample_id] = call
+        self._queue.append(call)
+        self._admit()
+
+    def stop(self) -> list[Call]:
+        """Stop all calls at the last whole token. Their caches are kept as long as there is room."""
+        stopped = list(self.calls.values())
+        for call in self._running.values():
+            call.num_decoded = self.num_decoded(call)
+            call.ends_at = -1
+            self._keep(call)
+        for place in (self.calls, self._running, self._queue, self._ends, self._siblings):
+            place.clear()
+        self._base_tokens = 0.0
+        while self._kept_tokens > self.model.kv_tokens:
+            self._forget(next(iter(self._kept)))
+        return stopped
+
+    def num_decoded(self, call: Call) -> int:
+        """Tokens of the call so far."""
+        if call.ends_at < 0:
+            return call.num_decoded
+        since = math.floor(self.iterations + _EPSILON) - call.joined_at
+        return min(call.num_tokens, call.num_decoded + max(0, since))
+
+    def forget(self) -> None:
+        """Lose the caches of parked samples."""
+        self._kept.clear()
+        self._kept_tokens = 0
+
+    def recompute(self, policy_version: int) -> None:
+        """Lose every cache to new weights; running samples have theirs computed again and stay."""
+        self.forget()
+        for call in self._running.values():
+            response = call.response_tokens + self.num_decoded(call)
+            call.num_prefilled_tokens += response
+            call.kv_version = policy_version
+            self.prefill(response)
+        self.prefill(sum({c.sample_id.group: c.prompt_tokens for c in self._running.values()}.values()))
+
+    def prefill(self, num_tokens: int) -> None:
+        self.prefilled_tokens += num_tokens
+        self._stall_s += num_tokens / self.model.prefill_tokens_per_s
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self.model.max_running:
+            call = self._queue[0]
+            needed = 0 if call.sample_id in self._kept else call.context_tokens
+            if self._running and self._used() + needed + len(self._running) > self.model.kv_tokens:
+                if not self._kept:
+                    return
+                self._forget(next(iter(self._kept)))
+                continue
+            self._queue.popleft()
+            self._prefill_for(call)
+            self._join(call)
+
+    def _used(self) -> float:
+        return self._base_tokens + len(self._running) * self.iterations + self._kept_tokens
+
+    def _prefill_for(self, call: Call) -> None:
+        if call.sample_id in self._kept:
+            call.kv_version = self._kept[call.sample_id][1]
+            self._forget(call.sample_id)
+            return
+        call.kv_version = call.policy_version
+        response = call.response_tokens + call.num_decoded
+        call.num_prefilled_tokens += response
+        has_sibling = self._siblings[call.sample_id.group] > 0
+        self.prefill(response if has_sibling else response + call.prompt_tokens)
+
+    def _join(self, call: Call) -> None:
+        call.joined_at = math.ceil(self.iterations - _EPSILON)
+        call.ends_at = call.joined_at + call.num_tokens - call.num_decoded
+        self._running[call.sample_id] = call
+        self._siblings[call.sample_id.group] += 1
+        self._base_tokens += call.context_tokens - call.joined_at
+        self._num_pushed += 1
+        heapq.heappush(self._ends, (call.ends_at, self._num_pushed, call))
+
+    def _leave(self, call: Call) -> None:
+        """Out of the running ones, with ``num_decoded`` brought up to date."""
+        del self._running[call.sample_id]
+        self._siblings[call.sample_id.group] -= 1
+        self._base_tokens -= call.context_tokens - call.joined_at
+        call.num_decoded = self.num_decoded(call)
+        call.ends_at = -1
+
+    def _make_room(self) -> None:
+        """The cache is full: a parked one goes, else the youngest call waits and is prefilled again later."""
+        if self._kept:
+            self._forget(next(iter(self._kept)))
+            return
+        youngest = next(reversed(self._running.values()))
+        self._leave(youngest)
+        self._queue.appendleft(youngest)
+        self.num_preempted += 1
+
+    def _keep(self, call: Call) -> None:
+        self._kept[call.sample_id] = (call.context_tokens, call.kv_version)
+        self._kept_tokens += call.context_tokens
+
+    def _forget(self, sample_id: SampleId) -> None:
+        self._kept_tokens -= self._kept.pop(sample_id)[0]

@@ -1,0 +1,190 @@
+"""What a simulated run comes to: records by step, and the figures of a comparison."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from rollover.rollout.ledger import Ledger, Tokens
+from rollover.sim.dispatch import Fleet
+from rollover.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step. Counters are of this step alone."""
+
+    step: int
+    consumed_s: float
+    """Run clock when the batch was full and stopped."""
+    end_s: float
+    """Run clock when it was trained and the new weights were there."""
+    duration_s: float
+    """From the end of the step before."""
+    iterations: float
+    """Decoding iterations, mean over replicas."""
+    mean_running: float
+    """Running samples, mean over the step, sum over replicas; 0 for a step that took no time."""
+    decoded_tokens: int
+    prefilled_tokens: int
+    open_groups: int
+    """Started and not consumed, once the batch is taken."""
+    ages: tuple[tuple[int, int], ...]
+    """Trained tokens by age in versions."""
+    head_ages: tuple[int, ...]
+    """Age of the oldest token of each trained group."""
+    lengths: tuple[int, ...]
+    """Of the trained responses."""
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(n for _, n in self.ages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A whole run. Figures leave out the first ``warmup`` steps where they take one."""
+
+    steps: tuple[StepRecord, ...]
+    tokens: Tokens
+    num_events: int
+    """Events of the ledger."""
+    num_preempted: int
+    admitted_lengths: tuple[int, ...]
+    """Of every sample of every group that was opened, in order of opening."""
+    capacity: float
+    """B0, summed over replicas."""
+
+    def after(self, warmup: int) -> Window:
+        """The run from step ``warmup`` on."""
+        return Window(self.steps[warmup:])
+
+
+class Window:
+    """Figures over some consecutive steps."""
+
+    def __init__(self, steps: Sequence[StepRecord]) -> None:
+        if not steps:
+            raise ValueError("a window needs at least one step: simulate more steps than the warm-up has")
+        self.steps = steps
+        self.seconds = sum(s.duration_s for s in steps)
+        self.trained_tokens = sum(s.trained_tokens for s in steps)
+        self.ages: Counter[int] = Counter()
+        for step in steps:
+            for age, count in step.ages:
+                self.ages[age] += count
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second of the whole loop."""
+        return self.trained_tokens / self.seconds
+
+    @property
+    def lag(self) -> float:
+        """Mean age of trained tokens, in versions."""
+        return sum(age * n for age, n in self.ages.items()) / self.trained_tokens
+
+    def lag_quantile(self, q: float) -> int:
+        remaining = q * self.trained_tokens
+        for age in sorted(self.ages):
+            remaining -= self.ages[age]
+            if remaining <= 0:
+                return age
+        return max(self.ages)
+
+    @property
+    def max_lag(self) -> int:
+        return max(self.ages)
+
+    @property
+    def head_lag(self) -> float:
+        """Mean over groups of the age of the oldest token."""
+        return statistics.fmean(a for s in self.steps for a in s.head_ages)
+
+    @property
+    def off_policy(self) -> float:
+        """Share of trained tokens that older weights sampled."""
+        return 1 - self.ages[0] / self.trained_tokens
+
+    @property
+    def iterations(self) -> float:
+        """Per step: K."""
+        return statistics.fmean(s.iterations for s in self.steps)
+
+    @property
+    def mean_running(self) -> float:
+        return sum(s.mean_running * s.duration_s for s in self.steps) / self.seconds
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return sum(s.prefilled_tokens for s in self.steps)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [n for s in self.steps for n in s.lengths]
+
+    @property
+    def mean_length(self) -> float:
+        return statistics.fmean(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meter:
+    """Counters of a run that only grow."""
+
+    now_s: float = 0.0
+    iterations: float = 0.0
+    """Mean over replicas."""
+    sample_s: float = 0.0
+    """Integral of the number of running samples over time."""
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+
+    @classmethod
+    def read(cls, fleet: Fleet, ledger: Ledger, now_s: float) -> Meter:
+        replicas = fleet.replicas
+        return cls(
+            now_s=now_s,
+            iterations=statistics.fmean(r.iterations for r in replicas),
+            sample_s=sum(r.sample_s for r in replicas),
+            prefilled_tokens=sum(r.prefilled_tokens for r in replicas),
+            decoded_tokens=ledger.tokens.decoded,
+        )
+
+    def since(self, before: Meter) -> Meter:
+        return Meter(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+
+
+def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float, end_s: float) -> StepRecord:
+    """The record of ``batch``'s step, in which ``used`` was counted."""
+    ages: Counter[int] = Counter()
+    heads: list[int] = []
+    lengths: list[int] = []
+    for group in batch.groups:
+        head = 0
+        for trajectory in group.trajectories:
+            num_tokens = 0
+            for segment in trajectory.segments:
+                if count := len(segment.token_ids):
+                    age = batch.step - segment.policy_version
+                    ages[age] += count
+                    num_tokens += count
+                    head = max(head, age)
+            lengths.append(num_tokens)
+        heads.append(head)
+    return StepRecord(
+        step=batch.step,
+        consumed_s=consumed_s,
+        end_s=end_s,
+        duration_s=used.now_s,
+        iterations=used.iterations,
+        mean_running=used.sample_s / used.now_s if used.now_s else 0.0,
+        decoded_tokens=used.decoded_tokens,
+        prefilled_tokens=used.prefilled_tokens,
+        open_groups=sum(ledger.starts_of_open.values()) + len(ledger.ready),
+        ages=tuple(sorted(ages.items())),
+        head_ages=tuple(heads),
+        lengths=tuple(lengths),
+    )

@@ -1,0 +1,364 @@
+"""A run under virtual time: the production scheduler, ledger and strategies; engines, trainer and rewards are models.
+
+This is the scheduler's second shell, beside the asyncio driver, and does in its turn what that and the loop do:
+collect a batch, stop what runs if the strategy says so, train, publish, go on. The same arguments give the same events
+to the byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from rollover.errors import RunError
+from rollover.rollout.config import Limits
+from rollover.rollout.events import CheckpointSaved, Event, GroupDropped, GroupOpened
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Decision, Scheduler
+from rollover.rollout.strategy import OnFull, Strategy
+from rollover.sim.dispatch import Fleet
+from rollover.sim.models import Latency
+from rollover.sim.replica import Call, Replica
+from rollover.sim.result import Meter, Simulation, StepRecord, step_record
+from rollover.sim.scenario import Scenario
+from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
+from rollover.workload.base import Workload
+
+
+class _Kind(IntEnum):
+    """What an entry of the agenda is about. Of those at the same time, the first kind comes first."""
+
+    REPLICA = 0
+    SCORED = 1
+    TRAINED = 2
+    FAILS = 3
+    RECOVERS = 4
+
+
+class WorkloadSource:
+    """Prompts without tokens: what a simulation needs of one is its number."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(
+            prompt_id=self._workload.prompt_id(index), token_ids=(), text="", source="", columns={"index": index}
+        )
+
+
+def simulate(
+    strategy: Strategy,
+    workload: Workload,
+    scenario: Scenario,
+    *,
+    steps: int,
+    seed: int = 0,
+    observer: Callable[[Event], None] | None = None,
+    limits: Limits | None = None,
+) -> Simulation:
+    """Train ``steps`` batches.
+
+    Args:
+        seed: of latencies and rewards; lengths are the workload's.
+        observer: called with each event, with the ledger already moved on.
+
+    Raises:
+        RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
+    """
+    return _Run(strategy, workload, scenario, seed, observer or (lambda event: None), limits or Limits()).train(steps)
+
+
+class _Run:
+    def __init__(
+        self,
+        strategy: Strategy,
+        workload: Workload,
+        scenario: Scenario,
+        seed: int,
+        observer: Callable[[Event], None],
+        limits: Limits,
+    ) -> None:
+        self._strategy = strategy
+        self._workload = workload
+        self._scenario = scenario
+        self._observer = observer
+        self._keeps_running = strategy.on_full is OnFull.KEEP
+        self._rng = random.Random(seed)
+        self._ledger = Ledger()
+        self._scheduler = Scheduler(
+            strategy=strategy,
+            source=WorkloadSource(workload),
+            ledger=self._ledger,
+            max_running=scenario.max_running,
+            limits=limits,
+            keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
+            emit=self._emit,
+        )
+        self._fleet = Fleet([Replica(model, i) for i, model in enumerate(scenario.replicas)])
+        self._now_s = 0.0
+        self._agenda: list[tuple[float, int, int, Any]] = []
+        self._num_entries = 0
+        self._waking: list[float] = [math.inf] * len(scenario.replicas)
+        self._trainer_is_busy = False
+        self._stopping = False
+        self._num_events = 0
+        self._attempts: dict[str, int] = {}
+        """How often a prompt was discarded and drawn again, by its id."""
+        self._lengths: dict[int, tuple[int, ...]] = {}
+        """Response lengths by group."""
+        self._records: list[StepRecord] = []
+        self._meter = Meter()
+        """As it stood at the end of the last step."""
+        self._admitted: list[int] = []
+
+    def train(self, steps: int) -> Simulation:
+        for failure in self._scenario.failures:
+            self._enter(failure.at_s, _Kind.FAILS, failure.replica)
+            self._enter(failure.until_s, _Kind.RECOVERS, failure.replica)
+        self._scheduler.collecting = True
+        self._decide()
+        while len(self._records) < steps:
+            if not self._agenda:
+                raise RunError(self._stuck())
+            self._now_s, kind, _, what = heapq.heappop(self._agenda)
+            self._happen(kind, what)
+            if not self._trainer_is_busy:
+                self._collect()
+        self._ledger.check()
+        return Simulation(
+            steps=tuple(self._records),
+            tokens=self._ledger.tokens,
+            num_events=self._num_events,
+            num_preempted=sum(r.num_preempted for r in self._fleet.replicas),
+            admitted_lengths=tuple(self._admitted),
+            capacity=sum(r.b0 for r in self._scenario.replicas),
+        )
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def _happen(self, kind: int, what: Any) -> None:
+        match kind:
+            case _Kind.REPLICA:
+                self._wake(self._fleet.replicas[what])
+            case _Kind.SCORED:
+                self._score(what)
+            case _Kind.TRAINED:
+                self._publish(what)
+            case _Kind.FAILS:
+                replica = self._fleet.replicas[what]
+                replica.advance(self._now_s)
+                replica.is_up = False
+                self._end_all(replica)
+                replica.forget()
+                self._decide()
+            case _Kind.RECOVERS:
+                self._fleet.replicas[what].is_up = True
+                self._fleet.changed(self._fleet.replicas[what])
+                self._decide()
+
+    def _wake(self, replica: Replica) -> None:
+        if self._waking[replica.index] != self._now_s:
+            return  # it was asked to come earlier or later since
+        self._waking[replica.index] = math.inf
+        replica.advance(self._now_s)
+        for call in replica.finished():
+            self._fleet.changed(replica)
+            self._end(call, replica)
+        self._schedule(replica)
+
+    def _end(self, call: Call, replica: Replica) -> None:
+        """A call that has decoded all it was asked for."""
+        sample_id = call.sample_id
+        if sample_id not in self._ledger.running:  # stopped by what a sibling's end led to, and reported there
+            return
+        self._segment(call, self._reason(call))
+        if not call.is_whole:
+            self._fleet.parked(sample_id, replica)
+            self._decide()
+            return
+        self._decide()
+        reward_s = 0.0 if self._scenario.reward.is_zero else self._latency(self._scenario.reward, sample_id)
+        if reward_s:
+            self._enter(self._now_s + reward_s, _Kind.SCORED, sample_id)
+        else:
+            self._score(sample_id)
+
+    def _score(self, sample_id: SampleId) -> None:
+        if sample_id not in self._ledger.unscored:  # its group was dropped
+            return
+        reward = float(self._rng.random() < self._scenario.accuracy)
+        self._scheduler.scored(sample_id, reward, self._now_s)
+        self._decide()
+
+    def _collect(self) -> None:
+        """Hand a full batch to the trainer."""
+        ledger, scheduler = self._ledger, self._scheduler
+        if len(ledger.ready) < self._strategy.batch_size or not scheduler.batch_is_full:
+            return
+        if self._strategy.on_full is OnFull.WAIT and (ledger.running or ledger.unscored):
+            return
+        if self._strategy.on_full in (OnFull.PARK, OnFull.DISCARD):
+            scheduler.collecting = False
+            self._stop()
+        if self._strategy.on_full is OnFull.DISCARD:
+            scheduler.discard_unfinished(self._now_s)
+        batch = scheduler.consume(self._now_s)
+        self._trainer_is_busy = True
+        seconds = self._scenario.trainer.seconds(batch.num_tokens, self._rng)
+        self._enter(self._now_s + seconds, _Kind.TRAINED, (batch, self._now_s))
+
+    def _publish(self, trained: tuple[Batch, float]) -> None:
+        """The trainer is done: new weights, and the next round."""
+        batch, consumed_s = trained
+        ledger, scheduler = self._ledger, self._scheduler
+        version = batch.step + 1
+        self._fleet.advance(self._now_s)
+        meter = Meter.read(self._fleet, ledger, self._now_s)
+        used = meter.since(self._meter)
+        self._records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=self._now_s))
+        self._meter = meter
+        for replica in self._fleet.replicas:
+            for call in replica.calls.values():
+                self._segment(call, None, num_tokens=replica.num_decoded(call))
+                call.policy_version = version
+            if self._scenario.kv_on_update == "recompute":
+                replica.recompute(version)
+            replica.stall(replica.model.swap_pause_s)
+        pause_s = max(r.swap_pause_s for r in self._scenario.replicas)
+        scheduler.published(version, self._now_s, pause_s=pause_s)
+        scheduler.record(CheckpointSaved(time_s=self._now_s, step=version))
+        for group in batch.groups:
+            del self._lengths[group.group_id]
+        self._trainer_is_busy = False
+        scheduler.collecting = True
+        self._decide()
+        for replica in self._fleet.replicas:
+            self._schedule(replica)
+
+    # -- doing as told ---------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        decision = self._scheduler.decide(self._now_s)
+        if decision.stop:
+            self._stop()
+        elif decision.starts:
+            self._start(decision)
+
+    def _start(self, decision: Decision) -> None:
+        changed: dict[int, Replica] = {}
+        for sample_id, budget, fast_lane in decision.starts:
+            entry = self._ledger.sample(sample_id)
+            length = self._lengths[sample_id.group][sample_id.index]
+            remaining = length - entry.num_tokens
+            num_tokens = remaining if budget is None else min(remaining, budget)
+            replica = self._fleet.place(sample_id, fast_lane=fast_lane)
+            replica.advance(self._now_s)
+            changed[replica.index] = replica
+            replica.add(
+                Call(
+                    sample_id=sample_id,
+                    prompt_tokens=self._workload.prompt_tokens(entry.trajectory.prompt.columns["index"]),
+                    response_tokens=entry.num_tokens,
+                    num_tokens=num_tokens,
+                    is_whole=num_tokens == remaining,
+                    start_s=self._now_s,
+                    policy_version=self._ledger.policy_version,
+                )
+            )
+            self._fleet.changed(replica)
+        for replica in changed.values():
+            self._schedule(replica)
+
+    def _stop(self) -> None:
+        """Park everything that runs."""
+        if not self._ledger.running:
+            return
+        self._fleet.advance(self._now_s)
+        for replica in self._fleet.replicas:
+            self._end_all(replica)
+
+    def _end_all(self, replica: Replica) -> None:
+        """A call that had just decoded its last token has finished: a finish that races with an abort wins."""
+        whole: list[SampleId] = []
+        for call in replica.stop():
+            is_done = call.num_decoded == call.num_tokens
+            self._segment(call, self._reason(call) if is_done else FinishReason.ABORT)
+            if is_done and call.is_whole:
+                whole.append(call.sample_id)
+            else:
+                self._fleet.parked(call.sample_id, replica)
+        self._fleet.changed(replica)
+        for sample_id in whole:
+            seconds = self._latency(self._scenario.reward, sample_id)
+            self._enter(self._now_s + seconds, _Kind.SCORED, sample_id)
+
+    def _segment(self, call: Call, reason: FinishReason | None, *, num_tokens: int | None = None) -> None:
+        num_tokens = (call.num_decoded if num_tokens is None else num_tokens) - call.num_reported
+        if reason is None and not num_tokens:
+            return
+        segment = Segment(
+            policy_version=call.policy_version,
+            kv_version=call.kv_version,
+            token_ids=range(num_tokens),  # as long as the tokens would be, and of no size
+            rollout_logprobs=range(num_tokens),
+            finish_reason=reason,
+            start_s=call.start_s,
+            end_s=self._now_s,
+            num_prefilled_tokens=call.num_prefilled_tokens,
+        )
+        call.num_reported += num_tokens
+        call.num_prefilled_tokens = 0
+        call.start_s = self._now_s
+        self._scheduler.segment_ended(call.sample_id, segment, self._now_s)
+
+    def _reason(self, call: Call) -> FinishReason:
+        if not call.is_whole:
+            return FinishReason.ABORT
+        at_cap = call.response_tokens + call.num_tokens >= self._workload.cap
+        return FinishReason.LENGTH if at_cap else FinishReason.STOP
+
+    def _latency(self, latency: Latency, sample_id: SampleId) -> float:
+        return latency.seconds(self._ledger.sample(sample_id).num_tokens, self._rng)
+
+    # -- the agenda ------------------------------------------------------------------------------------------
+
+    def _enter(self, time_s: float, kind: _Kind, what: Any) -> None:
+        self._num_entries += 1
+        heapq.heappush(self._agenda, (time_s, kind, self._num_entries, what))
+
+    def _schedule(self, replica: Replica) -> None:
+        """Look at the replica again when something happens there."""
+        next_s = replica.next_s()
+        if next_s != self._waking[replica.index]:
+            self._waking[replica.index] = next_s
+            if next_s < math.inf:
+                self._enter(next_s, _Kind.REPLICA, replica.index)
+
+    def _emit(self, event: Event) -> None:
+        self._num_events += 1
+        if isinstance(event, GroupOpened):
+            prompt = event.prompt
+            attempt = self._attempts.get(prompt.prompt_id, -1) + 1
+            self._attempts[prompt.prompt_id] = attempt
+            lengths = self._workload.group_lengths(prompt.columns["index"], event.group_size, attempt)
+            self._lengths[event.group_id] = lengths
+            self._admitted.extend(lengths)
+        elif isinstance(event, GroupDropped):
+            del self._lengths[event.group_id]
+        self._observer(event)
+
+    def _stuck(self) -> str:
+        ledger = self._ledger
+        return (
+            f"step {ledger.next_step} waits for ever: {len(ledger.ready)} groups are ready, {len(ledger.open)} open,"
+            f" and of their samples {len(ledger.waiting) + len(ledger.parked)} could run but none does"
+        )
+
+
+def _has_signal(rewards: Sequence[float]) -> bool:
+    return len(set(rewards)) > 1

@@ -69,6 +69,8 @@ def assert_wellformed(chunks: list[Chunk]) -> None:
 class EngineContract:
     """Subclass and implement ``make_engine``, ``new_weights`` and ``bad_weights``."""
 
+    deadline_s = DEADLINE_S
+
     def make_engine(self) -> FullEngine:
         """A fresh engine at version 0 that runs at least 4 calls and never stops a call before its limit
         unless told to by stop tokens."""
@@ -101,7 +103,7 @@ class EngineContract:
 
     def run(self, law: Callable[[FullEngine], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(DEADLINE_S), self.engine() as engine:
+            async with asyncio.timeout(self.deadline_s), self.engine() as engine:
                 await law(engine)
 
         asyncio.run(main())

@@ -16,10 +16,10 @@ import json
 import ssl
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx
@@ -215,6 +215,19 @@ class _Running:
             self.events.put_nowait(None)
 
 
+class Meeting(Protocol):
+    """The workers' side of a process group."""
+
+    @property
+    def address(self) -> Mapping[str, Any]: ...
+
+    def meet(self) -> None: ...
+
+    async def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> str:
+        """What the weights that have come are called."""
+        ...
+
+
 class ScriptedVLLM(ScriptedServer):
     """A vLLM server. ``aborts_by_id`` is false in a release in which the inner id has another form."""
 
@@ -230,6 +243,9 @@ class ScriptedVLLM(ScriptedServer):
         self.held_resets = 0
         """So many resets of the prefix cache fail."""
         self.reload_error: str | None = None
+        self.num_workers = 2
+        self.group: Meeting | None = None
+        """Where its workers meet the client."""
 
     def _offers(self, path: str) -> bool:
         return self.dev_mode or path in ("/v1/models", "/v1/completions", "/health")
@@ -280,6 +296,32 @@ class ScriptedVLLM(ScriptedServer):
             return Answer(500, {"error": {"message": self.reload_error}})
         self.weights = body["kwargs"]["weights_path"]
         return Answer(body={"results": [None]})
+
+    # -- weights through a process group ---------------------------------------------------------------------
+
+    async def _get_get_world_size(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"world_size": self.num_workers})
+
+    async def _post_init_weight_transfer_engine(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.group is not None and body["init_info"] == dict(self.group.address)
+        self.group.meet()
+        return Answer(body={"message": "Weight transfer initialized"})
+
+    async def _post_start_weight_update(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"message": "Weight update started"})
+
+    async def _post_update_weights(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.group is not None
+        info = body["update_info"]
+        self.weights = await self.group.receive(info["names"], info["dtype_names"], info["shapes"])
+        return Answer(body={"message": "Weights updated"})
+
+    async def _post_finish_weight_update(self, query: dict[str, str], body: Any) -> Answer:
+        self.version = body["weight_version"]
+        return Answer(body={"message": "Weight update finished"})
+
+    async def _post_shutdown_weight_transfer_engine(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"message": "Weight transfer shut down"})
 
     async def _post_v1_completions(self, query: dict[str, str], body: Any) -> Answer:
         refusal = self._refusal(body)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from tests.engine.scripted_server import CONTEXT, Answer, ScriptedServer, logprob_at, token_at
+from tests.engine.scripted_server import CONTEXT, Answer, Meeting, ScriptedServer, logprob_at, token_at
 
 MODEL_TYPE = "qwen3"
 
@@ -46,10 +46,15 @@ class ScriptedSGLang(ScriptedServer):
         self.preferred_sampling_params: dict[str, Any] | None = None
         self.max_req_input_len = CONTEXT - 6
         self.reports_spans = True
+        self.dp_size = 1
         self.nan_at: int | None = None
         """The computation fails at this token."""
         self.update_error: str | None = None
         self.scheduler_version = "default"
+        self.group: Meeting | None = None
+        """Where its workers meet the client."""
+        self.session = False
+        """Whether weights may come."""
         self._gate = asyncio.Event()
         """Closed while the front is paused: new calls wait there."""
         self._gate.set()
@@ -81,6 +86,9 @@ class ScriptedSGLang(ScriptedServer):
             body={
                 "max_req_input_len": self.max_req_input_len,
                 "incremental_streaming_output": self.incremental,
+                "tp_size": 2,
+                "dp_size": self.dp_size,
+                "pp_size": 1,
                 "internal_states": [{}],
             }
         )
@@ -146,7 +154,12 @@ class ScriptedSGLang(ScriptedServer):
     async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
         if self.update_error is not None:
             return Answer(400, {"success": False, "message": self.update_error})
-        self.weights = body["model_path"]
+        return self._updated(body["model_path"], body)
+
+    def _updated(self, weights: str, body: Any) -> Answer:
+        self.weights = weights
+        if body.get("weight_version") is None:
+            return Answer(body={"success": True, "message": "Succeeded"})
         for running in self.requests.values():
             if running.sampled and body["weight_version"] != self.scheduler_version:
                 running.changes.append((self.scheduler_version, len(running.sampled)))
@@ -155,6 +168,35 @@ class ScriptedSGLang(ScriptedServer):
             return Answer(400, {"success": False, "message": "Weights were updated, but the cache was not flushed"})
         self.version = body["weight_version"]
         return Answer(body={"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    # -- weights through a process group ---------------------------------------------------------------------
+
+    async def _post_init_weights_update_group(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.group is not None and body == dict(self.group.address)
+        self.group.meet()
+        return Answer(body={"success": True, "message": "Succeeded"})
+
+    async def _post_begin_weight_update(self, query: dict[str, str], body: Any) -> Answer:
+        return self._session(open_now=True)
+
+    async def _post_end_weight_update(self, query: dict[str, str], body: Any) -> Answer:
+        return self._session(open_now=False)
+
+    def _session(self, *, open_now: bool) -> Answer:
+        if self.session == open_now:
+            return Answer(400, {"success": False, "message": "a weight-update session is already open, or none is"})
+        self.session = open_now
+        return Answer(body={"success": True, "message": "Success"})
+
+    async def _post_update_weights_from_distributed(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.group is not None and self.session
+        weights = await self.group.receive(body["names"], body["dtypes"], body["shapes"])
+        if self.update_error is not None:
+            return Answer(400, {"success": False, "message": self.update_error})
+        return self._updated(weights, body)
+
+    async def _post_destroy_weights_update_group(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"success": True, "message": "Succeeded"})
 
     # -- decoding --------------------------------------------------------------------------------------------
 

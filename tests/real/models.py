@@ -32,6 +32,17 @@ def real_model(folder: Path, *, seed: int = 0, sharpness: float = 3.0, **shape: 
 
 
 @functools.cache
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def spelling(folder: Path, ids: tuple[int, ...]) -> str:
+    return str(_tokenizer(folder).decode(ids))
+
+
+@functools.cache
 def _transformers_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -24,10 +24,9 @@ from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine
 from rollover.engine.vllm.open import launch_arguments, open_vllm
 from rollover.errors import EngineError
-from rollover.types import FinishReason
 from tests import runs
-from tests.engine.contract import EngineContract, FullEngine, assert_wellformed, collect, request, tokens
-from tests.real.models import logprobs, real_model
+from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
+from tests.real.models import logprobs, real_model, spelling
 from tests.real.servers import RealServer
 
 pytestmark = pytest.mark.vllm
@@ -131,6 +130,7 @@ async def update(engine: FullEngine, version: int, folder: Path) -> None:
 
 
 class RealVLLM(EngineContract):
+    deadline_s = DEADLINE_S
     kv_on_update = "recompute"
 
     @pytest.fixture(autouse=True)
@@ -147,6 +147,9 @@ class RealVLLM(EngineContract):
 
     def bad_weights(self) -> WeightSource:
         return self.folders["misfit"]
+
+    def text(self, ids: tuple[int, ...]) -> str | None:
+        return spelling(self.folders["first"], ids)
 
 
 class TestVLLMThatRecomputesKeepsTheContract(RealVLLM):
@@ -191,31 +194,6 @@ def test_a_greedy_rollout_cut_anywhere_and_resumed_is_the_uninterrupted_one(
     within_deadline(law)
 
 
-def test_stop_strings_end_with_the_token_that_completes_them_also_over_a_cut(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folders["first"])
-
-    async def law() -> None:
-        async with engine_of(servers[0], folders["first"], stream_interval_tokens=16) as engine:
-            free = tokens(await collect(engine, request("free", max_new_tokens=60, temperature=0.0)))
-            end = next(
-                e for e in range(12, 50) if tokenizer.decode(free[e - 2 : e]) not in tokenizer.decode(free[: e - 1])
-            )
-            stop = tokenizer.decode(free[end - 2 : end])
-            stopped = {"max_new_tokens": 60, "temperature": 0.0, "stop_strings": (stop,)}
-            chunks = await collect(engine, request("stopped", **stopped))
-            assert_wellformed(chunks)
-            assert (tokens(chunks), chunks[-1].finish_reason) == (free[:end], FinishReason.STOP)
-            cut = free[: end - 1]
-            chunks = await collect(engine, request("cut", response_ids=cut, **stopped))
-            assert (cut + tokens(chunks), chunks[-1].finish_reason) == (free[:end], FinishReason.STOP)
-
-    within_deadline(law)
-
-
 def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
@@ -241,13 +219,21 @@ def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
     within_deadline(law)
 
 
-def test_a_thousand_calls_at_once(servers: list[RealServer], folders: dict[str, Path]) -> None:
+LONG_PROMPT = tuple(range(2, 202))
+"""Several batches long."""
+
+
+def test_prompts_that_are_prefilled_in_parts_are_answered(servers: list[RealServer], folders: dict[str, Path]) -> None:
+    """With a seed each they would kill the server; see below."""
+
     async def law() -> None:
-        async with engine_of(servers[0], folders["first"], stream_interval_tokens=16) as engine:
-            calls = [
-                asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8))) for i in range(1000)
-            ]
-            assert all(len(tokens(chunks)) == 8 for chunks in await asyncio.gather(*calls))
+        async with engine_of(servers[0], folders["first"]) as engine:
+            calls = [request(f"r{i}", prompt_ids=(*LONG_PROMPT, i), seed=i, max_new_tokens=8) for i in range(32)]
+            answers = await asyncio.gather(*(collect(engine, call) for call in calls))
+            assert [len(tokens(chunks)) for chunks in answers] == [8] * 32
+            expected = logprobs(folders["first"], (*LONG_PROMPT, 5), tokens(answers[5]), 1.0)
+            assert [p for c in answers[5] for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
+            await engine.probe(decode=True)
 
     within_deadline(law)
 
@@ -292,13 +278,16 @@ async def finish_elsewhere(pool: EnginePool, tasks: list[Any], received: dict[st
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [i for i, end in enumerate(ends) if end is not None]
     assert all(isinstance(ends[i], EngineError) for i in failed), ends
-    for i in range(len(tasks)):
+
+    async def whole(i: int) -> int:
         prefix = tokens(received[f"r{i}"])
-        if i in failed:
-            assert 0 < len(prefix) < length
-            hop = request(f"r{i}", hop=1, prompt_ids=(i + 1, 5), seed=i, max_new_tokens=length, response_ids=prefix)
-            prefix += tokens(await collect(pool, hop))
-        assert len(prefix) == length
+        if i not in failed:
+            return len(prefix)
+        assert 0 < len(prefix) < length
+        hop = request(f"r{i}", hop=1, prompt_ids=(i + 1, 5), seed=i, max_new_tokens=length, response_ids=prefix)
+        return len(prefix + tokens(await collect(pool, hop)))
+
+    assert await asyncio.gather(*map(whole, range(len(tasks)))) == [length] * len(tasks)
     return len(failed)
 
 
@@ -347,6 +336,23 @@ def test_a_killed_server_costs_no_token_and_a_new_one_in_its_place_is_given_the_
             await assert_all_serve(pool, 1, folders["second"])
 
     within_deadline(law)
+
+
+def test_quirk_a_seeded_call_that_is_prefilled_in_parts_kills_a_server_on_a_cpu(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        async with engine_of(servers[1], folders["first"], seed_calls="always") as engine:
+            assert len(tokens(await collect(engine, request("whole")))) == 12
+            with pytest.raises(EngineError):
+                await collect(engine, request("parts", prompt_ids=LONG_PROMPT))
+
+    try:
+        within_deadline(law)
+    finally:
+        servers[1].kill()
+        servers[1].start()
+        servers[1].wait_until_ready()
 
 
 # -- a run --------------------------------------------------------------------------------------------------------

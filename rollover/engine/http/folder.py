@@ -23,6 +23,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     """torch's name of it where it has one."""
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
     for file in files:
         try:
             infos |= _header(file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             raise ModelError(f"{file} is not a safetensors file: {e}") from None
     return infos
 
@@ -116,7 +117,11 @@ def _header(file: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"a header of {size} bytes")
         header = json.loads(stream.read(size))
     return {
-        name: TensorInfo(shape=tuple(entry["shape"]), dtype=_DTYPES.get(entry["dtype"], entry["dtype"]))
+        name: TensorInfo(
+            shape=tuple(entry["shape"]),
+            dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }

@@ -24,6 +24,13 @@ class SGLangConfig(ServerConfig):
     sampled which of their tokens. `recompute` takes them off the server's batch and computes their cache anew, so that
     later tokens are those of the new policy. `keep` freezes them with their cache: nothing is computed again, and later
     tokens come from new weights over old cache."""
+    weight_transfer: Literal["folder", "nccl", "gloo"] = "folder"
+    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
+    path. `nccl` (GPUs) and `gloo`: this process reads them from there and sends them into the workers' memory, through
+    a connection that the workers open to it; data and pipeline parallel servers cannot."""
+    transfer_host: str | None = None
+    """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
+    reached."""
     stream_interval_tokens: int = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
     since the sample started there. After an update its tokens are handed on at its end, when the server says which
@@ -33,6 +40,8 @@ class SGLangConfig(ServerConfig):
         super(SGLangConfig, self).__post_init__()  # slots make a second class: plain super() fails
         if self.stream_interval_tokens < 1:
             raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")
+        if self.transfer_host is not None and self.weight_transfer == "folder":
+            raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
         if self.launch and self.api_key_env is not None:
             raise ValueError(
                 "api_key_env cannot go with launch = true: SGLang takes its key on the command line, where every"

@@ -30,12 +30,14 @@ from typing import Any
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.http.answer import field_of
+from rollover.engine.http.broadcast import Group, TorchGroup, address_towards
 from rollover.engine.http.call import Call, Delta
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.engine import ServerEngine
 from rollover.engine.http.launch import ServerProcess
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.reply import Reply
+from rollover.engine.sglang.transfer import send_weights
 from rollover.errors import EngineError, EngineTimeout
 
 DELIMITER = ";"
@@ -297,6 +299,23 @@ class SGLangEngine(ServerEngine):
 
     async def _replace_weights(self, version: int, folder: Path) -> None:
         self._num_loads += 1
+        if self._settings.weight_transfer == "folder":
+            await self._have_read(version, folder)
+        else:
+            await send_weights(
+                self.client,
+                folder,
+                version,
+                open_group=self._open_group,
+                flush_cache=not self._cache_stays,
+                limit_s=self._settings.load_timeout_s,
+            )
+        if not self._cache_stays:
+            lost = sum(len(call.request.prompt_ids) + len(call.response) for call in self._sent())
+            self._prefilled_tokens += lost
+            self._reprefilled_tokens += lost
+
+    async def _have_read(self, version: int, folder: Path) -> None:
         answer = await self.client.call(
             "POST",
             "/update_weights_from_disk",
@@ -310,10 +329,15 @@ class SGLangEngine(ServerEngine):
         )
         if not field_of(answer, "success", bool):
             raise EngineError(f"{self} did not load {folder}: {answer.get('message')}")
-        if not self._cache_stays:
-            lost = sum(len(call.request.prompt_ids) + len(call.response) for call in self._sent())
-            self._prefilled_tokens += lost
-            self._reprefilled_tokens += lost
+
+    def _open_group(self, num_workers: int) -> Group:
+        return TorchGroup(
+            self._settings.weight_transfer,
+            self._settings.transfer_host or address_towards(self.client.url),
+            f"{self._prefix}{self._num_loads}",
+            num_workers=num_workers,
+            timeout_s=self._settings.load_timeout_s,
+        )
 
     async def _served_version(self) -> str:
         return str(field_of(await self.client.call("GET", "/model_info"), "weight_version", str))

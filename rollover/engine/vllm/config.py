@@ -32,6 +32,10 @@ class VLLMConfig(ServerConfig):
     seed_calls: Literal["auto", "always", "never"] = "auto"
     """Whether each call carries a seed, which makes two runs more alike and a GPU sample more slowly. `auto` leaves
     it out on a CPU, where vLLM 0.32 dies of seeded calls whose prompt it prefills in parts."""
+    weight_transfer: Literal["folder", "nccl"] = "folder"
+    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
+    path. `nccl`: this process reads them from there and sends them to the servers' GPUs from its own; servers must be
+    started with `--weight-transfer-config '{"backend": "nccl"}'`, as those that are launched are."""
     stream_interval_tokens: int = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
     is streamed."""

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.http.answer import field_of
+from rollover.engine.http.broadcast import Group
 from rollover.engine.http.call import Call, Delta
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.engine import ServerEngine
 from rollover.engine.http.launch import ServerProcess
 from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.transfer import NCCLGroup, send_weights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
@@ -194,14 +196,17 @@ class VLLMEngine(ServerEngine):
         await self.client.call("POST", "/resume")
 
     async def _replace_weights(self, version: int, folder: Path) -> None:
-        await self.client.call(
-            "POST",
-            "/collective_rpc",
-            body={"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}},
-            timeout_s=self._settings.load_timeout_s,
-        )
+        limit_s = self._settings.load_timeout_s
+        if self._settings.weight_transfer == "folder":
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+            await self.client.call("POST", "/collective_rpc", body=reload, timeout_s=limit_s)
+        else:
+            await send_weights(self.client, folder, version, open_group=self._open_group, limit_s=limit_s)
         await self._reset_prefix_cache()
         await self.client.call("POST", "/update_weight_version", body={"new_version": str(version)})
+
+    def _open_group(self, num_workers: int) -> Group:
+        return NCCLGroup(num_workers)
 
     async def _reset_prefix_cache(self) -> None:
         """Free what was cached. Calls that are kept over the update hold their blocks; the salt keeps others

@@ -43,6 +43,7 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
         *("--generation-config", "vllm"),
         *("--seed", str(port)),  # two servers must not draw the same noise
         "--enable-prompt-tokens-details",
+        *(("--weight-transfer-config", '{"backend": "nccl"}') if config.weight_transfer == "nccl" else ()),
     ]
 
 

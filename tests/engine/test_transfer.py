@@ -1,0 +1,333 @@
+"""Weights through a process group: what servers are told and when, and what happens when one of the two sides fails.
+
+The group is a stand-in here, except where gloo itself is tried; a real server is sent weights in ``tests/real``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from rollover.engine.http.broadcast import TorchGroup, address_towards, buckets, together
+from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.open import launch_arguments
+from rollover.engine.vllm.transfer import NCCLGroup
+from rollover.errors import EngineError, EngineTimeout
+from tests.engine import sglang_kit, vllm_kit
+from tests.engine.contract import FullEngine, collect, request
+from tests.engine.scripted_server import Answer, ScriptedServer, ScriptedVLLM
+from tests.engine.scripted_sglang import ScriptedSGLang
+
+
+class Meeting:
+    """Both sides of a group, in one process: what we broadcast is what the workers receive."""
+
+    address: Mapping[str, Any] = {"group_name": "g", "rank_offset": 1, "world_size": 3}
+
+    def __init__(self) -> None:
+        self._met = threading.Event()
+        self._sent: list[torch.Tensor] = []
+        self.received: dict[str, torch.Tensor] = {}
+        self.closed = False
+
+    def join(self) -> None:
+        assert self._met.wait(10.0)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._sent.append(tensor)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def meet(self) -> None:
+        self._met.set()
+
+    async def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> str:
+        async with asyncio.timeout(10.0):
+            while len(self._sent) < len(names):
+                await asyncio.sleep(0.001)
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            tensor = self._sent.pop(0)
+            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
+            self.received[name] = tensor
+        return f"sent {float(sum(t.float().sum() for t in self.received.values()))}"
+
+
+def folder_of(path: Path, value: float) -> Path:
+    folder = vllm_kit.model_folder(path)
+    weights = {name: torch.full_like(t, value) for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def engine_before(
+    server: ScriptedServer, folder: Path, meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> Any:
+    """An engine, not open yet, and one more meeting for each group that it opens."""
+    kit: Any = vllm_kit if isinstance(server, ScriptedVLLM) else sglang_kit
+    engine = kit.make_engine(server, folder, weight_transfer="nccl", **changes)
+
+    def open_group(num_workers: int) -> Meeting:
+        assert num_workers == 2
+        server.group = Meeting()  # type: ignore[attr-defined]
+        meetings.append(server.group)  # type: ignore[attr-defined]
+        return meetings[-1]
+
+    monkeypatch.setattr(engine, "_open_group", open_group)
+    return engine
+
+
+async def update(engine: FullEngine, version: int, folder: Path) -> None:
+    await engine.pause()
+    try:
+        await engine.load(version, folder)
+    finally:
+        await engine.resume()
+
+
+def posted(server: ScriptedServer, *ignored: str) -> list[str]:
+    return [path for method, path, _, _ in server.log if method == "POST" and path not in ignored]
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------
+
+
+def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
+    server, meetings = ScriptedVLLM(), list[Meeting]()
+
+    async def main() -> None:
+        engine = engine_before(server, first, meetings, monkeypatch)
+        await engine.open()
+        server.log.clear()
+        await update(engine, 1, second)
+        assert posted(server) == [
+            "/pause",
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/shutdown_weight_transfer_engine",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
+        assert ("POST", "/finish_weight_update", {}, {"weight_version": "1"}) in server.log
+        chunks = await collect(engine, request("a"))
+        assert {c.policy_version for c in chunks} == {1}
+        await engine.close()
+
+    asyncio.run(main())
+    assert [m.closed for m in meetings] == [True, True]
+    for meeting, folder in zip(meetings, (first, second), strict=True):
+        weights = load_file(folder / "model.safetensors")
+        assert meeting.received.keys() == weights.keys()
+        assert all(torch.equal(meeting.received[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_vllm_server_that_refuses_in_the_middle_is_sent_the_weights_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
+    server, meetings = ScriptedVLLM(), list[Meeting]()
+
+    async def main() -> None:
+        engine = engine_before(server, first, meetings, monkeypatch)
+        await engine.open()
+        before = server.weights
+        server.answer_once("/finish_weight_update", Answer(500, {"error": {"message": "CUDA out of memory"}}))
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .*out of memory"):
+            await update(engine, 1, second)
+        assert server.weights == before
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
+        await engine.close()
+
+    asyncio.run(main())
+    assert [m.closed for m in meetings] == [True] * 3
+
+
+def test_a_launched_vllm_server_is_told_to_expect_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "v0", 1.0)
+    arguments = launch_arguments(VLLMConfig(launch=True, weight_transfer="nccl"), folder, 8000)
+    assert arguments[arguments.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
+    assert "--weight-transfer-config" not in launch_arguments(VLLMConfig(launch=True), folder, 8000)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_says_what_to_set() -> None:
+    with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU"):
+        NCCLGroup(1)
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------
+
+
+def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
+    server, meetings = ScriptedSGLang(), list[Meeting]()
+    monkeypatch.setattr("rollover.engine.sglang.transfer.buckets", lambda folder: buckets(folder, limit_bytes=1))
+
+    async def main() -> None:
+        engine = engine_before(server, first, meetings, monkeypatch)
+        await engine.open()
+        running = asyncio.create_task(collect(engine, request("r", max_new_tokens=60)))
+        while engine.stats().decoded_tokens == 0:
+            await asyncio.sleep(0.001)
+        server.log.clear()
+        await update(engine, 1, second)
+        assert posted(server) == [
+            "/pause_generation",
+            "/init_weights_update_group",
+            "/begin_weight_update",
+            "/update_weights_from_distributed",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/destroy_weights_update_group",
+            "/continue_generation",
+        ]
+        pieces = [body for _, path, _, body in server.log if path == "/update_weights_from_distributed"]
+        assert [(p.get("weight_version"), p["flush_cache"]) for p in pieces] == [(None, False), ("1", True)]
+        assert not any(p["abort_all_requests"] for p in pieces)
+        chunks = await running
+        assert {c.policy_version for c in chunks} == {0, 1}
+        await engine.close()
+
+    asyncio.run(main())
+    weights = load_file(second / "model.safetensors")
+    assert all(torch.equal(meetings[-1].received[name], tensor) for name, tensor in weights.items())
+    assert [m.closed for m in meetings] == [True, True]
+
+
+def test_an_sglang_server_that_refuses_in_the_middle_is_left_without_a_session_or_known_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
+    server, meetings = ScriptedSGLang(), list[Meeting]()
+
+    async def main() -> None:
+        engine = engine_before(server, first, meetings, monkeypatch)
+        await engine.open()
+        server.update_error = "partially updated"
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
+            await update(engine, 1, second)
+        assert not server.session
+        assert posted(server).count("/destroy_weights_update_group") == len(meetings) == 3
+        with pytest.raises(EngineError, match="none that are known"):
+            await collect(engine, request("a"))
+        server.update_error = None
+        await update(engine, 1, second)
+        assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ScriptedSGLang()
+    server.dp_size = 2
+
+    async def main() -> None:
+        engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), [], monkeypatch)
+        with pytest.raises(EngineError, match=r"data or pipeline parallel .*set engine\.weight_transfer to 'folder'"):
+            await engine.open()
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_address_that_nobody_uses_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="transfer_host has no effect"):
+        SGLangConfig(launch=True, transfer_host="10.0.0.1")
+
+
+# -- both sides --------------------------------------------------------------------------------------------------
+
+
+def test_pieces_hold_every_weight_once_and_no_more_than_the_limit(tmp_path: Path) -> None:
+    weights = {f"w{i}": torch.full((i + 1, 2), float(i), dtype=torch.bfloat16) for i in range(9)}
+    save_file({name: weights[name] for name in list(weights)[:4]}, tmp_path / "model-1.safetensors")
+    save_file({name: weights[name] for name in list(weights)[4:]}, tmp_path / "model-2.safetensors")
+    pieces = buckets(tmp_path, limit_bytes=60)
+    sizes = [sum(info.num_bytes for info in piece.infos.values()) for piece in pieces]
+    assert max(sizes) <= 60 and len(pieces) < 9
+    sent = [pair for piece in pieces for pair in zip(piece.infos, piece.tensors(), strict=True)]
+    assert sorted(name for name, _ in sent) == sorted(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in sent)
+
+
+def test_when_one_side_fails_nobody_waits_for_the_other() -> None:
+    forever = threading.Event()
+
+    async def refuses() -> None:
+        raise EngineError("refused")
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    def breaks() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    async def main() -> None:
+        with pytest.raises(EngineError, match=r"^refused$"):
+            await together(refuses(), lambda: forever.wait(30.0) and None, limit_s=60.0, what="sending")
+        with pytest.raises(EngineError, match=r"^sending failed: connection closed by peer"):
+            await together(hangs(), breaks, limit_s=60.0, what="sending")
+        with pytest.raises(EngineTimeout, match=r"sending took longer than 0\.05 s \(engine\.load_timeout_s\)"):
+            await together(hangs(), lambda: forever.wait(30.0) and None, limit_s=0.05, what="sending")
+
+    try:
+        asyncio.run(main())
+    finally:
+        forever.set()
+
+
+def test_a_gloo_group_carries_tensors_to_a_worker_and_listens_on_one_address() -> None:
+    group = TorchGroup("gloo", "127.0.0.1", "run/7", num_workers=1, timeout_s=30.0)
+    told = group.address
+    sent = [torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16)]
+    received = [torch.empty_like(t) for t in sent]
+
+    def worker() -> None:
+        limit = timedelta(seconds=30)
+        store = TCPStore(told["master_address"], told["master_port"], is_master=False, timeout=limit)
+        for prefix in (told["group_name"], f"{told['group_name']}/", "cpu/"):
+            store = PrefixStore(prefix, store)
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname="127.0.0.1")], limit
+        peers = ProcessGroupGloo(store, told["rank_offset"], told["world_size"], options)
+        for tensor in received:
+            peers.broadcast([tensor], BroadcastOptions()).wait()
+
+    thread = threading.Thread(target=worker, daemon=True)
+    thread.start()
+    group.join()
+    for tensor in sent:
+        group.broadcast(tensor)
+    thread.join(30.0)
+    assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
+    with socket.socket() as elsewhere, pytest.raises(OSError):
+        elsewhere.settimeout(1.0)
+        elsewhere.connect(("127.0.0.2", told["master_port"]))
+    group.close()
+
+
+def test_our_address_is_the_one_from_which_the_server_is_reached() -> None:
+    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert address_towards("http://localhost:8000/engine") in ("127.0.0.1", "::1")

@@ -213,6 +213,46 @@ def report(run: Path, open_browser: bool) -> None:
         click.launch(str(path))
 
 
+class _OutputFile(click.Path):
+    """A file to be written: its folder must be there before the work begins."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        file = Path(str(super().convert(value, param, ctx)))
+        if not file.parent.is_dir():
+            self.fail(f"{file}: there is no folder {str(file.parent)!r}", param, ctx)
+        return file
+
+
+@cli.group(cls=_Commands, context_settings={"max_content_width": 100})
+def workload() -> None:
+    """Response lengths to simulate and plan with."""
+
+
+@workload.command(context_settings={"max_content_width": 100})
+@click.argument("source", metavar="RUN|FILE")
+@click.option("--cap", type=click.IntRange(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
+@click.option("--html", "page", type=_OutputFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
+@click.option(
+    "--out", type=_OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML), not to the terminal."
+)
+def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> None:
+    """Fit a workload to recorded response lengths, and say how well it fits.
+
+    RUN is a run directory; FILE holds lengths as .jsonl or .parquet: a row for each sample (prompt, length) or for each
+    prompt (prompt, lengths). Without --cap, the longest response in FILE is taken to have met it.
+
+    \b
+    rollover workload fit runs/quickstart-20260101-120000 --html fit.html
+    rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
+    """
+    from rollover import jobs
+
+    jobs.fit_workload(source, cap_tokens=cap, page=page, out=out)
+
+
 def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
     """Begin a new run of ``job``, a function of ``rollover.jobs``."""
     from rollover import rundir

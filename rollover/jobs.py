@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from rollover import rundir
@@ -67,6 +69,33 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
             per_prompt = row.num_samples // row.num_prompts
             table.add_row(row.source.removeprefix("eval/"), f"{row.num_prompts} x {per_prompt}", *cells)
         progress.console.print(table)
+
+
+def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out: Path | None) -> None:
+    """Fit the length law to the run or file ``source``; the workload file goes to ``out``, or to the terminal.
+
+    Raises:
+        DataError: the lengths cannot be used, or are too few.
+        RunError: ``source`` is a directory, but not that of a run.
+    """
+    from rollover.report.html import write_page
+    from rollover.workload.fit import fit
+    from rollover.workload.report import described, fit_table, law_toml, render_fit, verdict
+    from rollover.workload.source import read_trace
+
+    trace = read_trace(source, cap_tokens=cap_tokens)
+    found = fit(trace)
+    console = Console(highlight=False)
+    console.print(fit_table(trace, found))
+    console.print(f"{verdict(found)}.")
+    text = law_toml(found.law, (f"Fitted to {trace.name}: {described(trace, found)}.", f"{verdict(found)}."))
+    if out is None:
+        console.print(f"\n{text}", end="", markup=False, soft_wrap=True)
+    else:
+        out.write_text(text, encoding="utf-8")
+        console.print(f"workload: {out}")
+    if page is not None:
+        console.print(f"page: {write_page(page, render_fit(trace, found))}")
 
 
 def _train(config: RunConfig, run: RunDir, *, resume: str) -> None:

@@ -24,7 +24,7 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(20)
 _LOG_WEIGHTS = np.log(_WEIGHTS / math.sqrt(2 * math.pi))
 _MIN_FINISHED = 20
 """Fewer samples that ended by themselves say nothing about a distribution."""
-_MIN_TAIL = 50
+_MIN_TAIL = 100
 """Samples between the 90th percentile and the cap that a Pareto tail is fitted to."""
 _RESAMPLES = 40
 _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
@@ -67,7 +67,7 @@ def fit(trace: Trace, *, seed: int = 0) -> Fit:
     for candidate in (_Shape(drift=True), _Shape(tail=True), _Shape(drift=True, tail=True)):
         if candidate.tail and data.num_beyond(best.law) < _MIN_TAIL:
             continue
-        if (candidate.drift and data.num_prompts < _MIN_FINISHED) or candidate.adds_to(best.shape) is False:
+        if candidate.num_parameters > best.shape.num_parameters + 1:
             continue
         found = _maximum(data, candidate)
         if found.criterion < best.criterion:
@@ -128,13 +128,10 @@ class _Shape:
     def num_parameters(self) -> int:
         return 4 + self.drift + self.tail
 
-    def adds_to(self, other: _Shape) -> bool:
-        return self.num_parameters > other.num_parameters
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
-    """Samples in columns; prompts are numbered in the order drawn."""
+    """Samples in columns, in the order of their prompts; prompts are numbered in the order drawn."""
 
     log_ended: Floats
     ended_group: NDArray[np.int64]
@@ -166,7 +163,7 @@ class _Data:
         return int(np.sum(self.log_ended > law.mu + TAIL_Z * law.sigma))
 
     def sum_by_prompt(self, values: Floats, group: NDArray[np.int64]) -> Floats:
-        return np.bincount(group, weights=values, minlength=self.num_prompts)
+        return np.bincount(group, weights=values, minlength=self.num_prompts).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +185,8 @@ class _Maximum:
         slopes = [1.0, self.law.sigma, icc * (1 - icc), q * (1 - q)]
         slopes += [1.0] * self.shape.drift + [self.law.tail_exponent or 0.0] * self.shape.tail
         inside = [i for i, (low, high) in enumerate(_bounds(self.shape)) if low + 1e-3 < self.point[i] < high - 1e-3]
-        hessian = _hessian(lambda p: -_log_likelihood(data, p, self.shape), self.point, inside)
+        step = 0.03 if self.shape.tail else 1e-3  # wide enough to even out the jumps at the tail's beginning
+        hessian = _hessian(lambda p: -_log_likelihood(data, p, self.shape), self.point, inside, step)
         variances = np.diag(np.linalg.pinv(hessian))
         return {names[i]: slopes[i] * math.sqrt(v) for i, v in zip(inside, variances.tolist(), strict=True) if v > 0}
 
@@ -205,8 +203,13 @@ def _maximum(data: _Data, shape: _Shape) -> _Maximum:
     share_cut = len(data.log_cut) / (len(data.log_cut) + len(y))
     start = [float(np.median(y)), math.log(max(float(np.std(y)), 0.01)), 0.0, _logit(max(share_cut / 2, 1e-3))]
     start += [0.0] * shape.drift + [math.log(2.0)] * shape.tail
+    # Where the tail begins moves with the other parameters, and samples jump across: no gradient to follow.
+    search = {"method": "Nelder-Mead", "options": {"xatol": 1e-3, "fatol": 1e-6, "maxfev": 1000}}
     found: Any = minimize(
-        lambda p: -_log_likelihood(data, p, shape) / len(y), start, method="L-BFGS-B", bounds=_bounds(shape)
+        lambda p: -_log_likelihood(data, p, shape) / len(y),
+        start,
+        bounds=_bounds(shape),
+        **(search if shape.tail else {"method": "L-BFGS-B"}),
     )
     best = -float(found.fun) * len(y)
     return _Maximum(
@@ -221,12 +224,11 @@ def _maximum(data: _Data, shape: _Shape) -> _Maximum:
 def _law(point: Floats, shape: _Shape, cap_tokens: int) -> LengthLaw:
     mu, log_sigma, logit_icc, logit_q, *more = (float(v) for v in point)
     drift = more.pop(0) if shape.drift else 0.0
-    q = _logistic(logit_q)
     return LengthLaw(
         median_tokens=math.exp(mu),
         sigma=math.exp(log_sigma),
-        icc=_logistic(logit_icc),
-        loop_probability=q if logit_q > _LOGIT_Q[0] + 1 else 0.0,
+        icc=_logistic(logit_icc) if logit_icc > _LOGIT_ICC[0] + 1e-3 else 0.0,
+        loop_probability=_logistic(logit_q) if logit_q > _LOGIT_Q[0] + 1 else 0.0,
         cap_tokens=cap_tokens,
         drift_per_1k_prompts=drift,
         tail_exponent=math.exp(more[0]) if shape.tail else None,
@@ -261,8 +263,7 @@ def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
     effect = mean[:, None] + spread[:, None] * _NODES
     log_longer = log_ndtr((effect[place] - cut[:, None]) / math.sqrt(within))
     log_cut = np.logaddexp(math.log(q), math.log1p(-q) + log_longer)
-    per_prompt = np.zeros((len(prompts), len(_NODES)))
-    np.add.at(per_prompt, place, log_cut)
+    per_prompt = np.add.reduceat(log_cut, np.flatnonzero(np.diff(place, prepend=-1)), axis=0)
     return log_density + float(np.sum(logsumexp(per_prompt + _LOG_WEIGHTS, axis=1)))
 
 
@@ -282,9 +283,8 @@ def _residuals(deviations: Floats, sigma: float, exponent: float | None) -> tupl
     return residuals, float(np.sum(np.log(exponent * survival * sigma) - log_normal_density))
 
 
-def _hessian(function: Any, point: Floats, inside: list[int]) -> Floats:
+def _hessian(function: Any, point: Floats, inside: list[int], step: float) -> Floats:
     """Second differences over the coordinates ``inside``."""
-    step = 1e-3
 
     def at(*moves: tuple[int, float]) -> float:
         moved = point.copy()

@@ -93,7 +93,7 @@ class EmpiricalLaw:
         at_risk = len(lengths) - np.searchsorted(np.sort(lengths), values, side="left")
         ended = np.sort(lengths[finished > 0])
         events = np.searchsorted(ended, values, side="right") - np.searchsorted(ended, values, side="left")
-        return cls(values=values, cdf=1 - np.cumprod(1 - events / at_risk))
+        return cls(values=values, cdf=np.asarray(1 - np.cumprod(1 - events / at_risk), np.float64))
 
     def at(self, lengths: Floats) -> Floats:
         """P(L <= x)."""

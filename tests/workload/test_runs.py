@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import DataError, RunError
+from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded, WasteCause
+from rollover.rollout.journal import Journal
+from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.workload.runs import read_run
+from rollover.workload.trace import TracePrompt
+
+
+def opened(group: int, prompt: str) -> Event:
+    asked = Prompt(prompt_id=prompt, token_ids=(1, 2, 3), text="", source="s")
+    return GroupOpened(time_s=0.0, group_id=group, prompt=asked, group_size=2, cursor=group + 1)
+
+
+def ended(group: int, index: int, tokens: int, reason: FinishReason | None) -> Event:
+    segment = Segment(
+        policy_version=0,
+        token_ids=(5,) * tokens,
+        rollout_logprobs=(-1.0,) * tokens,
+        finish_reason=reason,
+        kv_version=0,
+        start_s=0.0,
+        end_s=1.0,
+    )
+    return SegmentEnded(time_s=1.0, sample_id=SampleId(group, index), segment=segment)
+
+
+def run_of(folder: Path, *events: Event, config: object = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config or {"rollout": {"max_new_tokens": 40}, "meta": {}}))
+    journal = Journal(folder / "journal.sqlite")
+    journal.append(events)
+    journal.close()
+    return folder
+
+
+def test_a_response_is_as_long_as_its_segments_together(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path / "run",
+        opened(0, "a"),
+        ended(0, 0, 4, FinishReason.ABORT),
+        ended(0, 1, 40, FinishReason.LENGTH),
+        ended(0, 0, 3, None),
+        ended(0, 0, 2, FinishReason.STOP),
+        opened(1, "b"),
+        ended(1, 1, 6, FinishReason.ABORT),
+    )
+    trace = read_run(run)
+    assert trace.cap_tokens == 40
+    assert trace.prompts == (
+        TracePrompt(prompt_id="a", prompt_tokens=3, lengths=(9, 40)),
+        TracePrompt(prompt_id="b", prompt_tokens=3, lengths=(6,), unfinished=frozenset({0})),
+    )
+
+
+def test_what_was_thrown_away_counts_and_a_prompt_drawn_again_is_the_same_prompt(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path / "run",
+        opened(0, "a"),
+        ended(0, 0, 4, FinishReason.STOP),
+        ended(0, 1, 9, FinishReason.ABORT),
+        GroupDropped(time_s=2.0, group_id=0, cause=WasteCause.DISCARDED_ON_ABORT, prompt_returned=True),
+        opened(1, "a"),
+        ended(1, 0, 7, FinishReason.STOP),
+        ended(1, 1, 8, FinishReason.STOP),
+    )
+    (prompt,) = read_run(run).prompts
+    assert prompt.lengths == (4, 9, 7, 8)
+    assert prompt.unfinished == {1}
+
+
+def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"not a run directory: it holds no config.json"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="an empty trace"):
+        read_run(run_of(tmp_path / "fresh"))
+    both = run_of(tmp_path / "both", config={"variants": {"x": {}, "y": {}}})
+    (both / "journal.sqlite").unlink()
+    with pytest.raises(DataError, match="has not decoded anything yet"):
+        read_run(both)
+    run_of(both / "y", opened(0, "a"))
+    with pytest.raises(RunError, match=rf"compares variants; name one of them: {both / 'y'}$"):
+        read_run(both)
+    with pytest.raises(RunError, match=r"does not say rollout.max_new_tokens"):
+        read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}}))

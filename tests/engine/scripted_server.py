@@ -236,8 +236,9 @@ class ScriptedVLLM(ScriptedServer):
     def __init__(self, *, tick_s: float = 0.01, weights: str = "initial") -> None:
         super().__init__(tick_s=tick_s, weights=weights)
         self.max_model_len = CONTEXT
+        self.root = "/elsewhere"
         self.dev_mode = True
-        self.device = "cuda"
+        self.device: str | None = "cuda"
         self.caches = True
         """Whether the last event of a stream says how much of the prompt was cached; half of it is."""
         self.held_resets = 0
@@ -254,10 +255,10 @@ class ScriptedVLLM(ScriptedServer):
         return Answer()
 
     async def _get_v1_models(self, query: dict[str, str], body: Any) -> Answer:
-        return Answer(body={"data": [{"id": MODEL, "max_model_len": self.max_model_len}]})
+        return Answer(body={"data": [{"id": MODEL, "root": self.root, "max_model_len": self.max_model_len}]})
 
     async def _get_server_info(self, query: dict[str, str], body: Any) -> Answer:
-        return Answer(body={"vllm_config": {"device_config": {"device_type": self.device}}})
+        return Answer(body={"vllm_config": {"device_config": {"device": self.device}}})
 
     async def _get_is_paused(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"is_paused": self.paused})

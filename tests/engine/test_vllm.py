@@ -92,10 +92,16 @@ def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: 
 
 @pytest.mark.parametrize(
     ("device", "seed_calls", "seeded"),
-    [("cuda", "auto", True), ("cpu", "auto", False), ("cpu", "always", True), ("cuda", "never", False)],
+    [
+        ("cuda", "auto", True),
+        ("cpu", "auto", False),
+        (None, "auto", False),
+        ("cpu", "always", True),
+        ("cuda", "never", False),
+    ],
 )
 def test_calls_carry_no_seed_where_that_would_kill_the_server(
-    folder: Path, device: str, seed_calls: str, seeded: bool
+    folder: Path, device: str | None, seed_calls: str, seeded: bool
 ) -> None:
     async def main() -> None:
         server = ScriptedVLLM()
@@ -661,6 +667,10 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(fold
     def dead(server: ScriptedVLLM) -> None:
         server.kill()
 
+    def of_another_shape(server: ScriptedVLLM) -> None:
+        server.root = str(model_folder(tmp_path / "shape", hidden=8))
+
+    refused(folder, of_another_shape, r"http://one serves another model than .*has shape \[64, 8\], expected")
     refused(folder, without_dev_mode, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1")
     refused(folder, nothing, r"serves policy, not engine\.served_model = 'other'", served_model="other")
     refused(larger, nothing, r"serves 'policy', which does not take token 99 of .*larger \(vocabulary of 100\)")

@@ -66,6 +66,16 @@ class ModelFolder:
         ((most, _),) = sizes.most_common(1)
         return most if most in _DTYPES.values() else None
 
+    def check_served(self, served: str, server: object) -> None:
+        """Whether a server's own folder, where it is ours to see, is of this model: weights that do not fit could kill
+        it. Raises ``EngineError``."""
+        folder = Path(served)
+        if served and any(folder.glob("*.safetensors")) and folder.resolve() != self.path.resolve():
+            try:
+                self.check_fits(folder)
+            except EngineError as e:
+                raise EngineError(f"{server} serves another model than {self.path}: {e}") from None
+
     def check_fits(self, folder: Path) -> None:
         """Whether the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
         is not."""

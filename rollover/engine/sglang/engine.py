@@ -94,20 +94,12 @@ class SGLangEngine(ServerEngine):
                 f"{self} serves a model of type {theirs!r}, but {self.model.path} is of type {ours!r}: it is another"
                 " model"
             )
-        self._check_folder(Path(field_of(info, "model_path", str)))
+        self.model.check_served(field_of(info, "model_path", str), self)
         settings = await self._scheduler_answers()
         self._incremental = settings.get("incremental_streaming_output") is True
         await self._check_vocabulary()
         await self._check_reports()
         return int(field_of(settings, "max_req_input_len", int))
-
-    def _check_folder(self, served: Path) -> None:
-        """Where the server's model folder is ours to see: weights that do not fit it would kill the server."""
-        if served.is_dir() and served.resolve() != self.model.path.resolve():
-            try:
-                self.model.check_fits(served)
-            except EngineError as e:
-                raise EngineError(f"{self} serves another model than {self.model.path}: {e}") from None
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""

@@ -65,6 +65,7 @@ class VLLMEngine(ServerEngine):
         if name not in models:
             raise EngineError(f"{self} serves {', '.join(models) or 'no model'}, not engine.served_model = {name!r}")
         self._model_name = name
+        self.model.check_served(str(models[name].get("root") or ""), self)
         for path in ("/is_paused", "/weight_info"):
             try:
                 await self.client.call("GET", path)
@@ -73,17 +74,18 @@ class VLLMEngine(ServerEngine):
             except EngineError as e:
                 raise EngineError(f"{self} has no {path}: {_HOW_TO_START} ({e})") from None
         if self._settings.seed_calls == "auto":
-            self._seeds = not await self._runs_on_cpu()
+            self._seeds = await self._bears_seeds()
         await self._thaw()  # a run that was killed in an update may have left it paused
         await self._check_vocabulary()
         context = models[name].get("max_model_len")
         return context if isinstance(context, int) else self.model.max_context_tokens
 
-    async def _runs_on_cpu(self) -> bool:
+    async def _bears_seeds(self) -> bool:
         info = await self.client.call(
             "GET", "/server_info", params={"config_format": "json"}, timeout_s=self._settings.load_timeout_s
         )
-        return bool(field_of(field_of(info, "vllm_config", dict), "device_config", dict).get("device_type") == "cpu")
+        device = field_of(field_of(info, "vllm_config", dict), "device_config", dict).get("device")
+        return isinstance(device, str) and not device.startswith("cpu")
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""

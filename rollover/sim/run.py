@@ -127,7 +127,7 @@ class _Run:
                 raise RunError(self._stuck())
             self._now_s, kind, _, what = heapq.heappop(self._agenda)
             self._happen(kind, what)
-            if not self._trainer_is_busy:
+            if not self._trainer_is_busy and len(self._records) < steps:
                 self._collect()
         self._ledger.check()
         return Simulation(

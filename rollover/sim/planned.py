@@ -1,0 +1,103 @@
+"""A plan put to the test: its replicas and its trainer as models, the whole loop under virtual time.
+
+The planner reckons with means; here lengths are drawn, groups wait for their longest response, the staleness bound
+holds back what it must, and calls go to the replica with the least load, since nobody knows their length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.planner import costs
+from rollover.planner.plan import Plan
+from rollover.planner.recost import stage_link
+from rollover.planner.records import RolloutColumn
+from rollover.planner.topology import Topology
+from rollover.rollout.strategies import BoundedAsync
+from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from rollover.workload.base import Workload
+
+WARMUP_STEPS = 12
+MEASURED_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What the simulation of a plan measured, after its warm-up."""
+
+    steps_per_s: float
+    tokens_per_s: float
+    """Trained response tokens."""
+    lag: float
+    """Mean age of trained tokens, in versions."""
+    max_lag: int
+
+
+def check(
+    plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS, seed: int = 0
+) -> Check:
+    """Run the plan under its staleness bound for ``warmup`` + ``steps`` training steps."""
+    workload = plan.workload
+    found = scenario(plan)
+    strategy = BoundedAsync(
+        batch_size=workload.num_groups,
+        group_size=workload.group_size,
+        max_staleness=plan.problem.max_staleness,
+        launched_groups=workload.num_groups,
+        num_running=found.max_running,
+    )
+    window = simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
+    return Check(
+        steps_per_s=steps / window.seconds,
+        tokens_per_s=window.tokens_per_s,
+        lag=window.lag,
+        max_lag=window.max_lag,
+    )
+
+
+def scenario(plan: Plan) -> Scenario:
+    """The plan's engines and trainer as the simulator takes them."""
+    workload = plan.workload
+    models: list[ReplicaModel] = []
+    for c, column in enumerate(plan.problem.columns):
+        models += [replica_model(plan, c, column)] * plan.solution.replicas[c]
+    training = plan.solution.plan
+    tokens = workload.batch_size * workload.response_tokens
+    return Scenario(
+        replicas=tuple(models),
+        trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / tokens),
+        reward=Latency(base_s=workload.reward_s),
+        kv_on_update="keep" if workload.keeps_kv else "recompute",
+    )
+
+
+def replica_model(plan: Plan, c: int, column: RolloutColumn) -> ReplicaModel:
+    """Column ``c`` as a line through two iteration times: of one sample, and of a full batch."""
+    workload = plan.workload
+    replicas = [r for r in plan.placement.replicas if r.member == c]
+    device = plan.devices[column.device]
+    link = stage_link(Topology.of(plan.fleet), replicas) or device.link
+    engine = costs.replica(plan.model, workload, device, column.tp, column.pp, link)
+    mean = workload.response_tokens
+    squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
+    context = workload.prompt_tokens + squares / (2 * mean)  # of a token, not of a sample
+    batch = max(2, min(column.batch_cap, int(engine.kv_room / (engine.kv_bytes_per_token * context))))
+    alone_s, full_s = engine.step_s(1, context), engine.step_s(batch, context)
+    slope_s = (full_s - alone_s) / (batch - 1)
+    prefill_s = engine.prefill_s(context)
+    bucket = workload.buckets[0]
+    redone_s = 0.0
+    if not workload.keeps_kv:
+        redone_s = engine.batch(bucket, column.batch_cap) * engine.prefill_s(
+            workload.prompt_tokens + bucket.tokens / 2
+        )
+    return ReplicaModel(
+        c0_s=alone_s - slope_s,
+        b0=(alone_s - slope_s) / slope_s,
+        prefill_tokens_per_s=context / prefill_s,
+        kv_tokens=engine.kv_room / engine.kv_bytes_per_token,
+        max_running=column.batch_cap,
+        swap_pause_s=column.updates_s[0] - redone_s,
+    )

@@ -1,0 +1,43 @@
+"""Small simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategy import Strategy
+from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import Scenario
+
+
+class Lengths:
+    """A workload whose lengths are given by a function of (prompt, sample, attempt)."""
+
+    def __init__(self, length: Callable[[int, int, int], int], *, cap: int = 60, prompt_tokens: int = 3) -> None:
+        self._length = length
+        self._prompt_tokens = prompt_tokens
+        self.cap = cap
+
+    def prompt_id(self, index: int) -> str:
+        return f"toy/{index}@0"
+
+    def prompt_tokens(self, index: int) -> int:
+        return self._prompt_tokens
+
+    def group_lengths(self, index: int, group_size: int, attempt: int = 0) -> tuple[int, ...]:
+        return tuple(min(self.cap, self._length(index, i, attempt)) for i in range(group_size))
+
+
+def strategy_of(name: str, *, max_running: int = 2**31, **config: Any) -> Strategy:
+    config = {"rollout_batch_size": 2, "group_size": 2, "max_new_tokens": 60} | config
+    return STRATEGIES[name].from_config(RolloutConfig(strategy=name, **config), max_running=max_running)  # type: ignore[arg-type]
+
+
+def one_replica(*, b0: float = 1e12, **model: Any) -> Scenario:
+    """A token a second, whatever runs beside it, unless ``b0`` says otherwise."""
+    scenario = {
+        k: model.pop(k) for k in ("trainer", "reward", "kv_on_update", "filter_zero_signal", "failures") if k in model
+    }
+    return Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=b0, **model),), **scenario)

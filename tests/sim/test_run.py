@@ -1,0 +1,158 @@
+"""Simulated runs: reproducible to the byte, lawful in every state, and what they do with trouble."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from rollover.errors import RunError
+from rollover.rollout.events import Event, GroupDropped, SegmentEnded, WasteCause
+from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Failure, Scenario
+from rollover.workload.generator import Generator
+from rollover.workload.law import LengthLaw
+from tests.rollout.kit import NAMES
+from tests.sim.kit import Lengths, one_replica, strategy_of
+
+LAW = LengthLaw(median_tokens=20, sigma=0.9, icc=0.5, cap_tokens=120, min_tokens=1, loop_probability=0.02)
+TWO = Scenario(
+    replicas=tuple(
+        ReplicaModel(c0_s=c0_s, b0=8.0, prefill_tokens_per_s=300, kv_tokens=900, max_running=12, swap_pause_s=0.5)
+        for c0_s in (1.0, 1.5)
+    ),
+    trainer=Latency(s_per_token=0.05, sigma=0.2),
+    reward=Latency(base_s=0.4, sigma=0.5),
+    failures=(Failure(replica=1, at_s=120.0, until_s=300.0),),
+    filter_zero_signal=True,
+)
+
+
+def trace_of(name: str, scenario: Scenario, *, steps: int = 8, seed: int = 5, lengths: int = 1) -> str:
+    digest = hashlib.blake2b()
+    simulate(
+        strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=scenario.max_running),
+        Generator(LAW, lengths),
+        scenario,
+        steps=steps,
+        seed=seed,
+        observer=lambda event: digest.update(repr(event).encode()),
+    )
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seeds_give_the_same_trace_to_the_byte(name: str) -> None:
+    assert trace_of(name, TWO) == trace_of(name, TWO)
+    assert trace_of(name, TWO) != trace_of(name, TWO, seed=6)
+    assert trace_of(name, TWO) != trace_of(name, TWO, lengths=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_trained_response_is_whole_and_every_token_accounted_for(name: str) -> None:
+    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
+    lengths = Generator(LAW, 3)
+    simulation = simulate(strategy, lengths, TWO, steps=12, seed=2)
+    window = simulation.after(0)
+    assert len(window.lengths) == 12 * 16
+    admitted = set(simulation.admitted_lengths)
+    assert set(window.lengths) <= admitted
+    tokens = simulation.tokens
+    assert tokens.trained == sum(window.lengths)
+    assert tokens.decoded == tokens.trained + sum(tokens.wasted.values()) + tokens.live
+    assert window.max_lag <= strategy.max_staleness
+
+
+def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None:
+    lengths = Lengths(lambda index, i, attempt: 10 + 10 * index + i)
+    simulation = simulate(
+        strategy_of("sync"), lengths, one_replica(b0=8.0, trainer=Latency(base_s=100.0), swap_pause_s=3.0), steps=2
+    )
+    # Responses of 10, 11, 20 and 21 tokens: four run for 10 iterations, three for 1, two for 9, one for 1.
+    first = 10 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
+    assert simulation.steps[0].consumed_s == pytest.approx(first)
+    assert simulation.steps[0].end_s == pytest.approx(first + 100)
+    assert simulation.steps[0].iterations == pytest.approx(21)
+    second = 30 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
+    assert simulation.steps[1].consumed_s == pytest.approx(first + 100 + 3 + second)
+
+
+def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
+    lengths = Lengths(lambda index, i, attempt: 20)
+    scenario = one_replica(trainer=Latency(base_s=20.0))
+    kept = simulate(strategy_of("bounded_async", num_running=4), lengths, scenario, steps=10)
+    stopped = simulate(strategy_of("sync"), lengths, scenario, steps=10)
+    assert stopped.after(2).seconds / 8 == pytest.approx(40)
+    assert kept.after(2).seconds / 8 == pytest.approx(20)
+
+
+def test_tokens_on_both_sides_of_new_weights_have_their_own_versions() -> None:
+    segments: list[SegmentEnded] = []
+
+    def observer(event: Event) -> None:
+        if isinstance(event, SegmentEnded):
+            segments.append(event)
+
+    lengths = Lengths(lambda index, i, attempt: 15 if index % 2 else 4)
+    scenario = one_replica(trainer=Latency(base_s=2.0), kv_on_update="keep")
+    simulate(strategy_of("bounded_async", num_running=8), lengths, scenario, steps=6, observer=observer)
+    spans: dict[Any, list[Any]] = {}
+    for event in segments:
+        spans.setdefault(event.sample_id, []).append(event.segment)
+    crossed = [s for s in spans.values() if len(s) > 1 and s[-1].finish_reason is not None]
+    assert crossed
+    for parts in crossed:
+        versions = [p.policy_version for p in parts]
+        assert versions == sorted(set(versions))
+        assert {p.kv_version for p in parts} == {versions[0]}
+        assert sum(len(p.token_ids) for p in parts) in (4, 15)
+
+
+def test_discarded_prompts_come_back_with_other_responses() -> None:
+    drawn: list[tuple[int, int]] = []
+
+    def length(index: int, i: int, attempt: int) -> int:
+        drawn.append((index, attempt))
+        return 50 if attempt == 0 and index % 2 else 5
+
+    dropped: list[GroupDropped] = []
+
+    def observer(event: Event) -> None:
+        if isinstance(event, GroupDropped):
+            dropped.append(event)
+
+    simulation = simulate(strategy_of("oversample"), Lengths(length), one_replica(), steps=6, observer=observer)
+    assert dropped and {e.cause for e in dropped} == {WasteCause.DISCARDED_ON_ABORT}
+    assert {attempt for _, attempt in drawn} == {0, 1}
+    assert simulation.tokens.wasted[WasteCause.DISCARDED_ON_ABORT] > 0
+
+
+def test_a_replica_that_dies_hands_its_samples_to_the_others() -> None:
+    model = ReplicaModel(c0_s=1.0, b0=1e9, prefill_tokens_per_s=1e9)
+    scenario = Scenario(replicas=(model, model), failures=(Failure(replica=0, at_s=10.0, until_s=1e6),))
+    simulation = simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
+    assert simulation.steps[0].consumed_s == pytest.approx(30, abs=1e-3)
+    assert simulation.tokens.reprefilled == 2 * 10
+    assert not simulation.tokens.wasted
+
+
+def test_a_fleet_that_is_down_for_good_is_an_error() -> None:
+    scenario = one_replica(failures=(Failure(replica=0, at_s=10.0, until_s=1e9),))
+    with pytest.raises(RunError, match="every replica is down"):
+        simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"c0_s": 0.0}, "c0_s must be above 0, got 0.0"),
+        ({"b0": -1.0}, "b0 must be above 0"),
+        ({"kv_tokens": 0}, "kv_tokens must be above 0"),
+        ({"swap_pause_s": -1.0}, "swap_pause_s must be at least 0"),
+    ],
+)
+def test_impossible_replicas_are_refused(keys: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplicaModel(**({"c0_s": 1.0, "b0": 1.0} | keys))  # type: ignore[arg-type]

@@ -153,9 +153,9 @@ def test_a_token_budget_is_granted_once_per_round() -> None:
     assert [*strategy.samples_to_start(ledger)] == others  # new weights: a new round
 
 
-def test_sorted_trains_groups_in_the_order_in_which_they_became_whole() -> None:
-    for name in ("sorted", "inflight"):
-        strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4)
+def test_some_train_groups_in_the_order_in_which_they_became_whole() -> None:
+    for name, config in (("sorted", {}), ("inflight", {}), ("april", {"drop_surplus": True})):
+        strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4, **config)
         ledger = Ledger([opened(i, size=G) for i in range(4)])
         for i in (3, 1, 0, 2):
             for event in ready(i):

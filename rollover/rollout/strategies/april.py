@@ -2,15 +2,16 @@
 
 Launch more groups than a batch needs, stop when the batch is full, park what is unfinished and resume it first in the
 next round. Differences from the released code: a parked sample keeps its log-probs and versions, the staleness bound is
-a theorem (``rollover.rollout.staleness``), and whole groups beyond the batch are kept and lead the next one. The
-released code loses those; ``drop_surplus`` shows what that costs.
+a theorem (``rollover.rollout.staleness``), and of the groups that are whole the oldest are trained, where the paper
+takes the first to become whole: the throughput is the same, and tokens are younger. Whole groups beyond the batch lead
+the next one; the released code loses them. With ``drop_surplus`` both are as released, to show what that costs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull
 
@@ -21,12 +22,16 @@ class April(Configured):
     dropped group is replaced. Mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
 
     drop_surplus: bool
-    """Whole groups beyond the batch are dropped as waste, and their prompts with them."""
+    """Batches in order of finishing; whole groups beyond them are dropped as waste, and their prompts with them."""
 
     on_full = OnFull.PARK
 
     def groups_to_open(self, ledger: Ledger) -> int:
         return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+
+    def preference(self, group: GroupEntry) -> int:
+        """Ready groups that are all alike are taken in the order in which they became ready."""
+        return 0 if self.drop_surplus else group.group_id
 
     def surplus(self, ledger: Ledger) -> tuple[int, ...]:
         return tuple(ledger.ready) if self.drop_surplus else ()

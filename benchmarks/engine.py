@@ -1,6 +1,6 @@
 """The embedded engine against vLLM and transformers: same weights, same requests, same machine, one after another.
 
-    python benchmarks/engine.py                 # all loads and contenders, about 25 minutes on a quiet machine
+    python benchmarks/engine.py                 # all loads and contenders, about half an hour on a quiet machine
     python benchmarks/engine.py --small         # a minute, to see that it works
     python benchmarks/engine.py --loads fixed --contenders embedded,vllm-compiled
 
@@ -36,7 +36,7 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "transformers-static": ("transformers_static.py",),
     "transformers-continuous": ("transformers_continuous.py",),
 }
-ONCE = ("transformers-continuous",)
+ONCE = ("embedded-torch", "transformers-static", "transformers-continuous")
 """Too slow to repeat."""
 Result = dict[str, object]
 
@@ -64,16 +64,19 @@ def environment(threads: int) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
-def run(command: Iterable[object], threads: int, timeout_s: float = 3600) -> Result:
+def run(command: Iterable[object], threads: int, limit_s: float) -> Result:
     """The JSON object on the last line that the program prints."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        env=environment(threads),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=environment(threads),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {limit_s:.0f} s"}
     if done.returncode:
         return {"error": (done.stderr or done.stdout).strip()[-2000:]}
     result: Result = json.loads(done.stdout.strip().splitlines()[-1])
@@ -84,7 +87,9 @@ def contend(name: str, load: Load, path: Path, args: argparse.Namespace) -> Resu
     script, *options = CONTENDERS[name]
     python = args.vllm_python if name.startswith("vllm") else sys.executable
     repeats = 1 if name in ONCE else args.repeats
-    result = run([python, HERE / "contenders" / script, path, "--repeats", repeats, *options], args.threads)
+    result = run(
+        [python, HERE / "contenders" / script, path, "--repeats", repeats, *options], args.threads, args.limit_s
+    )
     if "seconds" in result:
         rates = sorted(load.num_tokens / s for s in result["seconds"])  # type: ignore[attr-defined]
         result |= {"tokens_per_s": statistics.median(rates), "slowest": rates[0], "fastest": rates[-1]}
@@ -122,6 +127,7 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--limit-s", type=float, default=300, help="of one contender, all its rounds together")
     parser.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON)
     parser.add_argument("--small", action="store_true", help="tiny loads: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, help="default: results/engine-DATE.json")
@@ -141,7 +147,7 @@ def main() -> None:
             if load_name == "fixed":
                 sizes = "1,2,4" if args.small else "1,2,4,8,16,32,64,128"
                 record["measures"] = run(
-                    [sys.executable, HERE / "measures.py", path, "--batch-sizes", sizes], args.threads
+                    [sys.executable, HERE / "measures.py", path, "--batch-sizes", sizes], args.threads, args.limit_s
                 )
                 print(json.dumps(record["measures"], indent=1))
     record["loads"] = loads

@@ -1,13 +1,15 @@
 """What the embedded engine does apart from decoding at full load: iteration time against batch size, prefill, abort,
-resume, weight swap. Prints one JSON line."""
+resume, weight swap, memory. Prints one JSON line."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import resource
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,7 @@ def config_of(load: Load, **settings: object) -> EmbeddedConfig:
 
 
 def request(name: str, num_prompt: int, num_new: int = 1000, response: tuple[int, ...] = ()) -> GenerateRequest:
-    rng = np.random.default_rng(hash(name) % 2**32)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
     return GenerateRequest(
         request_id=f"{name}#{len(response)}",
         sample_key=name,
@@ -58,17 +60,18 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def iteration_times(load: Load, batch_sizes: list[int]) -> dict[int, float]:
-    """Median seconds of one decode iteration of so many samples in mid-response."""
-    times = {}
-    for batch in batch_sizes:
-        core = EngineCore(Path(load.model), config_of(load))
-        for i in range(batch):
-            core.add(request(f"b{i}", CONTEXT - 16))
-        while core.stats().decode_iterations < 4 or any(s.num_missing for s in core.scheduler.running):
-            core.step()
-        times[batch] = statistics.median(seconds(core.step) for _ in range(32))
-    return times
+def iteration_times(load: Load, batch_sizes: list[int], rounds: int = 2, timed: int = 64) -> dict[int, float]:
+    """Median seconds of one decode iteration of so many samples in mid-response; ``CONTEXT`` is the mean."""
+    times: dict[int, list[float]] = {batch: [] for batch in batch_sizes}
+    for _ in range(rounds):
+        for batch in batch_sizes:
+            core = EngineCore(Path(load.model), config_of(load))
+            for i in range(batch):
+                core.add(request(f"b{i}", CONTEXT - timed // 2 - 4))
+            while core.stats().decode_iterations < 4 or any(s.num_missing for s in core.scheduler.running):
+                core.step()
+            times[batch] += [seconds(core.step) for _ in range(timed)]
+    return {batch: statistics.median(values) for batch, values in times.items()}
 
 
 def fit(times: dict[int, float]) -> dict[str, float]:
@@ -121,7 +124,8 @@ async def latencies(load: Load) -> dict[str, float]:
         await calls
         return took_s
 
-    found: dict[str, list[float]] = {"abort_to_parked": [], "resume_kept": [], "resume_lost": [], "swap_memory": []}
+    names = ("abort_to_parked", "resume_kept", "resume_lost", "swap_memory", "swap_folder")
+    found: dict[str, list[float]] = {name: [] for name in names}
     folder = Path(load.model)
     tensors = load_file(folder / "model.safetensors")
     asked, calls = start()
@@ -133,11 +137,12 @@ async def latencies(load: Load) -> dict[str, float]:
         await decoded(asked, 1)
         found["resume_kept"].append(max(first_chunk_s[r.request_id] for r in asked) - start_s)
         await stop(asked, calls)
-        swap_s = time.perf_counter()
-        await engine.pause()
-        await engine.load(repeat + 1, tensors)  # drops all caches
-        await engine.resume()
-        found["swap_memory"].append(time.perf_counter() - swap_s)
+        for name, source in (("swap_memory", tensors), ("swap_folder", folder)):
+            swap_s = time.perf_counter()
+            await engine.pause()
+            await engine.load(2 * repeat + (source is folder), source)  # drops all caches
+            await engine.resume()
+            found[name].append(time.perf_counter() - swap_s)
         start_s = time.perf_counter()
         asked, calls = start()
         await decoded(asked, 1)
@@ -145,6 +150,33 @@ async def latencies(load: Load) -> dict[str, float]:
     await stop(asked, calls)
     await engine.close()
     return {f"{name}_ms": 1e3 * statistics.median(values) for name, values in found.items()}
+
+
+def memory(load: Load) -> dict[str, int]:
+    """A load that needs twice the cache it is given."""
+    token_bytes = kv_bytes_per_token(load)
+    budget = 64 * (32 + 256) * token_bytes // 2
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    core = EngineCore(Path(load.model), config_of(load, max_context_tokens=512, kv_cache_bytes=budget))
+    for i in range(64):
+        core.add(request(f"m{i}", 32, 256))
+    peak = 0
+    while core.has_work:
+        core.step()
+        peak = max(peak, core.stats().kv_bytes)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "kv_cache_bytes": budget,
+        "peak_kv_bytes": peak,
+        "process_growth_bytes": 1024 * grown,
+        "preempted": core.scheduler.num_preempted,
+    }
+
+
+def kv_bytes_per_token(load: Load) -> int:
+    """Of a float32 cache."""
+    sizes = json.loads((Path(load.model) / "config.json").read_text())
+    return int(8 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"])
 
 
 def matmul_rate() -> float:
@@ -174,10 +206,11 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32,64,128")
     args = parser.parse_args()
     load = read_load(args.load)
+    found: dict[str, object] = {"memory": memory(load)}  # first: what a process once had, it has had at its peak
     times = iteration_times(load, [int(b) for b in args.batch_sizes.split(",")])
     largest = max(b for b in times if b <= 64)
     rate = matmul_rate()
-    found: dict[str, object] = {
+    found |= {
         "iteration_s": times,
         "fit": fit(times),
         "context_tokens": CONTEXT,

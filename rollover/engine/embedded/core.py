@@ -19,25 +19,22 @@ import math
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.cache import BlockManager
+from rollover.engine.embedded.compute import MakeCompute, Sizes, Tokens, TorchCompute
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.embedded.decode import DecodeAttention
-from rollover.engine.embedded.model import Attention, Decoder
-from rollover.engine.embedded.native import NativeDecodeAttention, NativeOps, compiled
-from rollover.engine.embedded.ops import TorchOps
-from rollover.engine.embedded.pages import Ints, PagedKV
-from rollover.engine.embedded.prefill import PrefillAttention
-from rollover.engine.embedded.rotary import Rotary
-from rollover.engine.embedded.sampler import draw_tokens, sample, uniforms
+from rollover.engine.embedded.graphs import GraphCompute
+from rollover.engine.embedded.native import NativeCompute, compiled
+from rollover.engine.embedded.pages import Ints
+from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.stopping import StopStrings
@@ -53,21 +50,29 @@ class Output(NamedTuple):
 
 class EngineCore:
     """Not thread-safe: one owner calls it. Raises ``ModelError`` for a folder it cannot run and
-    ``ConfigError`` for sizes that cannot work."""
+    ``ConfigError`` for sizes that cannot work.
 
-    def __init__(self, folder: Path, config: EmbeddedConfig, *, policy_version: int = 0) -> None:
+    Args:
+        make_compute: how to compute, where it is not to be what the config and the device suggest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EmbeddedConfig,
+        *,
+        policy_version: int = 0,
+        make_compute: MakeCompute | None = None,
+    ) -> None:
         arch = Architecture.from_folder(folder)
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = _device(config.device), _dtype(config)
         self._max_context = _max_context(config, arch)
-        self._native = _native_ops(config, arch, dtype, self.device)
-        ops = self._native or TorchOps(dtype, self.device)
-        dtype = ops.dtype
-        self._rotary = Rotary(arch, self._max_context, dtype, self.device)
-        self._decoder = Decoder(arch, self.device, ops)
-        load_weights(self._decoder.slots, folder, tied_embeddings=arch.tied_embeddings)
-        size = config.block_size_tokens
-        self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * dtype.itemsize
+        size, (make_compute, cache_dtype) = (
+            config.block_size_tokens,
+            _way(config, arch, dtype, self.device, make_compute),
+        )
+        self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * cache_dtype.itemsize
         num_blocks = config.kv_cache_bytes // self._block_bytes
         if (needed := -(-self._max_context // size) + 1) > num_blocks:
             raise ConfigError(
@@ -75,7 +80,9 @@ class EngineCore:
                 f"fewer than max_context_tokens = {self._max_context}; raise it to "
                 f"{needed * self._block_bytes} or lower max_context_tokens"
             )
-        self._kv = PagedKV(arch.num_layers, num_blocks, arch.num_kv_heads, size, arch.head_dim, dtype, self.device)
+        sizes = Sizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
+        self._compute = make_compute(arch, sizes, dtype, self.device)
+        load_weights(self._compute.slots, folder, tied_embeddings=arch.tied_embeddings)
         self.scheduler = Scheduler(
             BlockManager(num_blocks, size),
             max_running=config.max_running,
@@ -133,7 +140,7 @@ class EngineCore:
         ids = list(self._open)
         self._open.clear()
         self.scheduler.reset()
-        self._kv.zero_()
+        self._compute.zero_cache()
         return ids
 
     def load(self, policy_version: int, source: WeightSource) -> list[Output]:
@@ -142,7 +149,7 @@ class EngineCore:
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
         try:
-            load_weights(self._decoder.slots, source, tied_embeddings=self._arch.tied_embeddings)
+            load_weights(self._compute.slots, source, tied_embeddings=self._arch.tied_embeddings)
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
         outputs = [
@@ -178,7 +185,7 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            if self._native is None:
+            if self._compute.scans_pool:
                 self._copy(self.scheduler.compact())
             outputs = self._account(sequences, *self._decode(sequences))
             self._decode_iterations += 1
@@ -216,37 +223,33 @@ class EngineCore:
 
     def _copy(self, copies: list[BlockCopy]) -> None:
         if copies:
-            self._kv.copy_blocks(copies)
+            self._compute.copy_blocks(copies)
 
     def _prefill(self, slices: list[PrefillSlice]) -> None:
         starts_B = np.array([piece.start for piece in slices])
         counts_B = np.array([piece.num_tokens for piece in slices])
-        tables_BN = _block_tables([piece.sequence for piece in slices], starts_B + counts_B, self._kv.block_size)
+        tables_BN = self._tables([piece.sequence for piece in slices], starts_B + counts_B)
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
-        self._decoder.prefill(
-            torch.tensor(ids, device=self.device),
-            PrefillAttention(self._kv, self._rotary, tables_BN, starts_B, counts_B),
-        )
+        self._compute.prefill(Tokens(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _decode(self, sequences: list[Sequence]) -> tuple[list[float], list[float]]:
-        """Token ids (as whole floats) and log-probs, one per sequence."""
+    def _decode(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs, one per sequence."""
         lengths_B = np.array([s.num_cached for s in sequences])
-        tables_BN = _block_tables(sequences, lengths_B + 1, self._kv.block_size)
-        attention = self._decode_attention(tables_BN, lengths_B)
-        last_B = torch.tensor([s.token_ids[-1] for s in sequences], device=self.device)
+        last_B = np.array([s.token_ids[-1] for s in sequences])
         noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
-        draw = draw_tokens if self._native is None else self._native.draw_tokens
-        logits_BV = self._decoder.logits(last_B, attention)
-        tokens_B, logprobs_B = sample(logits_BV, [s.request.params for s in sequences], noise_B, draw)
-        tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
-        return tokens, logprobs
+        tokens = Tokens(last_B, self._tables(sequences, lengths_B + 1), lengths_B, np.ones_like(lengths_B))
+        return self._compute.decode(tokens, [s.request.params for s in sequences], noise_B)
 
-    def _decode_attention(self, tables_BN: Ints, lengths_B: Ints) -> Attention:
-        if self._native is not None:
-            return NativeDecodeAttention(self._native.kernels, self._kv, self._rotary, tables_BN, lengths_B)
-        return DecodeAttention(self._kv, self._rotary, tables_BN, lengths_B)
+    def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
+        """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
+        width = self.scheduler.blocks.num_for(int(lengths_B.max()))
+        tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
+        for row, sequence in zip(tables_BN, sequences, strict=True):
+            table = sequence.block_table[:width]
+            row[: len(table)] = table
+        return tables_BN
 
-    def _account(self, sequences: list[Sequence], tokens: list[float], logprobs: list[float]) -> list[Output]:
+    def _account(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Output]:
         outputs = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
@@ -254,7 +257,7 @@ class EngineCore:
                     f"the model of version {self.policy_version} gave logits that are not finite for request "
                     f"{sequence.request.request_id!r}"
                 )
-            sequence.append(int(token), logprob)
+            sequence.append(token, logprob)
             if (reason := self._finish_reason(sequence)) is not None:
                 outputs.append(self._finish(sequence, reason))
             elif sequence.num_pending >= self._config.stream_interval_tokens:
@@ -271,18 +274,6 @@ class EngineCore:
         return FinishReason.LENGTH if sequence.num_tokens == sequence.max_tokens else None
 
 
-def _block_tables(
-    sequences: AbstractSequence[Sequence], lengths_B: NDArray[np.int64], block_size: int
-) -> NDArray[np.int64]:
-    """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
-    width = -(-int(lengths_B.max()) // block_size)
-    tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
-    for row, sequence in zip(tables_BN, sequences, strict=True):
-        table = sequence.block_table[:width]
-        row[: len(table)] = table
-    return tables_BN
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -297,19 +288,21 @@ def _dtype(config: EmbeddedConfig) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _native_ops(
-    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device
-) -> NativeOps | None:
-    """Compiled kernels, or ``None`` for PyTorch's operations."""
-    if config.cpu_kernels == "torch" or device.type != "cpu":
-        return None
+def _way(
+    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device, given: MakeCompute | None
+) -> tuple[MakeCompute, torch.dtype]:
+    """How to compute, and the type of the cache."""
+    if given is not None or device.type != "cpu":
+        return given or GraphCompute, dtype
+    if config.cpu_kernels == "torch":
+        return TorchCompute, dtype
     try:
         kernels = compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
-        return NativeOps(kernels, dtype)
     except EngineError:
         if config.cpu_kernels == "compiled":
             raise
-        return None
+        return TorchCompute, dtype
+    return partial(NativeCompute, kernels), NativeCompute.dtype
 
 
 def _max_context(config: EmbeddedConfig, arch: Architecture) -> int:

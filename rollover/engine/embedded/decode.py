@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rollover.engine.embedded.model import Layer
+from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.rotary import Rotary
 
@@ -120,7 +121,7 @@ class DecodeAttention:
         visible[entry_E] = visible_E
         return _Pass(self._kv, self._kv.to_device(blocks_P), owners_PU, visible, self._num_heads), entry_E
 
-    def __call__(self, index: int, layer: Layer, qkv_BF: Tensor) -> Tensor:
+    def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
         """``[B, H * D]``"""
         kv, num_seqs, num_heads = self._kv, len(qkv_BF), self._num_heads
         q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)

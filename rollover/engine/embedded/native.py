@@ -1,10 +1,10 @@
-"""Fused kernels for decoding on a CPU, compiled when they are first needed.
+"""The decoder compiled for this machine: a whole iteration is one call.
 
-PyTorch's operations read and write every intermediate and cost some microseconds each; here attention over the paged
-cache is one pass over it, and products with few rows run at the speed of memory. Arithmetic is in float32, also over
-bfloat16 weights. The results are those of ``ops``, ``decode`` and ``sampler`` up to rounding, and do not depend on who
-else is in the batch. The library is built in a directory of its own and loaded at once: nothing stays
-on disk, and nothing built elsewhere is ever loaded.
+PyTorch's operations read and write every intermediate, cost some microseconds each, and leave threads behind that look
+for more work in the way of others. Here the threads go through an iteration together (``kernels.c``), from token ids to
+logits. Arithmetic and cache are in float32, also over bfloat16 weights. The results are those of ``compute`` up to
+rounding, and do not depend on who else is in the batch. The library is built in a directory of its own and loaded at
+once: nothing stays on disk, and nothing built elsewhere is ever loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,10 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.model import Layer
-from rollover.engine.embedded.pages import Ints, PagedKV
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.compute import Sizes, Tokens
+from rollover.engine.embedded.model import Layer, Slot, Weights
+from rollover.engine.embedded.pages import Ints, PagedKV, zeros
 from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.sampler import is_cut, sample
+from rollover.engine.embedded.scheduler import BlockCopy
 from rollover.errors import EngineError
+from rollover.types import SamplingParams
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
@@ -34,97 +39,83 @@ _FLAGS = (
     # what lets sums and maxima use vectors; infinities and not-a-numbers keep their meaning
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
-_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_TIMEOUT_S = 600
+"""Of a compilation, which takes seconds on an idle machine."""
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("packed", _POINTER),
+        ("in_size", _SIZE),
+        ("out_size", _SIZE),
+        ("bfloat16", _SIZE),
+        ("gated", _SIZE),
+        ("bias", _POINTER),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _SIZE) for name in ("hidden", "num_kv", "num_layers", "bfloat16")),
+        ("eps", _FLOAT),
+        *((name, _POINTER) for name in ("embedding", "norm", "cosines", "sines")),
+        ("lm_head", _Matrix),
+        ("layers", ctypes.POINTER(_Layer)),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _SIZE) for name in ("num_tokens", "num_runs", "width")),
+        *((name, _POINTER) for name in ("token_ids", "positions", "rows", "run_starts", "run_lengths", "tables")),
+        *((name, _POINTER) for name in ("x", "normed", "qkv", "mixed", "logits")),
+        *((name, _POINTER) for name in ("scales", "uniforms", "drawn", "logprobs")),
+    )
 
 
 class Kernels:
     """The functions of the compiled library. The last argument of each is the number of threads: PyTorch's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        def function(name: str, *arguments: type) -> Callable[..., None]:
-            found = library[name]
-            found.argtypes, found.restype = [*arguments, _INT], None
-            return lambda *values: found(*values, torch.get_num_threads())
-
-        p, n, f, i = _POINTER, _SIZE, _FLOAT, _INT
-        self.rms_norm = function("rms_norm", p, p, f, p, n, n)
-        self.silu_product = function("silu_product", p, p, n, n)
-        self.draw_tokens = function("draw_tokens", p, p, p, p, p, n, n)
-        self.decode_attention = function("decode_attention", p, p, p, f, p, p, p, p, p, n, p, p, n, n)
-        self.pack = {dtype: function(f"pack_{name}", p, n, n, n, p) for dtype, name in _NAMES.items()}
-        self.matmul = {dtype: function(f"matmul_{name}", p, p, p, n, n, n, i) for dtype, name in _NAMES.items()}
-        self.panel_width = int(library.panel_width())
-
-
-class PackedMatrix:
-    """Weights in panels of some outputs, each read once, from its beginning to its end, per product."""
-
-    def __init__(self, kernels: Kernels, in_size: int, out_size: int, dtype: torch.dtype) -> None:
-        self._pack, self._matmul = kernels.pack[dtype], kernels.matmul[dtype]
-        self._in_size, self._out_size, self._dtype = in_size, out_size, dtype
-        padded = -(-out_size // kernels.panel_width) * kernels.panel_width
-        self._packed = torch.zeros(padded * in_size, dtype=dtype)
-
-    def fill(self, first_row: int, weights_OI: Tensor) -> None:
-        weights_OI = weights_OI.to("cpu", self._dtype).contiguous()
-        self._pack(weights_OI.data_ptr(), len(weights_OI), self._in_size, first_row, self._packed.data_ptr())
-
-    def times(self, x_TI: Tensor) -> Tensor:
-        out = x_TI.new_empty(x_TI.shape[0], self._out_size)
-        self._multiply(x_TI, out, add=False)
-        return out
-
-    def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
-        self._multiply(x_TI, sum_TO, add=True)
-
-    def _multiply(self, x_TI: Tensor, out_TO: Tensor, *, add: bool) -> None:
-        assert x_TI.is_contiguous() and out_TO.is_contiguous() and x_TI.dtype == torch.float32
-        self._matmul(
-            *(x_TI.data_ptr(), self._packed.data_ptr(), out_TO.data_ptr()),
-            *(x_TI.shape[0], self._in_size, self._out_size, add),
-        )
-
-
-class NativeOps:
-    """Implements ``Ops`` in float32, over weights of either type."""
-
-    dtype = torch.float32
-
-    def __init__(self, kernels: Kernels, weight_dtype: torch.dtype) -> None:
-        self.kernels, self.weight_dtype = kernels, weight_dtype
-
-    def matrix(self, in_size: int, out_size: int) -> PackedMatrix:
-        return PackedMatrix(self.kernels, in_size, out_size, self.weight_dtype)
-
-    def tied_matrix(self, embedding_OI: Tensor) -> PackedMatrix:
-        return self.matrix(embedding_OI.shape[1], len(embedding_OI))
-
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x_TH)
-        self.kernels.rms_norm(x_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *x_TH.shape)
-        return out
-
-    def silu_product(self, gate_up_TF: Tensor) -> Tensor:
-        num_tokens, width = gate_up_TF.shape
-        out = gate_up_TF.new_empty(num_tokens, width // 2)
-        self.kernels.silu_product(gate_up_TF.data_ptr(), out.data_ptr(), num_tokens, width // 2)
-        return out
+        p, n = _POINTER, _SIZE
+        library.pack.argtypes = [ctypes.POINTER(_Matrix), p, n, n, _INT]
+        library.forward.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Batch), _INT]
+        library.draw_tokens.argtypes = [p, p, p, p, p, n, n, _INT]
+        self.pack, self.forward, self._draw_tokens = library.pack, library.forward, library.draw_tokens
+        self.panel_width, self.longest_run = int(library.panel_width()), int(library.longest_run())
+        self.apart = int(library.apart())
 
     def draw_tokens(
         self, logits_BV: Tensor, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        logits_BV = logits_BV.contiguous()
-        rows, size = logits_BV.shape
+        """As ``sampler.draw_tokens``."""
+        logits_BV, drawing = logits_BV.contiguous(), Drawing(temperatures_B, uniforms_B)
+        self._draw_tokens(logits_BV.data_ptr(), *drawing.addresses, *logits_BV.shape, torch.get_num_threads())
+        return torch.from_numpy(drawing.tokens_B), torch.from_numpy(drawing.logprobs_B)
+
+
+class Drawing:
+    """What is needed to draw a token from each row of logits, and what was drawn."""
+
+    def __init__(self, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]) -> None:
         greedy_B = temperatures_B == 0
-        scales_B = np.float32(1 / math.log(2)) / np.where(greedy_B, np.float32(1), temperatures_B)
-        noise_B = np.where(greedy_B, -1.0, uniforms_B)
-        tokens_B, logprobs_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        self.kernels.draw_tokens(
-            *(logits_BV.data_ptr(), scales_B.ctypes.data, noise_B.ctypes.data),
-            *(tokens_B.data_ptr(), logprobs_B.data_ptr(), rows, size),
-        )
-        return tokens_B, logprobs_B
+        self._scales_B = np.float32(1 / math.log(2)) / np.where(greedy_B, np.float32(1), temperatures_B)
+        self._noise_B = np.where(greedy_B, -1.0, uniforms_B)
+        self.tokens_B = np.empty(len(uniforms_B), dtype=np.int64)
+        self.logprobs_B = np.empty(len(uniforms_B), dtype=np.float32)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        arrays = (self._scales_B, self._noise_B, self.tokens_B, self.logprobs_B)
+        return tuple(array.ctypes.data for array in arrays)
 
 
 @lru_cache
@@ -140,29 +131,150 @@ def compiled(head_dim: int, block_size: int, group: int) -> Kernels:
         library = Path(folder) / "kernels.so"
         source = Path(__file__).with_name("kernels.c")
         command = [compiler, *_FLAGS, *sizes, "-o", str(library), str(source), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{compiler} did not compile the CPU kernels within {_TIMEOUT_S} s") from None
         if done.returncode:
             raise EngineError(f"{compiler} could not compile the CPU kernels: {done.stderr.strip()[:1000]}")
         return Kernels(ctypes.CDLL(str(library)))
 
 
-class NativeDecodeAttention:
-    """One new token of each sequence. ``tables_BN`` are the block tables, ``lengths_B`` the tokens cached before it."""
+class PackedMatrix:
+    """Weights in panels of some outputs, each read once, from its beginning to its end, per product."""
 
-    def __init__(self, kernels: Kernels, kv: PagedKV, rotary: Rotary, tables_BN: Ints, lengths_B: Ints) -> None:
-        self._kernels, self._kv, self._rotary = kernels, kv, rotary
-        self._tables_BN, self._lengths_B = np.ascontiguousarray(tables_BN), np.ascontiguousarray(lengths_B)
+    def __init__(self, kernels: Kernels, in_size: int, out_size: int, dtype: torch.dtype, *, gated: bool) -> None:
+        self._kernels, self._dtype = kernels, dtype
+        columns = kernels.panel_width // (2 if gated else 1)
+        num_panels = -(-out_size // columns)
+        self._packed = zeros(num_panels * in_size * kernels.panel_width, dtype=dtype, device=torch.device("cpu"))
+        self._record = _Matrix(self._packed.data_ptr(), in_size, out_size, dtype == torch.bfloat16, gated, None)
 
-    def __call__(self, index: int, layer: Layer, qkv_BF: Tensor) -> Tensor:
-        """``[B, H * D]``"""
-        kv, rotary = self._kv, self._rotary
-        out_BF = qkv_BF.new_empty(len(qkv_BF), rotary.num_heads * rotary.head_dim)
-        q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
-        self._kernels.decode_attention(
-            *(qkv_BF.data_ptr(), q_norm, k_norm, rotary.norm_eps),
-            *(rotary.cosines.data_ptr(), rotary.sines.data_ptr()),
-            *(kv.keys[index].data_ptr(), kv.values[index].data_ptr()),
-            *(self._tables_BN.ctypes.data, self._tables_BN.shape[1], self._lengths_B.ctypes.data),
-            *(out_BF.data_ptr(), len(qkv_BF), kv.num_kv_heads),
+    def fill(self, first_row: int, weights_OI: Tensor) -> None:
+        weights_OI = weights_OI.to("cpu", self._dtype).contiguous()
+        self._kernels.pack(
+            ctypes.byref(self._record), weights_OI.data_ptr(), first_row, len(weights_OI), torch.get_num_threads()
         )
-        return out_BF
+
+    def record(self, bias: Tensor | None = None) -> _Matrix:
+        m = self._record
+        return _Matrix(m.packed, m.in_size, m.out_size, m.bfloat16, m.gated, _address(bias))
+
+
+class PackedLayout:
+    """Implements ``Layout``: activations in float32, weights of either type."""
+
+    dtype = torch.float32
+
+    def __init__(self, kernels: Kernels, weight_dtype: torch.dtype) -> None:
+        self._kernels, self.weight_dtype = kernels, weight_dtype
+
+    def matrix(self, in_size: int, out_size: int) -> PackedMatrix:
+        return PackedMatrix(self._kernels, in_size, out_size, self.weight_dtype, gated=False)
+
+    def gated_matrix(self, in_size: int, out_size: int) -> PackedMatrix:
+        return PackedMatrix(self._kernels, in_size, out_size, self.weight_dtype, gated=True)
+
+    def tied_matrix(self, embedding_OI: Tensor) -> PackedMatrix:
+        return self.matrix(embedding_OI.shape[1], len(embedding_OI))
+
+
+class NativeCompute:
+    """Implements ``Compute``."""
+
+    dtype = torch.float32
+    """Of the cache."""
+    scans_pool = False
+
+    def __init__(
+        self, kernels: Kernels, arch: Architecture, sizes: Sizes, weight_dtype: torch.dtype, cpu: torch.device
+    ) -> None:
+        self._kernels, self._arch = kernels, arch
+        self._weights = Weights(arch, cpu, PackedLayout(kernels, weight_dtype))
+        self._rotary = Rotary(arch, sizes.max_context, torch.float32, cpu)
+        self._kv = PagedKV(arch, sizes.num_blocks, sizes.block_size, torch.float32, cpu)
+        self._pools = [pool.numpy() for pool in (*self._kv.keys, *self._kv.values)]
+        self._layers = (_Layer * arch.num_layers)(*map(self._layer, range(arch.num_layers)))
+        self._model = self._record()
+        rows, heads = max(sizes.max_decoded, sizes.max_prefilled), arch.num_heads * arch.head_dim
+        widths = (
+            *(arch.hidden_size, arch.hidden_size + kernels.apart),
+            *(heads + 2 * arch.num_kv_heads * arch.head_dim, max(heads, arch.intermediate_size) + kernels.apart),
+        )
+        self._workspace = [torch.empty(rows, width) for width in widths]
+        self._logits = torch.empty(sizes.max_decoded, arch.vocab_size)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return self._weights.slots
+
+    def prefill(self, tokens: Tokens) -> None:
+        self._forward(tokens, None, None)
+
+    def decode(
+        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+    ) -> tuple[list[int], list[float]]:
+        logits_BV = self._logits[: len(params)]
+        if any(map(is_cut, params)):
+            self._forward(tokens, logits_BV, None)
+            tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B, self._kernels.draw_tokens)
+            return tokens_B.tolist(), logprobs_B.tolist()
+        drawing = Drawing(np.array([p.temperature for p in params], dtype=np.float32), uniforms_B)
+        self._forward(tokens, logits_BV, drawing)
+        return drawing.tokens_B.tolist(), drawing.logprobs_B.tolist()
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        source, destination = np.array(copies).T
+        for pool in self._pools:
+            pool[destination] = pool[source]
+
+    def zero_cache(self) -> None:
+        self._kv.zero_()
+
+    def _forward(self, tokens: Tokens, logits: Tensor | None, drawing: Drawing | None) -> None:
+        starts_B, counts_B = tokens.starts_B, tokens.counts_B
+        rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
+        firsts_B = np.cumsum(counts_B) - counts_B
+        positions_T = np.arange(len(rows_T)) + (starts_B - firsts_B)[rows_T]
+        run_starts, run_lengths = _runs(firsts_B, counts_B, self._kernels.longest_run)
+        arrays = (tokens.token_ids_T, positions_T, rows_T, run_starts, run_lengths, tokens.tables_BN)
+        batch = _Batch(
+            *(len(rows_T), len(run_starts), tokens.tables_BN.shape[1]),
+            *(array.ctypes.data for array in arrays),
+            *(buffer.data_ptr() for buffer in self._workspace),
+            _address(logits),
+            *(drawing.addresses if drawing else (None,) * 4),
+        )
+        self._kernels.forward(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
+
+    def _layer(self, index: int) -> _Layer:
+        layer: Layer[PackedMatrix] = self._weights.layers[index]
+        vectors = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+        return _Layer(
+            *(layer.qkv.record(layer.qkv_bias), layer.output.record(layer.output_bias)),
+            *(layer.gate_up.record(), layer.down.record()),
+            *(_address(tensor) for tensor in (*vectors, self._kv.keys[index], self._kv.values[index])),
+        )
+
+    def _record(self) -> _Model:
+        arch, weights = self._arch, self._weights
+        tensors = (weights.embedding, weights.norm, self._rotary.cosines, self._rotary.sines)
+        return _Model(
+            *(arch.hidden_size, arch.num_kv_heads, arch.num_layers, weights.embedding.dtype == torch.bfloat16),
+            arch.norm_eps,
+            *(_address(tensor) for tensor in tensors),
+            weights.lm_head.record(),
+            self._layers,
+        )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _runs(firsts_B: Ints, counts_B: Ints, longest: int) -> tuple[Ints, Ints]:
+    """The tokens of each sequence cut into runs of at most ``longest``: first token and length of each run."""
+    runs_B = -(-counts_B // longest)
+    sequence_R = np.repeat(np.arange(len(counts_B)), runs_B)
+    offset_R = (np.arange(len(sequence_R)) - (np.cumsum(runs_B) - runs_B)[sequence_R]) * longest
+    return firsts_B[sequence_R] + offset_R, np.minimum(longest, counts_B[sequence_R] - offset_R)

@@ -1,8 +1,8 @@
-"""The decoder's arithmetic, and PyTorch's version of it."""
+"""How weights lie in memory, and the decoder's arithmetic in PyTorch's operations."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,39 +10,31 @@ from torch import Tensor
 
 
 class Matrix(Protocol):
-    """The weights of one or more linear maps with the same input, laid out as its owner multiplies best."""
+    """The weights of one or more linear maps with the same input, laid out as their owner multiplies best."""
 
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""
         ...
 
-    def times(self, x_TI: Tensor) -> Tensor:
-        """``[T, out]``, all outputs."""
-        ...
 
-    def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
-        """Add ``times(x)`` to ``sum`` in place."""
-        ...
+M = TypeVar("M", bound=Matrix)
+MC = TypeVar("MC", bound=Matrix, covariant=True)
 
 
-class Ops(Protocol):
+class Layout(Protocol[MC]):
     """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache."""
 
     weight_dtype: torch.dtype
     dtype: torch.dtype
 
-    def matrix(self, in_size: int, out_size: int) -> Matrix: ...
+    def matrix(self, in_size: int, out_size: int) -> MC: ...
 
-    def tied_matrix(self, embedding_OI: Tensor) -> Matrix:
+    def gated_matrix(self, in_size: int, out_size: int) -> MC:
+        """Of ``out_size`` gates and, after them, as many numbers to be gated."""
+        ...
+
+    def tied_matrix(self, embedding_OI: Tensor) -> MC:
         """The transposed embedding, kept equal to it by ``fill``."""
-        ...
-
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """Zhang & Sennrich, arXiv 1910.07467."""
-        ...
-
-    def silu_product(self, gate_up_TF: Tensor) -> Tensor:
-        """``silu(gate) * up``, ``[T, F / 2]``, of the two halves."""
         ...
 
 
@@ -56,29 +48,40 @@ class TorchMatrix:
         self._weights_IO[:, first_row : first_row + len(weights_OI)].copy_(weights_OI.t())
 
     def times(self, x_TI: Tensor) -> Tensor:
+        """``[T, out]``, all outputs."""
         return torch.mm(x_TI, self._weights_IO)
 
     def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
+        """Add ``times(x)`` to ``sum`` in place."""
         sum_TO.addmm_(x_TI, self._weights_IO)
 
 
-class TorchOps:
+class TorchLayout:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.weight_dtype = self.dtype = dtype
         self._device = device
 
-    def matrix(self, in_size: int, out_size: int) -> Matrix:
+    def matrix(self, in_size: int, out_size: int) -> TorchMatrix:
         return TorchMatrix(torch.empty(in_size, out_size, dtype=self.dtype, device=self._device))
 
-    def tied_matrix(self, embedding_OI: Tensor) -> Matrix:
+    def gated_matrix(self, in_size: int, out_size: int) -> TorchMatrix:
+        return self.matrix(in_size, 2 * out_size)
+
+    def tied_matrix(self, embedding_OI: Tensor) -> TorchMatrix:
         return TorchMatrix(embedding_OI.t())
 
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        return unit_rms(x_TH, eps).mul_(weight_H)
 
-    def silu_product(self, gate_up_TF: Tensor) -> Tensor:
-        gate, up = gate_up_TF.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Zhang & Sennrich, arXiv 1910.07467."""
+    if x_TH.is_cuda:
+        return F.rms_norm(x_TH, x_TH.shape[-1:], weight_H, eps)
+    return unit_rms(x_TH, eps).mul_(weight_H)
+
+
+def silu_product(gate_up_TF: Tensor) -> Tensor:
+    """``silu(gate) * up``, ``[T, F / 2]``, of the two halves."""
+    gate, up = gate_up_TF.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:

@@ -5,10 +5,14 @@ Shapes: K key-value heads, D head dimension, S tokens of a block, T new tokens.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rollover.engine.embedded.architecture import Architecture
 
 Ints = NDArray[np.int64]
 
@@ -21,20 +25,13 @@ class PagedKV:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, arch: Architecture, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_layers, num_blocks, num_kv_heads, head_dim, block_size)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(*shape[:3], block_size, head_dim, dtype=dtype, device=device)
+        shape = (arch.num_layers, num_blocks, arch.num_kv_heads, arch.head_dim, block_size)
+        self._keys = zeros(*shape, dtype=dtype, device=device)
+        self._values = zeros(*shape[:3], block_size, arch.head_dim, dtype=dtype, device=device)
         self.keys, self.values = self._keys.unbind(), self._values.unbind()  # of each layer
-        self.num_kv_heads, self.block_size, self.head_dim = num_kv_heads, block_size, head_dim
+        self.num_kv_heads, self.block_size, self.head_dim = arch.num_kv_heads, block_size, arch.head_dim
         self.device = device
 
     def write(self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> None:
@@ -53,3 +50,11 @@ class PagedKV:
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU from numpy, which asks for huge pages: reading them takes fewer translations of addresses."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

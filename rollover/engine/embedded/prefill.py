@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollover.engine.embedded.model import Layer
+from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.rotary import Rotary
 
@@ -41,7 +42,7 @@ class PrefillAttention:
         self._tables = kv.to_device(tables_BN.reshape(-1))
         self._visible_B1QL = kv.to_device(visible).unsqueeze(1)
 
-    def __call__(self, index: int, layer: Layer, qkv_TF: Tensor) -> Tensor:
+    def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor) -> Tensor:
         """``[T, H * D]``"""
         kv = self._kv
         q_THD, keys_TKD, values_TKD = self._heads(layer, qkv_TF)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.model import Layer
-from rollover.engine.embedded.ops import unit_rms
+from rollover.engine.embedded.ops import TorchMatrix, unit_rms
 
 
 class Rotary:
@@ -16,6 +18,8 @@ class Rotary:
     def __init__(self, arch: Architecture, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         self.norm_eps = arch.norm_eps
+        self.scale = arch.head_dim**-0.5 / math.log(2)
+        """Of products of queries and keys, which makes them exponents of 2."""
         angles = torch.outer(torch.arange(max_positions).float(), torch.tensor(arch.inv_freq))
         self.cosines, self.sines = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -32,7 +36,7 @@ class Heads:
         self._cosines_T1D = torch.cat([cosines, cosines], -1).unsqueeze(1)
         self._sines_T1D = torch.cat([-sines, sines], -1).unsqueeze(1)
 
-    def __call__(self, layer: Layer, qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, layer: Layer[TorchMatrix], qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``[T, (H + 2 K) D]``."""
         r = self._rotary
         heads = qkv_TF.view(len(qkv_TF), -1, r.head_dim)

@@ -194,8 +194,8 @@ def failure(cause: Exception) -> RolloverError:
     error: RolloverError
     if out_of_memory:
         error = ResourceError(
-            "the engine ran out of memory during an iteration; lower kv_cache_bytes, prefill_chunk_tokens or "
-            "max_running"
+            "the engine ran out of memory during an iteration; lower engine.kv_cache_bytes, "
+            "engine.prefill_chunk_tokens or engine.max_running"
         )
     elif isinstance(cause, RolloverError):
         return cause

@@ -44,13 +44,18 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
+def is_cut(params: SamplingParams) -> bool:
+    """Whether it draws from a part of the vocabulary."""
+    return bool(params.temperature and (params.top_k or params.top_p < 1))
+
+
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[B]`` (int64) and their log-probs ``[B]`` (float32)."""
     logits_BV = logits_BV.float()
     temperatures = np.array([p.temperature for p in params], dtype=np.float32)
-    cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+    cut = [i for i, p in enumerate(params) if is_cut(p)]
     if cut:
         rows = torch.tensor(cut, device=logits_BV.device)
         tempered = logits_BV[rows] / torch.from_numpy(temperatures[cut]).to(logits_BV.device).unsqueeze(1)
@@ -65,15 +70,18 @@ def draw_tokens(
     """From the whole vocabulary; the best token where the temperature is 0."""
     device, greedy_B = logits_BV.device, temperatures_B == 0
     scales_B = torch.from_numpy(np.float32(1 / np.log(2)) / np.where(greedy_B, np.float32(1), temperatures_B))
+    greedy_B1 = torch.from_numpy(greedy_B).to(device).unsqueeze(1) if greedy_B.any() else None
+    uniforms_B1 = torch.from_numpy(uniforms_B).to(device).unsqueeze(1)
+    return drawn(logits_BV, scales_B.to(device).unsqueeze(1), uniforms_B1, greedy_B1)
+
+
+def drawn(logits_BV: Tensor, scales_B1: Tensor, uniforms_B1: Tensor, greedy_B1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs of the distribution ``2^(scale logit)``, without waiting for the device."""
     exponents_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    weights_BV = exponents_BV.mul_(scales_B.to(device).unsqueeze(1)).exp2_()  # exp is slow where it underflows
-    if greedy_B.all():
-        tokens_B1 = logits_BV.argmax(-1, keepdim=True)
-    else:
-        tokens_B1 = _inverse_cdf(weights_BV, torch.from_numpy(uniforms_B).to(device).unsqueeze(1))
-        if greedy_B.any():
-            greedy_B1 = torch.from_numpy(greedy_B).to(device).unsqueeze(1)
-            tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
+    weights_BV = exponents_BV.mul_(scales_B1).exp2_()  # exp is slow where it underflows
+    tokens_B1 = _inverse_cdf(weights_BV, uniforms_B1)
+    if greedy_B1 is not None:
+        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
     probs_B1 = weights_BV.gather(1, tokens_B1) / weights_BV.sum(-1, keepdim=True)
     return tokens_B1.squeeze(1), probs_B1.log_().squeeze(1)
 

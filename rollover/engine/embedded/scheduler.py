@@ -61,6 +61,8 @@ class Scheduler:
     def admit(self) -> list[BlockCopy]:
         """Start waiting sequences while there is room; what must be copied before they prefill or decode."""
         copies: list[BlockCopy] = []
+        if not self.waiting:
+            return copies
         prefilling = {s.request.prompt_key for s in self.running if s.num_cached < s.num_prompt - 1}
         index = 0
         while index < len(self.waiting) and len(self.running) < self.max_running:
@@ -79,9 +81,7 @@ class Scheduler:
         """Slices to prefill together: padded to the longest they stay within ``prefill_chunk_tokens``."""
         slices: list[PrefillSlice] = []
         longest = 0
-        for sequence in self.running:
-            if not sequence.num_missing:
-                continue
+        for sequence in [s for s in self.running if len(s.token_ids) - 1 > s.num_cached]:
             num_tokens = min(sequence.num_missing, self.prefill_chunk_tokens)
             longest = max(longest, num_tokens)
             if longest * (len(slices) + 1) > self.prefill_chunk_tokens:
@@ -107,18 +107,16 @@ class Scheduler:
     def next_decode(self) -> list[Sequence]:
         """Running sequences that can decode, each with room for its last token; preempts to make that
         room."""
-        for sequence in sorted(self.running, key=lambda s: s.arrival):
-            while (
-                sequence.blocks
-                and not sequence.num_missing
-                and len(sequence.blocks) * self.blocks.block_size < sequence.num_tokens
-            ):
+        size = self.blocks.block_size
+        full = [s for s in self.running if len(s.blocks) * size < len(s.token_ids) == s.num_cached + 1]
+        for sequence in sorted(full, key=lambda s: s.arrival):
+            while sequence.blocks and len(sequence.blocks) * size < sequence.num_tokens:
                 if new := self.blocks.allocate(1):
                     sequence.blocks += new
                 else:
                     self._back_to_waiting(max(self.running, key=lambda s: s.arrival))
                     self.num_preempted += 1
-        return [s for s in self.running if not s.num_missing]
+        return [s for s in self.running if len(s.token_ids) == s.num_cached + 1]
 
     def compact(self) -> list[BlockCopy]:
         """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted

@@ -69,7 +69,8 @@ class Sequence:
         """Its last token has been computed and this one sampled from it."""
         self.num_cached += 1
         self.num_sampled += 1
-        self.high_water = max(self.high_water, self.num_cached)
+        if self.high_water < self.num_cached:
+            self.high_water = self.num_cached
         self.token_ids.append(token_id)
         self._pending_ids.append(token_id)
         self._pending_logprobs.append(logprob)

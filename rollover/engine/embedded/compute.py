@@ -1,0 +1,112 @@
+"""What turns tokens into cache and into new tokens: one interface, and its version in PyTorch's operations.
+
+The core asks for work in terms of ``Tokens``; a ``Compute`` owns weights, cache and the way to compute. What it gives
+for a token depends on the token's prefix, up to rounding, and not on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.decode import DecodeAttention
+from rollover.engine.embedded.model import Decoder, Slot, Weights
+from rollover.engine.embedded.ops import TorchLayout
+from rollover.engine.embedded.pages import Ints, PagedKV
+from rollover.engine.embedded.prefill import PrefillAttention
+from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.sampler import sample
+from rollover.engine.embedded.scheduler import BlockCopy
+from rollover.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of B sequences, those of one after those of another."""
+
+    token_ids_T: Ints
+    tables_BN: Ints
+    """Block table of each sequence, padded with the null block."""
+    starts_B: Ints
+    """Tokens cached already."""
+    counts_B: Ints
+    """New ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a ``Compute`` allocates once."""
+
+    num_blocks: int
+    block_size: int
+    max_context: int
+    """Positions."""
+    max_decoded: int
+    """Sequences decoded at the same time."""
+    max_prefilled: int
+    """Tokens prefilled at the same time."""
+
+
+class Compute(Protocol):
+    slots: Mapping[str, Slot]
+    scans_pool: bool
+    """Whether decoding reads over gaps between the blocks in use."""
+
+    def prefill(self, tokens: Tokens) -> None:
+        """Write keys and values to the cache."""
+        ...
+
+    def decode(
+        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+    ) -> tuple[list[int], list[float]]:
+        """Write to the cache too, and draw one token of each sequence, with its log-prob, from the logits of its only
+        new one."""
+        ...
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """All at once: every source is read before any destination is written."""
+        ...
+
+    def zero_cache(self) -> None: ...
+
+
+MakeCompute = Callable[[Architecture, Sizes, torch.dtype, torch.device], Compute]
+"""The type is that of the weights."""
+
+
+class TorchCompute:
+    """Any device that PyTorch knows."""
+
+    scans_pool = True
+
+    def __init__(self, arch: Architecture, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+        weights = Weights(arch, device, TorchLayout(dtype, device))
+        self.slots = weights.slots
+        self._decoder = Decoder(weights, dtype)
+        self._rotary = Rotary(arch, sizes.max_context, dtype, device)
+        self._kv = PagedKV(arch, sizes.num_blocks, sizes.block_size, dtype, device)
+
+    def prefill(self, tokens: Tokens) -> None:
+        attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
+        self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
+
+    def decode(
+        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+    ) -> tuple[list[int], list[float]]:
+        attention = DecodeAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B)
+        logits_BV = self._decoder.logits(self._kv.to_device(tokens.token_ids_T), attention)
+        tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B)
+        ids, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()  # waits for the device, once
+        return [int(i) for i in ids], logprobs
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        self._kv.copy_blocks(copies)
+
+    def zero_cache(self) -> None:
+        self._kv.zero_()

@@ -1,0 +1,184 @@
+"""Decoding in batches of a few fixed sizes, so that a GPU replays what it recorded once.
+
+An iteration is then one launch, whatever the number of layers. What changes from one to the next, token ids, lengths,
+block tables and noise, is copied to where the recording reads it; the host waits once, for the tokens drawn. Sequences
+that fill a batch up to its size own no block: they write to a spare one. On a CPU the same steps run without recording.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.compute import Sizes, Tokens
+from rollover.engine.embedded.model import Attention, Decoder, Layer, Weights
+from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
+from rollover.engine.embedded.pages import PagedKV
+from rollover.engine.embedded.prefill import PrefillAttention
+from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.sampler import drawn, is_cut, sample
+from rollover.engine.embedded.scheduler import BlockCopy
+from rollover.types import SamplingParams
+
+_STEPS = 16
+"""Batch sizes between two powers of two."""
+
+
+class GraphCompute:
+    """Implements ``Compute``."""
+
+    scans_pool = False
+
+    def __init__(self, arch: Architecture, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+        weights = Weights(arch, device, TorchLayout(dtype, device))
+        self.slots, self._device = weights.slots, device
+        self._decoder = Decoder(weights, dtype)
+        self._rotary = Rotary(arch, sizes.max_context, dtype, device)
+        self._kv = PagedKV(arch, sizes.num_blocks + 1, sizes.block_size, dtype, device)
+        self._spare_block = sizes.num_blocks
+        width = -(-sizes.max_context // sizes.block_size)
+        self._most = sizes.max_decoded
+        self._inputs = _Inputs(bucket(self._most, self._most), width, self._spare_block, device)
+        self._recordings: dict[int, _Recording] = {}
+        self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
+
+    def prefill(self, tokens: Tokens) -> None:
+        attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
+        self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
+
+    def decode(
+        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+    ) -> tuple[list[int], list[float]]:
+        num_seqs = len(params)
+        size = bucket(num_seqs, self._most)
+        self._inputs.set(tokens, params, uniforms_B, size)
+        recording = self._recordings.get(size)
+        if recording is None:
+            recording = self._recordings[size] = _Recording(lambda: self._iteration(size), self._device)
+        logits_BV, drawn_2B = recording.replay()
+        if any(map(is_cut, params)):
+            ids_B, logprobs_B = sample(logits_BV[:num_seqs], params, uniforms_B)
+            drawn_2B = torch.stack([ids_B.double(), logprobs_B.double()])
+        ids, logprobs = drawn_2B[:, :num_seqs].tolist()  # waits for the device, once
+        return [int(i) for i in ids], logprobs
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        self._kv.copy_blocks(copies)
+
+    def zero_cache(self) -> None:
+        self._kv.zero_()
+
+    def _iteration(self, size: int) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""
+        given = self._inputs
+        logits_BV = self._decoder.logits(given.token_ids[:size], self._attention(size)).float()
+        scales_B1, greedy_B1, noise_B1 = given.drawing[:, :size].unsqueeze(2)
+        ids_B, logprobs_B = drawn(logits_BV, scales_B1.float(), noise_B1, greedy_B1 > 0)
+        return logits_BV, torch.stack([ids_B.double(), logprobs_B.double()])
+
+    def _attention(self, size: int) -> Attention:
+        tables_BN, lengths_B = self._inputs.tables[:size], self._inputs.lengths[:size]
+        if self._fits_triton:
+            from rollover.engine.embedded.paged_triton import TritonAttention
+
+            return TritonAttention(self._kv, self._rotary, tables_BN, lengths_B)
+        return GatheredAttention(self._kv, self._rotary, tables_BN, lengths_B)
+
+
+class GatheredAttention:
+    """Over copies of all blocks of the tables, in PyTorch's operations: where there is no Triton."""
+
+    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
+        self._kv, self._rotary, self._tables_BN = kv, rotary, tables_BN
+        self._heads = rotary.at(lengths_B)
+        self._tails = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
+        self._offsets = lengths_B % kv.block_size
+        places = torch.arange(tables_BN.shape[1] * kv.block_size, device=kv.device)
+        self._hidden_B1L = (places > lengths_B.unsqueeze(1)).unsqueeze(1)
+
+    def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
+        """``[B, H * D]``"""
+        kv, num_seqs = self._kv, len(qkv_BF)
+        q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
+        kv.write(index, self._tails, self._offsets, keys_BKD, values_BKD)
+        keys = (
+            kv.keys[index][self._tables_BN].permute(0, 2, 3, 1, 4).reshape(num_seqs, kv.num_kv_heads, kv.head_dim, -1)
+        )
+        values = kv.values[index][self._tables_BN].transpose(1, 2).reshape(num_seqs, kv.num_kv_heads, -1, kv.head_dim)
+        scores = q_BHD.view(num_seqs, kv.num_kv_heads, -1, kv.head_dim) @ keys
+        scores = scores.float().mul_(self._rotary.scale).masked_fill_(self._hidden_B1L.unsqueeze(1), -torch.inf)
+        weights = scores.mul_(math.log(2)).softmax(-1).to(values.dtype)
+        return (weights @ values).view(num_seqs, -1)
+
+
+class _Inputs:
+    """What a recording reads, on the device, and where the host writes it."""
+
+    def __init__(self, rows: int, width: int, spare_block: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host_ints = torch.zeros(rows, 2 + width, dtype=torch.int64, pin_memory=pinned)
+        self._host_drawing = torch.ones(3, rows, dtype=torch.float64, pin_memory=pinned)
+        self._ints, self.drawing = self._host_ints.to(device), self._host_drawing.to(device)
+        self.token_ids, self.lengths, self.tables = self._ints[:, 0], self._ints[:, 1], self._ints[:, 2:]
+        self._spare_block = spare_block
+
+    def set(self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], size: int) -> None:
+        num_seqs, width = tokens.tables_BN.shape
+        ints, drawing = self._host_ints.numpy(), self._host_drawing.numpy()
+        ints[:num_seqs, 0], ints[:num_seqs, 1] = tokens.token_ids_T, tokens.starts_B
+        ints[:num_seqs, 2 : 2 + width] = tokens.tables_BN
+        ints[num_seqs:size, :2], ints[num_seqs:size, 2] = 0, self._spare_block
+        temperatures = np.array([p.temperature for p in params])
+        drawing[0, :num_seqs] = 1 / math.log(2) / np.where(temperatures == 0, 1, temperatures)
+        drawing[1, :num_seqs], drawing[2, :num_seqs] = temperatures == 0, uniforms_B
+        self._ints[:size].copy_(self._host_ints[:size], non_blocking=True)
+        self.drawing.copy_(self._host_drawing, non_blocking=True)
+
+
+class _Recording:
+    """A computation on fixed places in memory: recorded on a GPU, simply done on a CPU."""
+
+    _pool: object = None
+    """Memory that all recordings use in turn."""
+
+    def __init__(self, compute: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
+        self._compute, self._graph = compute, None
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and lets libraries allocate
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=_Recording._pool):
+            self._outputs = compute()
+        _Recording._pool = self._graph.pool()
+
+    def replay(self) -> tuple[Tensor, Tensor]:
+        """What it returns is overwritten by the next replay."""
+        if self._graph is None:
+            return self._compute()
+        self._graph.replay()
+        return self._outputs
+
+
+def bucket(num_seqs: int, most: int) -> int:
+    """The batch size that is recorded for so many sequences: at most an eighth more than they are, or ``most``."""
+    step = max(1, 2 ** (num_seqs - 1).bit_length() // _STEPS)
+    return min(most, -(-num_seqs // step) * step)
+
+
+def has_triton(head_dim: int, block_size: int) -> bool:
+    if find_spec("triton") is None:
+        return False
+    from rollover.engine.embedded.paged_triton import fits
+
+    return fits(head_dim, block_size)

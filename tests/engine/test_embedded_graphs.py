@@ -1,0 +1,124 @@
+"""Decoding in batches of fixed sizes, as a GPU does it, is decoding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.core import EngineCore
+from rollover.engine.embedded.graphs import GatheredAttention, GraphCompute, bucket
+from rollover.engine.embedded.model import Weights
+from rollover.engine.embedded.ops import TorchLayout
+from rollover.engine.embedded.pages import PagedKV
+from rollover.engine.embedded.rotary import Rotary
+from tests.engine import harness
+from tests.engine.contract import request
+from tests.engine.harness import Calls, run
+from tests.engine.models import greedy, logprobs, saved, tiny_model
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def graph_core(folder: Path, **settings: Any) -> EngineCore:
+    from dataclasses import replace
+
+    return EngineCore(folder, replace(harness.CONFIG, **settings), make_compute=GraphCompute)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_and_their_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind)
+    prompts = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
+    asked = [request(str(i), prompt_ids=p, max_new_tokens=20 + i, temperature=0.0) for i, p in enumerate(prompts)]
+    calls = run(graph_core(saved(model, tmp_path), max_running=5), *asked)
+    for req in asked:
+        response = calls.tokens(req.request_id)
+        assert response == greedy(model, req.prompt_ids, len(response))
+        expected = logprobs(model, req.prompt_ids, response)
+        assert calls.logprobs(req.request_id) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(tmp_path: Path) -> None:
+    folder = saved(tiny_model(sharpness=3.0), tmp_path)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 0.7}]
+    asked = [request(f"s{i}", seed=i, max_new_tokens=10 + i, **kinds[i % 4]) for i in range(19)]
+    alone = [run(graph_core(folder), req).tokens(req.request_id) for req in asked]
+    core = graph_core(folder, max_running=19)
+    calls = Calls(core, asked)
+    calls.step(7)
+    calls.abort(*(req.request_id for req in asked))
+    heads = [calls.tokens(req.request_id) for req in asked]
+    resumed = [
+        request(f"s{i}", seed=i, max_new_tokens=10 + i, response_ids=head, hop=1, **kinds[i % 4])
+        for i, head in enumerate(heads)
+    ]
+    calls.add(*resumed)
+    calls.finish()
+    assert core.stats().prefilled_tokens == 2  # of one prompt, shared
+    assert [head + calls.tokens(req.request_id) for head, req in zip(heads, resumed, strict=True)] == alone
+
+
+def test_a_batch_is_filled_up_by_an_eighth_at_most() -> None:
+    for most in (1, 7, 100, 512):
+        sizes = [bucket(n, most) for n in range(1, most + 1)]
+        assert all(n <= size <= min(most, max(n, 9 * n // 8 + 1)) for n, size in enumerate(sizes, 1))
+        assert sizes == sorted(sizes) and len(set(sizes)) <= 16 + 8 * most.bit_length()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+    from rollover.engine.embedded import paged_triton
+
+    arch = Architecture.from_folder(saved(tiny_model(), tmp_path))
+    generator = torch.Generator().manual_seed(0)
+    layer = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0]
+    for norm in (layer.q_norm, layer.k_norm):
+        assert norm is not None
+        norm.uniform_(0.5, 1.5, generator=generator)
+    rotary = Rotary(arch, 128, torch.float32, CPU)
+    tables, lengths = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]]), torch.tensor([47, 0, 16])
+    qkv = torch.randn(3, (4 + 2 * 2) * 16, generator=generator)
+    outputs, pools = [], []
+    for attention in (GatheredAttention, paged_triton.TritonAttention):
+        kv = PagedKV(arch, 7, 16, torch.float32, CPU)
+        for pool in (kv.keys[0], kv.values[0]):
+            pool[1:].normal_(generator=torch.Generator().manual_seed(1))
+        made = attention(kv, rotary, tables, lengths)
+        if isinstance(made, paged_triton.TritonAttention):
+            made._splits = splits
+        outputs.append(made(0, layer, qkv.clone()))
+        pools.append((kv.keys[0], kv.values[0]))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(pools[0], pools[1])
+
+
+def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--device",
+        "cpu",
+        "--small",
+        "--dtype",
+        "float32",
+        "--out",
+        str(out),
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=300)
+    found = json.loads(out.read_text())["shapes"]["tiny"]
+    assert found["correctness"]["float32"]["largest_logprob_error"] < 1e-4
+    assert [row["batch"] for row in found["decode"]] == [1, 3]
+    assert found["sync"]["reprefilled_tokens"] == found["april"]["reprefilled_tokens"] == 0
+    assert found["sync"]["trained_tokens"] > 0 and found["april"]["iterations"] > 0

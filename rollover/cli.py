@@ -226,6 +226,72 @@ class _OutputFile(click.Path):
         return file
 
 
+def _listed(kind: type) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
+    """Reads values between commas."""
+
+    def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        try:
+            return None if text is None else tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of numbers between commas", ctx, param) from None
+
+    return read
+
+
+@cli.command(context_settings={"max_content_width": 100})
+@click.argument("workload", required=False)
+@click.option(
+    "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="Go by a run: lengths, batch, engine."
+)
+@click.option(
+    "--strategies", metavar="A,B,...", callback=_listed(str), help="What to compare with sync; five by default."
+)
+@click.option(
+    "--lag", "lag_budgets", metavar="L,...", callback=_listed(float), help="Recommend for a mean lag of at most L."
+)
+@click.option(
+    "--max-staleness", type=click.IntRange(min=0), metavar="S", help="Bound all settings; unbounded otherwise."
+)
+@click.option(
+    "--scenario", type=click.Path(path_type=Path), metavar="FILE", help="Engine, trainer, rewards and setting (TOML)."
+)
+@click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, as in h100-sxm.")
+@click.option("--model", metavar="DIR", help="The model on that device.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, metavar="N", help="Devices a replica.")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="Engine replicas.")
+@click.option(
+    "--engine",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Engine: a result of benchmarks/engine.py, or their folder.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Groups a step.")
+@click.option("--group-size", type=click.IntRange(min=1), metavar="N", help="Samples a group.")
+@click.option("--cap", "cap_tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Longest response.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), metavar="N", help="Steps, warm-up included; 60, or as many as the run has."
+)
+@click.option("--warmup", type=click.IntRange(min=0), metavar="N", help="Steps left out at the beginning; a third.")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Processes.")
+@click.option("--out", "page", type=_OutputFile(), metavar="FILE", help="Draw it all as a page (HTML).")
+@click.option("--json", type=_OutputFile(), metavar="FILE", help="Write all figures.")
+def simulate(**options: Any) -> None:
+    """Compare rollout strategies on response lengths before paying for them.
+
+    WORKLOAD is a preset (r1-16k, qwen3-16k, heavy-32k, light-8k), a workload or lengths file, or a run; r1-16k when
+    left out. Throughput is simulated beside lag, and a setting recommended.
+
+    \b
+    rollover simulate r1-16k --strategies april,concurrency --out frontier.html
+    rollover simulate lengths.jsonl --device h100-sxm --model ./qwen3-4b --replicas 8 --lag 1
+    rollover simulate --from runs/quickstart-20260101-120000
+    """
+    from rollover.frontier.job import Request, simulate
+
+    simulate(Request(**{key: value for key, value in options.items() if value is not None}))
+
+
 @cli.group(cls=_Commands, context_settings={"max_content_width": 100})
 def workload() -> None:
     """Response lengths to simulate and plan with."""

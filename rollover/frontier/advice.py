@@ -1,0 +1,101 @@
+"""From points to a recommendation: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollover.frontier.settings import KNOBS, label
+from rollover.frontier.sweep import Point
+from rollover.rollout.config import RolloutConfig
+from rollover.toml import dumps
+
+LEAST_LENGTH = 0.95
+"""Of synchronous rollout's: a setting that trains shorter responses than it admits learns from others than it is asked
+to, and is not recommended however fast it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A setting, and what was given up for its lag."""
+
+    chosen: Point
+    best: Point
+    """Of the highest throughput, whatever its lag."""
+    lag_budget: float | None
+    """What the user allows; ``None``: the knee."""
+
+    @property
+    def share(self) -> float:
+        """Of the best gain over synchronous rollout."""
+        gained = self.best.gain.mean - 1
+        return (self.chosen.gain.mean - 1) / gained if gained > 0 else 1.0
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self.chosen.config
+
+    def sentence(self) -> str:
+        gain = self.chosen.gain
+        margin = "" if gain.margin is None else f" ± {gain.margin:.2f}"
+        text = f"{label(self.config)} trains {gain.mean:.2f}{margin} times the tokens of synchronous rollout"
+        text += f" at a lag of {self.chosen.lag:.2f} versions"
+        if self.chosen is self.best:
+            return f"{text}; no setting tried is faster."
+        lag = f"{self.chosen.lag / self.best.lag:.0%} of the lag" if self.best.lag else "no more lag"
+        return (
+            f"{text}: {self.share:.0%} of the gain of the fastest setting ({label(self.best.config)},"
+            f" {self.best.gain.mean:.2f} times at {self.best.lag:.2f}) for {lag}."
+        )
+
+    def toml(self) -> str:
+        """The setting as a piece of a run's config, with the least staleness bound that never got in its way."""
+        config, knob = self.config, KNOBS[self.config.strategy]
+        values: dict[str, object] = {
+            "strategy": config.strategy,
+            "rollout_batch_size": config.rollout_batch_size,
+            "group_size": config.group_size,
+        }
+        if knob is not None:
+            if (value := getattr(config, knob.key)) is not None:
+                values[knob.key] = value
+            values["max_staleness"] = bound(self.chosen)
+        return dumps({"rollout": values})
+
+
+def bound(point: Point) -> int:
+    """Least ``max_staleness`` that the setting needs and that no simulated token broke."""
+    if KNOBS[point.config.strategy] is None:
+        return 0
+    return max(point.max_lag, point.config.staleness_needed)
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Points than which none has more throughput at no more lag, by lag."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.lag, -p.gain.mean)):
+        if not found or point.gain.mean > found[-1].gain.mean:
+            found.append(point)
+    return found
+
+
+def advise(points: Sequence[Point], lag_budget: float | None = None) -> Advice:
+    """The fastest setting within the budget. Without one, the knee of the frontier: the setting farthest above the
+    line from synchronous rollout to the fastest setting (Satopaa et al., 2011), beyond which lag buys less than it
+    does on average. Synchronous rollout is always among ``points``, so there is one."""
+    fair = [p for p in points if is_fair(p)]
+    best = frontier(fair)[-1]
+    if lag_budget is not None:
+        return Advice(chosen=frontier([p for p in fair if p.lag <= lag_budget])[-1], best=best, lag_budget=lag_budget)
+    gained = best.gain.mean - 1
+
+    def above_chord(point: Point) -> float:
+        return (point.gain.mean - 1) * best.lag - point.lag * gained
+
+    return Advice(chosen=max(frontier(fair), key=above_chord), best=best, lag_budget=None)
+
+
+def is_fair(point: Point) -> bool:
+    """Whether what is trained is as long as what is admitted, as far as it is for synchronous rollout."""
+    pairs = zip(point.outcomes, point.baseline, strict=True)
+    return all(o.trained_length >= LEAST_LENGTH * b.trained_length for o, b in pairs)

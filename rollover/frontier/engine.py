@@ -1,0 +1,146 @@
+"""Engine parameters: of a catalogue device and a model's shape, of a benchmark's fit, or in units of themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollover.errors import ConfigError, DataError
+from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
+from rollover.planner import catalogue, costs
+from rollover.planner import model as models
+from rollover.planner.workload import specify
+from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import ReplicaModel
+from rollover.workload.law import Floats
+from rollover.workload.source import Lengths
+
+_NODE_SIZE = 8
+
+
+def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel, str]:
+    """No engine in particular: time is counted in iterations over an empty batch, and a batch loads the replicas as in
+    APRIL's published experiments."""
+    samples = rollout.rollout_batch_size * rollout.group_size
+    b0 = samples / PUBLISHED_LOAD / replicas
+    note = (
+        f"No engine named: times are in iterations over an empty batch (c0), B0 = {b0:.0f} samples per replica, so that"
+        f" a batch is {PUBLISHED_LOAD} B0 as in APRIL's experiments; {PREFILL_PER_C0:,.0f} tokens are prefilled per c0."
+    )
+    return ReplicaModel(c0_s=1.0, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0), note
+
+
+def of_device(
+    device: str, model: str, lengths: Lengths, rollout: RolloutConfig, *, tp: int
+) -> tuple[ReplicaModel, str]:
+    """A replica of ``tp`` devices of the catalogue, as the planner's cost model has it: the line through the iteration
+    times of one sample and of a batch that fills the cache.
+
+    Raises:
+        ConfigError: no such device; or the model and one sample do not fit.
+        ModelError: the model's folder cannot be read.
+    """
+    if not 1 <= tp <= _NODE_SIZE:
+        raise ConfigError(f"--tp must lie between 1 and {_NODE_SIZE}, the devices of a node, got {tp}")
+    found = catalogue.packaged().surroundings(
+        device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None
+    )
+    shape = models.load(model)
+    workload = specify(
+        "lengths", lengths.workload(0), num_groups=rollout.rollout_batch_size, group_size=rollout.group_size
+    )
+    engine = costs.replica(shape, workload, found, tp, 1)
+    if not engine.fits():
+        raise ConfigError(
+            f"{model} and its longest response do not fit on {tp} x {device}; raise --tp, or take a larger device"
+        )
+    squares = sum(b.share * b.tokens**2 for b in workload.buckets)
+    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # of a token, not of a sample
+    kv_tokens = engine.kv_room / engine.kv_bytes_per_token
+    full = max(2, int(kv_tokens / context))
+    alone_s, full_s = engine.step_s(1, context), engine.step_s(full, context)
+    slope_s = (full_s - alone_s) / (full - 1)
+    replica = ReplicaModel(
+        c0_s=alone_s - slope_s,
+        b0=(alone_s - slope_s) / slope_s,
+        prefill_tokens_per_s=context / engine.prefill_s(context),
+        kv_tokens=kv_tokens,
+        swap_pause_s=costs.update_s(shape, workload, found, found.network),
+    )
+    note = (
+        f"Engine: {tp} x {found.title} and {shape.name} by the cost model: c0 {1000 * replica.c0_s:.2f} ms,"
+        f" B0 {replica.b0:.0f}, {replica.prefill_tokens_per_s:,.0f} tokens/s of prefill, a cache of"
+        f" {kv_tokens:,.0f} tokens. Measure yours: efficiencies are the catalogue's."
+    )
+    return replica, note
+
+
+def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
+    """The fit of ``benchmarks/engine.py``: of a result file, or of the newest in a folder.
+
+    Raises:
+        DataError: there is none, or it holds no fit.
+    """
+    file = path
+    if path.is_dir():
+        results = sorted(path.glob("engine-*.json"), key=lambda f: f.stat().st_mtime)
+        if not results:
+            raise DataError(f"{path}: no engine-*.json in it; run benchmarks/engine.py, or name a result file")
+        file = results[-1]
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not a benchmark result that can be read: {error}") from None
+    fit = _find(content, "c0_s")
+    if fit is None or not all(isinstance(fit.get(key), int | float) and fit[key] > 0 for key in ("c0_s", "B0")):
+        raise DataError(f"{file}: holds no fit of the iteration time (c0_s and B0, both above 0)")
+    replica = ReplicaModel(c0_s=fit["c0_s"], b0=fit["B0"])
+    return replica, f"Engine: as measured in {file.name}: c0 {1000 * replica.c0_s:.2f} ms, B0 {replica.b0:.1f}."
+
+
+def _find(content: Any, key: str) -> dict[str, Any] | None:
+    """The first table that has ``key``, wherever it is."""
+    if isinstance(content, dict):
+        if key in content:
+            return content
+        content = list(content.values())
+    if isinstance(content, list):
+        return next((found for inner in content if (found := _find(inner, key)) is not None), None)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationFit:
+    """``seconds = start_s + tokens c0 (1 + running / B0)`` of a segment, ``start_s`` only where a hop begins."""
+
+    c0_s: float
+    b0: float
+    """Infinite where iterations do not slow down with the batch."""
+    start_s: float
+    """Until a hop decodes: its prefill, and that of those that start with it."""
+    error: float
+    """Mean relative error, weighted by tokens."""
+
+
+def fit_iterations(seconds: Floats, tokens: Floats, running: Floats, begins: Floats) -> IterationFit | None:
+    """Least squares of the relative errors, weighted by tokens, no coefficient below 0; ``None`` where the segments'
+    times do not grow with their tokens. ``begins`` is 1 for segments that begin a hop."""
+    from scipy.optimize import nnls
+
+    design = np.stack([begins, tokens, tokens * running], axis=1)
+    weights = np.sqrt(tokens) / seconds
+    (start_s, c0_s, slope_s), _ = nnls(design * weights[:, None], seconds * weights)
+    if c0_s <= 0:
+        return None
+    predicted = design @ np.array([start_s, c0_s, slope_s])
+    return IterationFit(
+        c0_s=float(c0_s),
+        b0=float(c0_s / slope_s) if slope_s > 0 else math.inf,
+        start_s=float(start_s),
+        error=float(np.average(np.abs(predicted / seconds - 1), weights=tokens)),
+    )

@@ -1,0 +1,188 @@
+"""Figures of a study, as the report's are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollover.frontier.settings import KNOBS, label, value_of
+from rollover.frontier.study import Picture, Study
+from rollover.frontier.sweep import Point
+from rollover.report import measures
+from rollover.report.figures import Figure, axis, figure, line
+from rollover.report.figures import label as escaped
+
+_COLOURS = ("--blue", "--orange", "--green", "--violet", "--red", "--cyan", "--pink", "--brown", "--yellow", "--soft")
+_CURVE_POINTS = 60
+
+
+def colours(study: Study) -> dict[str, str]:
+    """By strategy; synchronous rollout is grey."""
+    others = [s for s in study.strategies if s != "sync"]
+    return {"sync": "--muted", **{s: _COLOURS[i % len(_COLOURS)] for i, s in enumerate(others)}}
+
+
+def frontier(study: Study) -> Figure:
+    """Gain against lag: a line a strategy, what no schedule exceeds, the closed form, and what to look at."""
+    data: list[dict[str, Any]] = []
+    for strategy, colour in colours(study).items():
+        points = sorted(study.of(strategy), key=lambda p: p.lag)
+        margins = [p.gain.margin or 0.0 for p in points]
+        data.append(
+            {
+                **line([p.lag for p in points], [p.gain.mean for p in points], strategy, colour),
+                "mode": "lines+markers",
+                "marker": {"size": 8, "color": colour},
+                "error_y": {"type": "data", "array": margins, "thickness": 1.2, "width": 3, "color": colour},
+                "customdata": [escaped(label(p.config)) for p in points],
+                "hovertemplate": "%{customdata}: %{y:.2f}× at lag %{x:.2f}<extra></extra>",
+            }
+        )
+    longest = max([p.lag for p in study.points] + [1.0])
+    data += _closed_form(study, longest)
+    data.append(_mark(study.current, "in use" if study.setup.is_in_use else "usual setting", "square-open"))
+    for advice in study.advice:
+        data.append(_mark(advice.chosen, "recommended", "star"))
+    ceiling = study.setup.ceiling / study.sync.mean("tokens_per_s")
+    tallest = max(p.gain.mean for p in study.points)
+    shown = ceiling < 2.5 * tallest
+    if shown:
+        data.append(
+            line([0, 1.04 * longest], [ceiling, ceiling], f"ceiling {ceiling:.2f}×", "--soft", line=_dash("--soft"))
+        )
+    return figure(
+        data,
+        height=460,
+        xaxis=axis("lag: mean age of trained tokens, in versions", rangemode="tozero"),
+        yaxis=axis("throughput over synchronous rollout", rangemode="tozero", ticksuffix="×"),
+        hovermode="closest",
+    )
+
+
+def _dash(colour: str) -> dict[str, Any]:
+    return {"color": colour, "width": 1.6, "dash": "dash"}
+
+
+def _mark(point: Point, name: str, symbol: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [point.lag],
+        "y": [point.gain.mean],
+        "name": name,
+        "marker": {"size": 18, "symbol": symbol, "color": "--ink", "line": {"width": 2, "color": "--ink"}},
+        "hovertemplate": f"{escaped(name)}: {escaped(label(point.config))}<extra></extra>",
+    }
+
+
+def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
+    """``lag K = kappa``; where the trainer takes time or replicas differ, it says nothing."""
+    scenario = study.setup.scenario
+    if not (scenario.trainer.is_zero and scenario.reward.is_zero and len(scenario.replicas) == 1) or longest <= 1:
+        return []
+    lags = [1 + (longest - 1) * i / _CURVE_POINTS for i in range(_CURVE_POINTS + 1)]
+    gains = [study.theory.gain_at_lag(lag) for lag in lags]
+    return [
+        line(lags, gains, "closed form, caches kept", "--soft", line={"color": "--soft", "width": 1.4, "dash": "dot"})
+    ]
+
+
+def sensitivity(study: Study) -> list[tuple[str, Figure]]:
+    """(title, figure): gain against over-sampling and concurrency, group size, cap and B0."""
+    drawn = []
+    for key, title, x_title in (
+        ("over_sampling_batch_size", "Over-sampling r", "groups in flight over groups of a batch"),
+        ("num_running", "Concurrency C", "samples in flight over samples of a batch"),
+        ("max_staleness", "Staleness bound S", "versions"),
+    ):
+        strategies = [s for s in study.strategies if (knob := KNOBS[s]) is not None and knob.key == key]
+        if strategies:
+            drawn.append((title, _by_knob(study, strategies, x_title)))
+    for what, title, x_title in (
+        ("group size", "Group size", "samples per prompt"),
+        ("cap", "Cap", "longest response, tokens"),
+        ("B0", "B0", "samples at which an iteration takes twice as long"),
+    ):
+        if any(v.what == what for v in study.variations):
+            drawn.append((title, _by_variation(study, what, x_title)))
+    return drawn
+
+
+def _by_knob(study: Study, strategies: list[str], x_title: str) -> Figure:
+    """Gain, solid, and lag, dotted, on its own axis."""
+    palette = colours(study)
+    data = []
+    for strategy in strategies:
+        points = study.of(strategy)
+        x, colour = [value_of(p.config) or 0.0 for p in points], palette[strategy]
+        gain = line(x, [p.gain.mean for p in points], strategy, colour, mode="lines+markers", marker={"size": 6})
+        lag = line(x, [p.lag for p in points], f"{strategy}, lag", colour, yaxis="y2", showlegend=False)
+        lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
+        data += [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
+    return _two_axes(data, x_title)
+
+
+def _by_variation(study: Study, what: str, x_title: str) -> Figure:
+    here = {
+        "group size": study.setup.rollout.group_size,
+        "cap": study.setup.cap_tokens,
+        "B0": sum(r.b0 for r in study.setup.scenario.replicas),
+    }[what]
+    palette = colours(study)
+    shown = {p.config: p for p in (study.current, study.advice[-1].chosen) if p.config.strategy != "sync"}
+    data = []
+    for config, point in shown.items():
+        found = [(float(here), point)]
+        name = label(config)
+        for variation in study.variations:
+            other = variation.point.config
+            if variation.what == what and (other.strategy, value_of(other)) == (config.strategy, value_of(config)):
+                found.append((variation.value, variation.point))
+        found.sort(key=lambda pair: pair[0])
+        x, colour = [v for v, _ in found], palette[config.strategy]
+        gain = line(x, [p.gain.mean for _, p in found], name, colour, mode="lines+markers", marker={"size": 6})
+        lag = line(x, [p.lag for _, p in found], f"{name}, lag", colour, yaxis="y2", showlegend=False)
+        lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
+        data += [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
+    return _two_axes(data, x_title)
+
+
+def _two_axes(data: list[dict[str, Any]], x_title: str) -> Figure:
+    right = axis("lag, versions", overlaying="y", side="right", showgrid=False, rangemode="tozero", nticks=5)
+    return figure(
+        data,
+        height=290,
+        margin={"l": 48, "r": 48, "t": 30, "b": 40},
+        xaxis=axis(x_title, showgrid=False),
+        yaxis=axis("gain", rangemode="tozero", ticksuffix="×", nticks=5),
+        yaxis2=right,
+        hovermode="x unified",
+    )
+
+
+def active(study: Study) -> Figure:
+    """Samples decoding over the same number of steps, each setting from its own zero."""
+    palette = ("--muted", "--orange", "--blue")
+    data = []
+    for picture, colour in zip(study.pictures, palette, strict=False):
+        window = window_of(picture)
+        curve = measures.clip_curve(picture.timeline.active, window.start_s, window.end_s)
+        x = [t - window.start_s for t, _ in curve] + [window.end_s - window.start_s]
+        y = [float(n) for _, n in curve] + [float(curve[-1][1])]
+        shape = {"line": {"color": colour, "width": 2, "shape": "hv"}}
+        data.append({**line(x, y, label(picture.config), colour, **shape), "hovertemplate": "%{y}"})
+    unit = time_title(study)
+    return figure(
+        data,
+        height=300,
+        xaxis=axis(unit, showgrid=False),
+        yaxis=axis("samples decoding", rangemode="tozero"),
+        hovermode="x unified",
+    )
+
+
+def window_of(picture: Picture) -> measures.Window:
+    return measures.window_of(picture.timeline, picture.first_step, picture.last_step)
+
+
+def time_title(study: Study) -> str:
+    return "seconds" if study.setup.unit == "s" else "time in c0 (iterations over an empty batch)"

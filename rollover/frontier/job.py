@@ -1,0 +1,185 @@
+"""``rollover simulate``: from what the command line says to a table, a page and a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from rollover.errors import ConfigError
+from rollover.frontier import engine, report
+from rollover.frontier.replay import Recorded, read_recorded
+from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies
+from rollover.frontier.setup import ScenarioFile, Setup, build_setup, read_scenario, shaped
+from rollover.frontier.study import Progress, Study, study
+from rollover.frontier.sweep import Length
+from rollover.report.html import write_page
+from rollover.rollout.config import RolloutConfig
+from rollover.workload.source import read_lengths
+
+DEFAULT_WORKLOAD = "r1-16k"
+DEFAULT_STEPS = 60
+_WARMUP_SHARE = 3
+"""One step in so many is warm-up, when nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; ``None`` where nothing was said."""
+
+    workload: str | None = None
+    run: Path | None = None
+    """A run to go by: its lengths, its batch, its engine."""
+    strategies: tuple[str, ...] = ()
+    lag_budgets: tuple[float, ...] = ()
+    max_staleness: int | None = None
+    scenario: Path | None = None
+    device: str | None = None
+    model: str | None = None
+    tp: int = 1
+    replicas: int = 1
+    engine: Path | None = None
+    batch_size: int | None = None
+    group_size: int | None = None
+    cap_tokens: int | None = None
+    steps: int | None = None
+    warmup: int | None = None
+    seeds: int = 3
+    jobs: int = 1
+    page: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.run is not None and self.workload is not None:
+            raise ConfigError("--from names a run, whose lengths are used: leave WORKLOAD out")
+        if (self.device is None) != (self.model is None):
+            raise ConfigError("--device and --model belong together: an engine is a model on a device")
+        engines = {"--device": self.device, "--engine": self.engine, "--from": self.run}
+        named = [option for option, value in engines.items() if value is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} both say what the engine is like; name one")
+        if self.tp != 1 and self.device is None:
+            raise ConfigError("--tp has no effect without --device and --model")
+        if any(budget < 0 for budget in self.lag_budgets):
+            raise ConfigError(f"--lag must be at least 0 versions, got {min(self.lag_budgets):g}")
+
+
+def simulate(request: Request) -> None:
+    """Study the strategies, say what was found, and write what was asked for.
+
+    Raises:
+        RolloverError: with what the user can do about it.
+    """
+    console = Console(highlight=False)
+    setup, recorded = _setup(request)
+    names = request.strategies or DEFAULT_STRATEGIES
+    steps = request.steps or (recorded.num_steps if recorded else DEFAULT_STEPS)
+    warmup = steps // _WARMUP_SHARE if request.warmup is None else request.warmup
+    with _bars(console) as progress:
+        found = study(
+            setup,
+            check_strategies(names, setup),
+            Length(steps=steps, warmup=warmup),
+            num_seeds=request.seeds,
+            lag_budgets=sorted(request.lag_budgets),
+            max_staleness=request.max_staleness,
+            jobs=request.jobs,
+            progress=progress,
+        )
+    checked = () if recorded is None else (_checked(found, recorded),)
+    _say(console, found, checked)
+    if request.page is not None:
+        console.print(f"page: {write_page(request.page, report.render_study(found, checked))}")
+    if request.json is not None:
+        request.json.write_text(report.study_json(found), encoding="utf-8")
+        console.print(f"data: {request.json}")
+
+
+def _setup(request: Request) -> tuple[Setup, Recorded | None]:
+    """What the options, the scenario file and the run come to; of two that say the same, the option wins."""
+    file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
+    cap = request.cap_tokens or file_cap
+    recorded = read_recorded(request.run) if request.run else None
+    rollout = file.rollout or (recorded.rollout if recorded else RolloutConfig())
+    rollout = shaped(rollout, batch_size=request.batch_size, group_size=request.group_size)
+    in_use = file.rollout is not None or recorded is not None
+    replicas = file.engine.replicas or request.replicas
+    if recorded is not None:
+        setup = build_setup(
+            str(request.run),
+            recorded.trace,
+            recorded.replica,
+            file,
+            rollout=rollout,
+            is_in_use=in_use,
+            replicas=replicas,
+            unit="s",
+            notes=recorded.notes,
+            cap_tokens=cap,
+            base=recorded.scenario,
+        )
+        return setup, recorded
+    name = request.workload or DEFAULT_WORKLOAD
+    lengths = read_lengths(name, cap_tokens=cap)
+    rollout = replace(rollout, max_new_tokens=lengths.cap_tokens)
+    if request.device is not None and request.model is not None:
+        replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
+    elif request.engine is not None:
+        replica, note = engine.of_benchmark(request.engine)
+    else:
+        replica, note = engine.in_units_of_c0(rollout, replicas)
+    is_timed = request.device is not None or request.engine is not None or file.engine.c0_s is not None
+    if file.engine.c0_s is not None:
+        note = f"Engine: as {request.scenario} says."
+    setup = build_setup(
+        name,
+        lengths,
+        replica,
+        file,
+        rollout=rollout,
+        is_in_use=in_use,
+        replicas=replicas,
+        unit="s" if is_timed else "c0",
+        notes=(note,),
+    )
+    return setup, None
+
+
+def _checked(found: Study, recorded: Recorded) -> str:
+    """How far the model of the run can be trusted."""
+    measured = recorded.tokens_per_s(min(found.length.warmup, recorded.num_steps - 1))
+    simulated = found.current.mean("tokens_per_s")
+    return (
+        f"The run trained {measured:,.0f} tokens/s; simulated under its own setting it trains {simulated:,.0f}"
+        f" ({simulated / measured - 1:+.0%}): so far can the other figures be trusted"
+    )
+
+
+def _say(console: Console, found: Study, checked: tuple[str, ...]) -> None:
+    console.print(report.study_table(found))
+    console.print(f"[dim]{report.legend()}[/]")
+    for sentence in (*report.assumptions(found), *(f"{c}." for c in checked)):
+        console.print(sentence, markup=False)
+    for advice in found.advice:
+        console.print(f"\n{report.recommendation(advice)}", style="bold", markup=False)
+        console.print(advice.toml(), end="", markup=False)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Progress]:
+    """A bar for each part of the work, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, int] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)  # type: ignore[arg-type]  # rich's own name for a whole number
+
+        yield progress

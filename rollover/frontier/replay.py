@@ -1,0 +1,164 @@
+"""A run as a setup: its lengths, its batch shape, and what its journal and metrics say about engine and trainer.
+
+The engine is taken as one replica: an iteration's time is fitted to how long each segment took and how many samples
+ran meanwhile. Simulating the run's own strategy then tells how far this model can be trusted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollover import schema, toml
+from rollover.errors import DataError, RunError
+from rollover.frontier.engine import fit_iterations
+from rollover.report.metrics import MetricRow, read_metrics
+from rollover.report.timeline import Timeline
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
+from rollover.rollout.journal import effective, read_events
+from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.scenario import Scenario
+from rollover.types import FinishReason, SampleId
+from rollover.workload import runs
+from rollover.workload.trace import Trace
+
+_MIN_STEPS = 4
+_NO_B0 = 1e6
+"""Batches, in the largest that occurred, that stand for none at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a run was like."""
+
+    trace: Trace
+    rollout: RolloutConfig
+    replica: ReplicaModel
+    scenario: Scenario
+    num_steps: int
+    step_tokens_per_s: tuple[tuple[int, float], ...]
+    """(trained tokens, seconds) of each step."""
+    notes: tuple[str, ...]
+
+    def tokens_per_s(self, warmup: int) -> float:
+        """Measured, of the whole loop, from step ``warmup`` on."""
+        tokens, seconds = zip(*self.step_tokens_per_s[warmup:], strict=True)
+        return sum(tokens) / sum(seconds)
+
+
+def read_recorded(path: Path) -> Recorded:
+    """The run in ``path``.
+
+    Raises:
+        RunError: it is no run, or too short.
+        DataError: how long iterations take cannot be told from it.
+    """
+    trace = runs.read_run(path)
+    config = runs.read_config(path)
+    rollout = _rollout(path, config)
+    events = [event for _, event in effective(read_events(path / "journal.sqlite"))]
+    timeline = Timeline.of(events)
+    rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values]
+    tokens = {s.step: s.num_tokens for s in timeline.steps}
+    rows = [r for r in rows if r.step in tokens]
+    if len(rows) < _MIN_STEPS:
+        raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to learn from the run")
+    num_prompt_tokens = sum(len(e.prompt.token_ids) for e in events if isinstance(e, GroupOpened))
+    replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
+    trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
+    reward = Latency(base_s=_reward_s(events))
+    keep = (config.get("engine") or {}).get("kv_on_update") == "keep"
+    return Recorded(
+        trace=trace,
+        rollout=rollout,
+        replica=replica,
+        scenario=Scenario(
+            replicas=(replica,), trainer=trainer, reward=reward, kv_on_update="keep" if keep else "recompute"
+        ),
+        num_steps=len(rows),
+        step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
+        notes=(
+            how,
+            f"Trainer: {1e6 * trainer.s_per_token:.1f} µs per trained token, rewards {1000 * reward.base_s:.1f} ms"
+            " after a sample's end, means of the run.",
+        ),
+    )
+
+
+def _rollout(path: Path, config: dict[str, Any]) -> RolloutConfig:
+    section = {key: value for key, value in (config.get("rollout") or {}).items() if value is not None}
+    return schema.build(RolloutConfig, toml.Document(name=f"{path / 'config.json'}: rollout", data=section))
+
+
+def _replica(
+    path: Path, timeline: Timeline, config: dict[str, Any], rows: Sequence[MetricRow], num_prompt_tokens: int
+) -> tuple[ReplicaModel, str]:
+    spans = [
+        (span, place == 0 or sample.spans[place - 1].finish_reason is FinishReason.ABORT)
+        for sample in timeline.samples
+        for place, span in enumerate(sample.spans)
+        if span.num_tokens and span.end_s > span.start_s
+    ]
+    found = None
+    if spans:
+        start_s, end_s = (np.array([getattr(s, key) for s, _ in spans]) for key in ("start_s", "end_s"))
+        running = _mean_running(timeline, start_s, end_s)
+        tokens = np.array([s.num_tokens for s, _ in spans], float)
+        found = fit_iterations(end_s - start_s, tokens, running, np.array([begins for _, begins in spans], float))
+    if found is None:
+        raise DataError(
+            f"{path}: the times of its segments do not grow with their tokens, so iterations cannot be timed;"
+            " give the engine in a scenario file ([engine] c0_s and b0) and the run as WORKLOAD"
+        )
+    per_round = (num_prompt_tokens + timeline.num_reprefilled_tokens) / len(timeline.steps)
+    rate = per_round / found.start_s if found.start_s else math.inf
+    max_running = (config.get("engine") or {}).get("max_running")
+    pause_s = statistics.fmean(r.values.get("time/publish_s", 0.0) for r in rows)
+    model = ReplicaModel(
+        c0_s=found.c0_s,
+        b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * float(running.max()),
+        prefill_tokens_per_s=rate,
+        max_running=max_running if isinstance(max_running, int) else 2**31,
+        swap_pause_s=pause_s,
+    )
+    b0 = f"B0 {found.b0:.1f} samples" if math.isfinite(found.b0) else "grows with no batch that occurred (no B0)"
+    prefill = f"{rate:,.0f} tokens/s of prefill" if math.isfinite(rate) else "prefill too fast to tell"
+    return model, (
+        f"Engine: from {len(spans):,} segments of the run, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
+        f" {prefill}; mean error {found.error:.0%}. New weights take {1000 * pause_s:.0f} ms."
+    )
+
+
+def _mean_running(timeline: Timeline, start_s: Any, end_s: Any) -> Any:
+    """Samples running between each start and end."""
+    times, counts = (np.array(column, float) for column in zip(*timeline.active, strict=True))
+    times = np.append(times, max(float(times[-1]), timeline.end_s) + 1e-9)
+    integral = np.concatenate([[0.0], np.cumsum(counts * np.diff(times))])
+    return (np.interp(end_s, times, integral) - np.interp(start_s, times, integral)) / (end_s - start_s)
+
+
+def _trainer_s(rows: Sequence[MetricRow]) -> float:
+    """Seconds of all steps that were neither rollout nor publishing."""
+    return sum(
+        max(0.0, r.values["time/step_s"] - r.values.get("time/rollout_s", 0.0) - r.values.get("time/publish_s", 0.0))
+        for r in rows
+    )
+
+
+def _reward_s(events: Sequence[Event]) -> float:
+    """Mean time between the end of a sample and its reward."""
+    ended: dict[SampleId, float] = {}
+    waits = []
+    for event in events:
+        if isinstance(event, SegmentEnded) and event.segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            ended[event.sample_id] = event.time_s
+        elif isinstance(event, SampleScored) and event.sample_id in ended:
+            waits.append(event.time_s - ended.pop(event.sample_id))
+    return statistics.fmean(waits) if waits else 0.0

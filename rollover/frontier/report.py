@@ -1,0 +1,231 @@
+"""A study for the terminal, as a page and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from rich.table import Table
+
+from rollover.frontier import figures
+from rollover.frontier.advice import Advice
+from rollover.frontier.settings import label
+from rollover.frontier.study import Study
+from rollover.frontier.sweep import Point
+from rollover.report.gantt import gantt
+from rollover.report.page import Page, header, table, tiles
+
+_FRONTIER = (
+    "Each point is a setting of a strategy, simulated on the same lengths as all others; a line runs from little"
+    " carried over to much. Up is faster, left is fresher. Nothing lies above the ceiling: there, engines would only"
+    " read caches. Bars are 95% intervals over seeds of the paired ratio."
+)
+_TIMELINES = (
+    "The same steps of each setting on axes of equal length. Bars are samples coloured by the policy version that"
+    " sampled them, thin lines parked samples, shaded is training; below, the samples decoding at each moment."
+)
+_ACTIVE = "What over-sampling fills is the area missing under a falling curve."
+_SENSITIVITY = (
+    "How much the answer depends on the setting, and on what may be otherwise than assumed. Solid: throughput over"
+    " synchronous rollout under the same change; dotted, on the right: lag."
+)
+HEAD = (
+    "setting",
+    "gain",
+    "tokens/{unit}",
+    "of ceiling",
+    "lag",
+    "p95",
+    "max",
+    "head",
+    "off-policy",
+    "wasted",
+    "prefilled",
+    "length",
+    "K",
+)
+
+
+def rows(study: Study) -> list[tuple[Point, tuple[str, ...]]]:
+    """One a setting; the columns are ``HEAD``'s."""
+    ceiling = study.setup.ceiling
+    found: list[tuple[Point, tuple[str, ...]]] = []
+    for p in study.points:
+        gain = p.gain
+        margin = "" if gain.margin is None else f" ±{gain.margin:.2f}"
+        found.append(
+            (
+                p,
+                (
+                    label(p.config) + _mark(study, p),
+                    f"{gain.mean:.2f}×{margin}",
+                    f"{p.mean('tokens_per_s'):,.0f}",
+                    f"{p.mean('tokens_per_s') / ceiling:.0%}",
+                    f"{p.lag:.2f}",
+                    f"{p.mean('lag_p95'):.1f}",
+                    f"{p.max_lag}",
+                    f"{p.mean('head_lag'):.2f}",
+                    f"{p.mean('off_policy'):.0%}",
+                    f"{sum(p.wasted.values()):.0%}",
+                    f"{p.mean('prefilled'):.2f}",
+                    f"{p.mean('trained_length'):.2f}",
+                    f"{p.mean('iterations'):,.0f}",
+                ),
+            )
+        )
+    return found
+
+
+def _mark(study: Study, point: Point) -> str:
+    marks = ["in use"] if point is study.current and study.setup.is_in_use else []
+    marks += ["recommended"] if any(point is a.chosen for a in study.advice) else []
+    return f" ({', '.join(marks)})" if marks else ""
+
+
+def study_table(study: Study) -> Table:
+    shown = Table(title=headline(study), title_justify="left", title_style="bold")
+    for place, name in enumerate(HEAD):
+        shown.add_column(name.format(unit=study.setup.unit), justify="right" if place else "left", no_wrap=True)
+    strategy = None
+    for point, cells in rows(study):
+        if strategy not in (None, point.config.strategy):
+            shown.add_section()
+        strategy = point.config.strategy
+        chosen = any(point is a.chosen for a in study.advice)
+        shown.add_row(*cells, style="bold" if chosen else None)
+    return shown
+
+
+def headline(study: Study) -> str:
+    r, length = study.setup.rollout, study.length
+    seeds = f"{study.num_seeds} seed{'s' * (study.num_seeds > 1)}"
+    return (
+        f"{study.setup.name}: {r.rollout_batch_size} groups of {r.group_size}, responses of at most"
+        f" {study.setup.cap_tokens:,} tokens; {length.steps} steps, the first {length.warmup} left out, {seeds}"
+    )
+
+
+def legend() -> str:
+    return (
+        "gain: trained tokens per time over sync, paired; lag: mean age of trained tokens in versions, beside it p95,"
+        " max, and the mean over groups of the oldest token; wasted: of decoded tokens; prefilled: tokens per trained"
+        " token, prompts included; length: trained over admitted mean, 1 is no bias; K: iterations per step"
+    )
+
+
+def recommendation(advice: Advice) -> str:
+    within = "" if advice.lag_budget is None else f"For a lag of at most {advice.lag_budget:g}: "
+    return within + advice.sentence()
+
+
+def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
+    """The page; ``extra`` are sentences to stand beside the recommendation."""
+    page = Page(f"{study.setup.name} · Rollover simulation")
+    page.add(header("Rollover simulation: nothing here was measured", study.setup.name, [headline(study), *extra]))
+    page.add(tiles(_key_numbers(study)))
+    cards = [
+        f'<div class="card"><p>{escape(recommendation(a))}</p><pre>{escape(a.toml())}</pre></div>' for a in study.advice
+    ]
+    page.section("Recommendation", "Ready to paste into a run's config.", *cards)
+    page.section("Throughput against lag", _FRONTIER, page.figure("", figures.frontier(study), ""), layout="column")
+    head = [name.format(unit=study.setup.unit) for name in HEAD]
+    page.add(f'<section><div class="card">{table([cells for _, cells in rows(study)], head)}')
+    page.add(f'<p class="caption">{escape(legend())}</p></div></section>')
+    _timelines(page, study)
+    page.section("Samples decoding", _ACTIVE, page.figure("", figures.active(study), ""), layout="column")
+    drawn = [page.figure(title, drawn, "") for title, drawn in figures.sensitivity(study)]
+    page.section("What it depends on", _SENSITIVITY, *drawn)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in assumptions(study))
+    page.add(f'<section><h2>Assumptions</h2><div class="card"><ul>{notes}</ul></div></section>')
+    return page.render()
+
+
+def assumptions(study: Study) -> list[str]:
+    scenario = study.setup.scenario
+    kept = "outlive new weights" if scenario.kv_on_update == "keep" else "are computed again after each weight update"
+    found = [*study.setup.notes, f"Caches of unfinished samples {kept}."]
+    if scenario.trainer.is_zero:
+        found.append("Training takes no time: gains are of the rollout alone. Give [trainer] in a scenario file.")
+    return found
+
+
+def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
+    advice, sync, theory = study.advice[-1], study.sync, study.theory
+    ceiling = study.setup.ceiling / sync.mean("tokens_per_s")
+    return [
+        ("Recommended", label(advice.config), "", f"max_staleness = {advice.chosen.max_lag} was never exceeded"),
+        ("Gain", f"{advice.chosen.gain.mean:.2f}", "× sync", f"{advice.share:.0%} of the fastest setting's gain"),
+        ("Lag", f"{advice.chosen.lag:.2f}", "versions", f"{advice.best.lag:.2f} at the fastest setting"),
+        ("Ceiling", f"{ceiling:.2f}", "× sync", "engines that only read caches, a trainer that never waits"),
+        ("Sync step", f"{theory.sync_iterations:,.0f}", "iterations", "the mean longest response of a batch"),
+        ("Lag times K", f"{theory.kappa:,.0f}", "tokens", "in closed form: what these lengths make lag cost"),
+    ]
+
+
+def _timelines(page: Page, study: Study) -> None:
+    windows = [figures.window_of(p) for p in study.pictures]
+    length_s = max(w.end_s - w.start_s for w in windows)
+    cards = [
+        page.figure(
+            f"{label(picture.config)}: {window.end_s - window.start_s:,.4g} {study.setup.unit}",
+            gantt(
+                picture.timeline,
+                window,
+                origin_s=window.start_s,
+                length_s=length_s,
+                time_title=figures.time_title(study),
+            ),
+            "",
+        )
+        for picture, window in zip(study.pictures, windows, strict=True)
+    ]
+    page.section("Timelines", _TIMELINES, *cards, layout="column")
+
+
+def study_json(study: Study) -> str:
+    """All figures, by setting and seed."""
+    setup = study.setup
+    content = {
+        "simulated": True,
+        "workload": setup.name,
+        "unit": setup.unit,
+        "steps": study.length.steps,
+        "warmup": study.length.warmup,
+        "scenario": asdict(setup.scenario),
+        "rollout": asdict(setup.rollout),
+        "assumptions": assumptions(study),
+        "ceiling_tokens_per_time": setup.ceiling,
+        "theory": asdict(study.theory),
+        "points": [_point_json(p) for p in study.points],
+        "sensitivity": [{"what": v.what, "value": v.value, **_point_json(v.point)} for v in study.variations],
+        "advice": [
+            {"lag_budget": a.lag_budget, "sentence": a.sentence(), "share_of_gain": a.share, "toml": a.toml()}
+            for a in study.advice
+        ],
+    }
+    return json.dumps(_finite(content), indent=1) + "\n"
+
+
+def _point_json(point: Point) -> dict[str, Any]:
+    return {
+        "setting": label(point.config),
+        "strategy": point.config.strategy,
+        "rollout": asdict(point.config),
+        "gain": asdict(point.gain),
+        "lag": point.lag,
+        "seeds": [asdict(o) for o in point.outcomes],
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: what is unlimited is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

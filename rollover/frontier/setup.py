@@ -1,0 +1,215 @@
+"""What is simulated: lengths, batch shape, engine, trainer and rewards, and where each of them comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from rollover import schema, toml
+from rollover.errors import ConfigError
+from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.scenario import Scenario
+from rollover.workload.source import Lengths, capped
+
+PUBLISHED_LOAD = 2.4
+"""Samples of a batch over B0 in APRIL's experiments: 256 samples, Qwen3-4B on 8 GPUs with B0 = 108."""
+PREFILL_PER_C0 = 1600.0
+"""Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
+Unit = Literal["s", "c0"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """Section ``[engine]`` of a scenario file; what is unset comes from the device, the benchmark or the run."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    c0_s: float | None = None
+    """Seconds of a decoding iteration over an empty batch."""
+    b0: float | None = None
+    """Samples at which an iteration takes twice that."""
+    prefill_tokens_per_s: float | None = None
+    kv_tokens: float | None = None
+    """Room of the key-value cache of a replica."""
+    max_running: int | None = None
+    """Samples a replica decodes at the same time."""
+    swap_pause_s: float | None = None
+    """Decoding stands still this long for new weights."""
+    replicas: int | None = None
+    fast_lane_replicas: int = 0
+    """How many of them take only samples that ask for the fast lane."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("swap_pause_s", "fast_lane_replicas") else None
+            if value is not None and (not value >= 0 if least == 0 else not value > 0):
+                raise ValueError(f"{field.name} must be {'at least' if least == 0 else 'above'} 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySection:
+    """``base_s + s_per_token * tokens``, times a lognormal factor of mean 1 where ``sigma`` is above 0."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    base_s: float = 0.0
+    s_per_token: float = 0.0
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.latency()
+
+    def latency(self) -> Latency:
+        return Latency(base_s=self.base_s, s_per_token=self.s_per_token, sigma=self.sigma)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioFile:
+    """A scenario file. Every key may be left out."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    rollout: RolloutConfig | None = None
+    """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
+    engine: EngineSection = EngineSection()
+    trainer: LatencySection | None = None
+    """Of a step, by the response tokens of its batch."""
+    reward: LatencySection | None = None
+    """Of a sample, by its response tokens."""
+    kv_on_update: Literal["keep", "recompute"] | None = None
+    """Whether key-value caches outlive new weights; recomputed when absent."""
+    accuracy: float | None = None
+    """Chance of reward 1 instead of 0."""
+    filter_zero_signal: bool | None = None
+    """Whether groups of equal rewards are dropped (dynamic sampling)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything but the strategies."""
+
+    name: str
+    """What the lengths are called."""
+    lengths: Lengths
+    rollout: RolloutConfig
+    """Batch shape, and the setting in use."""
+    is_in_use: bool
+    """Whether the user said which setting that is; otherwise only the batch shape counts."""
+    scenario: Scenario
+    unit: Unit
+    """Of times: seconds, or iterations over an empty batch where no engine was named."""
+    notes: tuple[str, ...] = ()
+    """Where the parameters come from, in sentences."""
+
+    @property
+    def cap_tokens(self) -> int:
+        return self.lengths.cap_tokens
+
+    @property
+    def ceiling(self) -> float:
+        """Trained tokens per unit of time that no schedule exceeds: replicas that never wait, in batches so large that
+        only caches are read; or a trainer that never waits, where that is slower."""
+        decoded = sum(r.b0 / r.c0_s for r in self.scenario.replicas)
+        tokens = self.batch_tokens
+        trainer_s = self.scenario.trainer.base_s + self.scenario.trainer.s_per_token * tokens
+        return min(decoded, tokens / trainer_s if trainer_s else math.inf)
+
+    @property
+    def batch_tokens(self) -> float:
+        """Mean tokens of a batch."""
+        workload = self.lengths.workload(0)
+        size = self.rollout.group_size
+        drawn = [n for i in range(_SAMPLED_PROMPTS) for n in workload.group_lengths(i, size)]
+        return self.rollout.rollout_batch_size * size * sum(drawn) / len(drawn)
+
+
+_SAMPLED_PROMPTS = 2048
+
+
+def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
+    """A scenario file, and the cap that its ``[rollout]`` names.
+
+    Raises:
+        ConfigError: naming file, line and key.
+    """
+    document = toml.read(file)
+    rollout = document.data.get("rollout")
+    cap = rollout.get("max_new_tokens") if isinstance(rollout, dict) else None
+    return schema.build(ScenarioFile, document), cap
+
+
+def shaped(rollout: RolloutConfig, *, batch_size: int | None, group_size: int | None) -> RolloutConfig:
+    """With another batch shape; over-sampling and concurrency grow and shrink with it."""
+    try:
+        groups, samples = batch_size or rollout.rollout_batch_size, group_size or rollout.group_size
+        r = groups / rollout.rollout_batch_size
+        running, over = rollout.num_running, rollout.over_sampling_batch_size
+        return replace(
+            rollout,
+            rollout_batch_size=groups,
+            group_size=samples,
+            num_running=running and max(1, round(running * r * samples / rollout.group_size)),
+            over_sampling_batch_size=over and max(groups, round(over * r)),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
+    """The file's figures over those of ``known``."""
+    names = ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running", "swap_pause_s")
+    given = {name: value for name in names if (value := getattr(section, name)) is not None}
+    return replace(known, **given)
+
+
+def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:
+    """``count`` replicas, the last ones in the fast lane where the file asks for it.
+
+    Raises:
+        ConfigError: none would be left for the others.
+    """
+    fast = section.fast_lane_replicas
+    if fast >= count:
+        raise ConfigError(f"engine.fast_lane_replicas ({fast}) must be below the number of replicas ({count})")
+    return (model,) * (count - fast) + (replace(model, fast_lane=True),) * fast
+
+
+def build_setup(
+    name: str,
+    lengths: Lengths,
+    model: ReplicaModel,
+    file: ScenarioFile,
+    *,
+    rollout: RolloutConfig,
+    is_in_use: bool,
+    replicas: int,
+    unit: Unit,
+    notes: tuple[str, ...],
+    cap_tokens: int | None = None,
+    base: Scenario | None = None,
+) -> Setup:
+    """Put the parts together; ``base`` has what the scenario file leaves open."""
+    lengths = lengths if cap_tokens is None else capped(lengths, cap_tokens)
+    model = overlaid(model, file.engine)
+    known = base or Scenario(replicas=(model,))
+    try:
+        scenario = Scenario(
+            replicas=replicas_of(model, file.engine, file.engine.replicas or replicas),
+            trainer=known.trainer if file.trainer is None else file.trainer.latency(),
+            reward=known.reward if file.reward is None else file.reward.latency(),
+            kv_on_update=file.kv_on_update or known.kv_on_update,
+            accuracy=known.accuracy if file.accuracy is None else file.accuracy,
+            filter_zero_signal=bool(file.filter_zero_signal),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"scenario: {error}") from None
+    rollout = replace(rollout, max_new_tokens=lengths.cap_tokens)
+    return Setup(
+        name=name, lengths=lengths, rollout=rollout, is_in_use=is_in_use, scenario=scenario, unit=unit, notes=notes
+    )

@@ -1,0 +1,233 @@
+"""The whole study: every setting, a closer look at the recommended one, what that depends on and what it looks like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rollover.frontier.advice import Advice, advise
+from rollover.frontier.settings import KNOBS, setting, settings, value_of
+from rollover.frontier.setup import Setup
+from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, strategy_of, workers
+from rollover.report.timeline import Timeline
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import Event
+from rollover.sim.run import simulate
+from rollover.sim.theory import StepModel
+from rollover.workload.law import LengthLaw
+from rollover.workload.source import capped
+
+TIMELINE_WARMUP, TIMELINE_STEPS = 8, 3
+_THEORY_PROMPTS = 4096
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, how much there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """One thing changed, everything else as it is."""
+
+    what: str
+    """``group size``, ``cap`` or ``B0``."""
+    value: float
+    point: Point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A few steps of one setting."""
+
+    config: RolloutConfig
+    timeline: Timeline
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    setup: Setup
+    length: Length
+    num_seeds: int
+    points: tuple[Point, ...]
+    """All settings; those of a strategy in order of lag."""
+    current: Point
+    """The setting in use, or the usual one."""
+    advice: tuple[Advice, ...]
+    """One for each lag budget, or one."""
+    variations: tuple[Variation, ...]
+    pictures: tuple[Picture, ...]
+    theory: StepModel
+
+    @property
+    def sync(self) -> Point:
+        return self.points[0]
+
+    def of(self, strategy: str) -> tuple[Point, ...]:
+        return tuple(p for p in self.points if p.config.strategy == strategy)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(p.config.strategy for p in self.points))
+
+
+def study(
+    setup: Setup,
+    strategies: Sequence[str],
+    length: Length,
+    *,
+    num_seeds: int,
+    lag_budgets: Sequence[float] = (),
+    max_staleness: int | None = None,
+    jobs: int = 1,
+    progress: Progress = lambda what, done, total: None,
+) -> Study:
+    """Simulate all of it.
+
+    Raises:
+        RunError: a simulation stands still.
+    """
+    if not setup.is_in_use:
+        setup = replace(setup, rollout=setting("april", setup, 2.0, max_staleness=max_staleness))
+    current = setup.rollout
+    place = (current.strategy, value_of(current))
+    tried = [config for name in strategies for config in settings(name, setup, max_staleness=max_staleness)]
+    if current.strategy != "sync":  # in place of the setting that is the same but for its staleness bound
+        tried = [*(c for c in tried if (c.strategy, value_of(c)) != place), current]
+    with workers(jobs) as runner:
+        bench = _Bench(setup, length, num_seeds, runner, progress)
+        points = bench.points("settings", tried)
+        budgets: list[float | None] = [*lag_budgets] or [None]
+        chosen = dict.fromkeys(advise(points, budget).config for budget in budgets)
+        near = [c for config in chosen for c in _between(config, points, setup, max_staleness)]
+        points = _ordered([*points, *bench.points("a closer look", list(dict.fromkeys(near)))])
+        advice = tuple(advise(points, budget) for budget in budgets)
+        shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
+        variations = tuple(bench.variations(shown))
+    return Study(
+        setup=setup,
+        length=length,
+        num_seeds=num_seeds,
+        points=tuple(points),
+        current=next(p for p in points if (p.config.strategy, value_of(p.config)) == place),
+        advice=advice,
+        variations=variations,
+        pictures=tuple(_picture(setup, config) for config in shown),
+        theory=theory(setup),
+    )
+
+
+def theory(setup: Setup) -> StepModel:
+    """The closed forms for the setup's lengths, replicas taken as one."""
+    workload, size = setup.lengths.workload(0), setup.rollout.group_size
+    rows = [workload.group_lengths(i, size) for i in range(_THEORY_PROMPTS)]
+    b0 = sum(r.b0 for r in setup.scenario.replicas)
+    return StepModel.of_lengths(rows, batch_size=setup.rollout.rollout_batch_size, b0=b0)
+
+
+def _ordered(points: list[Point]) -> list[Point]:
+    """Strategies in order of first appearance, their settings by knob."""
+    strategies = list(dict.fromkeys(p.config.strategy for p in points))
+    return sorted(points, key=lambda p: (strategies.index(p.config.strategy), value_of(p.config) or 0.0))
+
+
+def _between(
+    config: RolloutConfig, points: Sequence[Point], setup: Setup, max_staleness: int | None
+) -> list[RolloutConfig]:
+    """Settings halfway to the neighbours of ``config``."""
+    knob = KNOBS[config.strategy]
+    here = value_of(config)
+    if knob is None or here is None or here == math.inf or knob.key == "max_staleness":
+        return []
+    known = [p.config for p in points if p.config.strategy == config.strategy]
+    values = sorted(v for c in known if (v := value_of(c)) is not None)
+    place = values.index(here)
+    beside = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
+    near = (setting(config.strategy, setup, (here + other) / 2, max_staleness=max_staleness) for other in beside)
+    return [c for c in dict.fromkeys(near) if c not in known]
+
+
+class _Bench:
+    """Runs trials over all seeds and pairs them with synchronous rollout."""
+
+    def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
+        self._setup = setup
+        self._length = length
+        self._seeds = range(num_seeds)
+        self._runner = runner
+        self._progress = progress
+        self._baselines: dict[int, tuple[Outcome, ...]] = {}
+        """Synchronous outcomes by the setup's identity."""
+
+    def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[Point]:
+        """The first of the first call must be synchronous."""
+        return self._points(what, [(self._setup, config) for config in configs], self._seeds)
+
+    def variations(self, configs: Sequence[RolloutConfig]) -> list[Variation]:
+        """Each of ``configs`` under half and twice of what may be otherwise; one seed."""
+        setups = list(_varied(self._setup))
+        work = [(setup, _moved(config, setup)) for _, _, setup in setups for config in configs]
+        names = [(what, value) for what, value, _ in setups for _ in configs]
+        points = self._points("sensitivity", work, range(1))
+        return [
+            Variation(what=what, value=value, point=point) for (what, value), point in zip(names, points, strict=True)
+        ]
+
+    def _points(self, what: str, work: Sequence[tuple[Setup, RolloutConfig]], seeds: range) -> list[Point]:
+        trials = [
+            Trial(config=config, seed=seed, lengths=setup.lengths, scenario=setup.scenario)
+            for setup, config in work
+            for seed in seeds
+        ]
+        done = run_trials(trials, self._length, self._runner, lambda n: self._progress(what, n, len(trials)))
+        points = []
+        for place, (setup, config) in enumerate(work):
+            outcomes = tuple(done[place * len(seeds) : (place + 1) * len(seeds)])
+            if config.strategy == "sync":
+                self._baselines.setdefault(id(setup), outcomes)
+            points.append(Point(config=config, outcomes=outcomes, baseline=self._baselines[id(setup)]))
+        return points
+
+
+def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
+    """(what, value, setup) with half and twice the group size, the cap, and B0."""
+    found: list[tuple[str, float, Setup]] = []
+    size = setup.rollout.group_size
+    for other in (size // 2, 2 * size):
+        if other >= 2:
+            found.append(("group size", other, replace(setup, rollout=replace(setup.rollout, group_size=other))))
+    for cap in (setup.cap_tokens // 2, 2 * setup.cap_tokens):
+        if cap >= 1 and (cap < setup.cap_tokens or isinstance(setup.lengths, LengthLaw)):
+            lengths = capped(setup.lengths, cap)
+            found.append(
+                ("cap", cap, replace(setup, lengths=lengths, rollout=replace(setup.rollout, max_new_tokens=cap)))
+            )
+    for factor in (0.5, 2.0):
+        replicas = tuple(replace(r, b0=factor * r.b0) for r in setup.scenario.replicas)
+        value = sum(r.b0 for r in replicas)
+        found.append(("B0", value, replace(setup, scenario=replace(setup.scenario, replicas=replicas))))
+    return found
+
+
+def _moved(config: RolloutConfig, setup: Setup) -> RolloutConfig:
+    """``config`` in another setup, its knob where it was."""
+    size = setup.rollout.group_size
+    running = config.num_running and max(1, config.num_running * size // config.group_size)
+    return replace(config, group_size=size, num_running=running, max_new_tokens=setup.cap_tokens)
+
+
+def _picture(setup: Setup, config: RolloutConfig) -> Picture:
+    events: list[Event] = []
+    simulate(
+        strategy_of(config, setup.scenario),
+        setup.lengths.workload(0),
+        setup.scenario,
+        steps=TIMELINE_WARMUP + TIMELINE_STEPS,
+        observer=events.append,
+    )
+    return Picture(
+        config=config,
+        timeline=Timeline.of(events),
+        first_step=TIMELINE_WARMUP,
+        last_step=TIMELINE_WARMUP + TIMELINE_STEPS - 1,
+    )

@@ -1,0 +1,189 @@
+"""Settings simulated over seeds, in this process or in several. All settings of a seed meet the same lengths, so that
+what is compared is paired."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from rollover.errors import ConfigError
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategy import Strategy
+from rollover.sim.result import Simulation
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from rollover.workload.source import Lengths
+
+# Of Student's distribution: 97.5% for 1, 2, ... degrees of freedom; beyond the last, the normal's.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """How long a simulation is, in training steps."""
+
+    steps: int
+    warmup: int
+    """Of these, left out of all figures."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < self.steps:
+            raise ConfigError(f"--warmup must be at least 0 and below --steps ({self.steps}), got {self.warmup}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One simulation."""
+
+    config: RolloutConfig
+    seed: int
+    lengths: Lengths
+    scenario: Scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one simulation came to, warm-up left out; waste is of the whole run."""
+
+    tokens_per_s: float
+    """Trained tokens per unit of time of the whole loop."""
+    lag: float
+    """Mean age of trained tokens, in versions."""
+    lag_p95: float
+    max_lag: float
+    head_lag: float
+    off_policy: float
+    iterations: float
+    """Per step: K."""
+    mean_running: float
+    step_s: float
+    trained_length: float
+    """Mean of trained over mean of admitted responses."""
+    prefilled: float
+    """Tokens prefilled, prompts included, over tokens trained."""
+    wasted: Mapping[str, float]
+    """Share of decoded tokens, by cause."""
+
+    @classmethod
+    def of(cls, run: Simulation, length: Length) -> Outcome:
+        window = run.after(length.warmup)
+        wasted = {str(cause): n / run.tokens.decoded for cause, n in run.tokens.wasted.items() if n}
+        return cls(
+            tokens_per_s=window.tokens_per_s,
+            lag=window.lag,
+            lag_p95=window.lag_quantile(0.95),
+            max_lag=window.max_lag,
+            head_lag=window.head_lag,
+            off_policy=window.off_policy,
+            iterations=window.iterations,
+            mean_running=window.mean_running,
+            step_s=window.seconds / len(window.steps),
+            trained_length=window.mean_length / statistics.fmean(run.admitted_lengths),
+            prefilled=window.prefilled_tokens / window.trained_tokens,
+            wasted=wasted,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over seeds."""
+
+    mean: float
+    margin: float | None
+    """Half of its 95% interval; ``None`` for one seed."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        if len(values) < 2:
+            return cls(mean=values[0], margin=None)
+        student = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
+        return cls(mean=statistics.fmean(values), margin=student * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A setting and what it came to, by seed."""
+
+    config: RolloutConfig
+    outcomes: tuple[Outcome, ...]
+    baseline: tuple[Outcome, ...] = field(repr=False)
+    """Synchronous rollout on the same lengths, seed by seed."""
+
+    def mean(self, figure: str) -> float:
+        """Of a numeric field of ``Outcome``."""
+        return statistics.fmean(getattr(o, figure) for o in self.outcomes)
+
+    @property
+    def gain(self) -> Estimate:
+        """Throughput over that of synchronous rollout: the mean of paired ratios."""
+        pairs = zip(self.outcomes, self.baseline, strict=True)
+        return Estimate.of([o.tokens_per_s / b.tokens_per_s for o, b in pairs])
+
+    @property
+    def lag(self) -> float:
+        return self.mean("lag")
+
+    @property
+    def max_lag(self) -> int:
+        return int(max(o.max_lag for o in self.outcomes))
+
+    @property
+    def wasted(self) -> dict[str, float]:
+        """Share of decoded tokens by cause, mean over seeds."""
+        causes = sorted({cause for o in self.outcomes for cause in o.wasted})
+        return {cause: statistics.fmean(o.wasted.get(cause, 0.0) for o in self.outcomes) for cause in causes}
+
+
+def strategy_of(config: RolloutConfig, scenario: Scenario) -> Strategy:
+    return STRATEGIES[config.strategy].from_config(config, max_running=scenario.max_running)
+
+
+def run_trial(trial: Trial, *, length: Length) -> Outcome:
+    run = simulate(
+        strategy_of(trial.config, trial.scenario),
+        trial.lengths.workload(trial.seed),
+        trial.scenario,
+        steps=length.steps,
+        seed=trial.seed,
+    )
+    return Outcome.of(run, length)
+
+
+Runner = Callable[[Callable[[Trial], Outcome], Sequence[Trial]], Iterable[Outcome]]
+"""Outcomes of trials in their order, as ``map`` gives them."""
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[Runner]:
+    """``jobs`` processes, or this one alone. What they find does not depend on how many they are."""
+    if jobs == 1:
+        yield map
+        return
+    context = multiprocessing.get_context("spawn")  # a copy of this process might copy a lock that a thread holds
+    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_trials(
+    trials: Sequence[Trial], length: Length, runner: Runner, on_done: Callable[[int], None] = lambda num_done: None
+) -> list[Outcome]:
+    """Outcomes in the order of ``trials``.
+
+    Raises:
+        RunError: a simulation stands still.
+    """
+    found = []
+    for outcome in runner(partial(run_trial, length=length), trials):
+        found.append(outcome)
+        on_done(len(found))
+    return found

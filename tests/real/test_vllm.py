@@ -40,10 +40,11 @@ ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 MAX_RUNNING = 16
 DEADLINE_S = 900.0
 PATIENT = {
-    "first_token_timeout_s": 600.0,
+    "connect_timeout_s": 300.0,
+    "first_token_timeout_s": 900.0,
     "token_timeout_s": 300.0,
     "control_timeout_s": 300.0,
-    "abort_timeout_s": 60.0,
+    "abort_timeout_s": 120.0,
 }
 """For a machine that has other things to do."""
 

@@ -159,7 +159,7 @@ class Trajectory:
     def extended(self, segment: Segment) -> Trajectory:
         """With ``segment`` behind the others, joined to the last one where nothing separates them."""
         segments = self.segments
-        if segments and segments[-1].continues_into(segment):
+        if segments and segments[-1].finish_reason is None and segments[-1].continues_into(segment):
             segments, segment = segments[:-1], segments[-1].joined(segment)
         return Trajectory(
             sample_id=self.sample_id, prompt=self.prompt, segments=(*segments, segment), reward=self.reward

@@ -145,6 +145,8 @@ class Ledger:
         """Step to group ids of the batches consumed since the last checkpoint."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
+        self.num_events = 0
+        """Events applied."""
         self.num_admitted = 0
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
@@ -192,18 +194,14 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
+        self.num_events += 1
         match event:  # the frequent ones first
             case SegmentEnded():
                 self._segment(event)
             case SampleStarted():
                 self._start(event.sample_id, event.policy_version)
-            case SampleScored(sample_id=sample_id, reward=reward):
-                sample = self.sample(sample_id)
-                assert sample.state is SampleState.FINISHED, f"{sample_id} is {sample.state}, not finished"
-                self._leave(sample_id, sample)
-                sample.trajectory = sample.trajectory.scored(reward)
-                self.num_scored += 1
-                self._settle(sample_id, SampleState.SCORED)
+            case SampleScored():
+                self._score(event)
             case GroupOpened():
                 self._open(event)
             case SampleFailed(sample_id=sample_id, reason=reason):
@@ -255,7 +253,7 @@ class Ledger:
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
         assert sample.state in _STARTABLE, f"{sample_id} is {sample.state}"
-        self._leave(sample_id, sample)
+        self._unqueue(sample_id, sample, group)
         sample.state = SampleState.RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
@@ -280,6 +278,15 @@ class Ledger:
         else:
             self._park(sample_id, sample)
 
+    def _score(self, event: SampleScored) -> None:
+        sample_id = event.sample_id
+        sample = self.sample(sample_id)
+        assert sample.state is SampleState.FINISHED, f"{sample_id} is {sample.state}, not finished"
+        del self.unscored[sample_id]
+        sample.trajectory = sample.trajectory.scored(event.reward)
+        self.num_scored += 1
+        self._settle(sample_id, SampleState.SCORED)
+
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """A sample stopped before its first token has nothing to resume: it waits again."""
         sample.state = SampleState.PARKED if sample.num_tokens else SampleState.WAITING
@@ -291,17 +298,18 @@ class Ledger:
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """Take the sample out of the place where those of its state are."""
-        match sample.state:
-            case SampleState.RUNNING:
-                del self.running[sample_id]
-            case SampleState.FINISHED:
-                del self.unscored[sample_id]
-            case SampleState.WAITING | SampleState.PARKED:
-                del (self.waiting if sample.state is SampleState.WAITING else self.parked)[sample_id]
-                group = self.groups[sample_id.group]
-                group.num_startable -= 1
-                if group.num_startable == 0:
-                    del self._startable[bisect_left(self._startable, sample_id.group)]
+        if sample.state is SampleState.FINISHED:
+            del self.unscored[sample_id]
+        elif sample.state is SampleState.RUNNING:
+            del self.running[sample_id]
+        elif sample.state in _STARTABLE:
+            self._unqueue(sample_id, sample, self.groups[sample_id.group])
+
+    def _unqueue(self, sample_id: SampleId, sample: SampleEntry, group: GroupEntry) -> None:
+        del (self.waiting if sample.state is SampleState.WAITING else self.parked)[sample_id]
+        group.num_startable -= 1
+        if group.num_startable == 0:
+            del self._startable[bisect_left(self._startable, sample_id.group)]
 
     def _settle(self, sample_id: SampleId, state: SampleState) -> None:
         group = self.groups[sample_id.group]

@@ -63,7 +63,8 @@ class Scheduler:
 
     Args:
         max_running: samples the engine decodes at the same time.
-        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it). All are
+            when it is absent.
         emit: called with each event once the ledger has moved on.
     """
 
@@ -75,8 +76,8 @@ class Scheduler:
         ledger: Ledger,
         max_running: int,
         limits: Limits,
-        emit: Callable[[Event], None],
-        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        emit: Callable[[Event], None] | None = None,
+        keep_group: Callable[[Sequence[float]], bool] | None = None,
     ) -> None:
         self.ledger = ledger
         self.strategy = strategy
@@ -92,7 +93,8 @@ class Scheduler:
 
     def record(self, event: Event) -> None:
         self.ledger.apply(event)
-        self._emit(event)
+        if self._emit is not None:
+            self._emit(event)
 
     # -- what to do ------------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class Scheduler:
         ledger, strategy = self.ledger, self.strategy
         if not self.collecting or ledger.replay:
             return NOTHING
-        if strategy.on_full is not OnFull.KEEP and strategy.select_batch(ledger) is not None:
+        if strategy.on_full is not OnFull.KEEP and self.batch_is_full:
             self.collecting = False
             return Decision(stop=strategy.on_full is not OnFull.WAIT)
         for _ in range(strategy.groups_to_open(ledger)):
@@ -172,7 +174,7 @@ class Scheduler:
             return
         if group.num_scored < min(2, self.strategy.group_size):
             self._drop(group.group_id, WasteCause.FAILED, now_s, prompt_returned=False)
-        elif self._keep_group(group.rewards_G):
+        elif self._keep_group is None or self._keep_group(group.rewards_G):
             self._num_filtered_in_a_row = 0
         else:
             self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, now_s, prompt_returned=False)
@@ -187,7 +189,8 @@ class Scheduler:
 
     @property
     def batch_is_full(self) -> bool:
-        return self.strategy.select_batch(self.ledger) is not None
+        ledger, strategy = self.ledger, self.strategy
+        return len(ledger.ready) >= strategy.batch_size and strategy.select_batch(ledger) is not None
 
     def discard_unfinished(self, now_s: float) -> None:
         """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""

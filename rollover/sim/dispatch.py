@@ -18,6 +18,7 @@ class Lane:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = replicas
+        self._places = {replica.index: place for place, replica in enumerate(replicas)}
         self._loads: list[tuple[float, int]] = []
         """With entries that are out of date."""
         self._refill()
@@ -40,7 +41,7 @@ class Lane:
         if len(self._loads) > _STALE * len(self.replicas):
             self._refill()
         elif replica.is_up:
-            heapq.heappush(self._loads, (replica.load, self.replicas.index(replica)))
+            heapq.heappush(self._loads, (replica.load, self._places[replica.index]))
 
     def _refill(self) -> None:
         self._loads = [(r.load, place) for place, r in enumerate(self.replicas) if r.is_up]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from rollover.planner import costs
 from rollover.planner.plan import Plan
-from rollover.planner.recost import stage_link
-from rollover.planner.records import RolloutColumn
+from rollover.planner.recost import stage_link, weights_link
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
 from rollover.sim.models import Latency, ReplicaModel
@@ -59,11 +58,17 @@ def check(
 
 def scenario(plan: Plan) -> Scenario:
     """The plan's engines and trainer as the simulator takes them."""
-    workload = plan.workload
+    workload, training = plan.workload, plan.solution.plan
+    topology = Topology.of(plan.fleet)
+    ways = topology.broadcast(plan.placement.training_nodes, plan.placement.rollout_nodes)
     models: list[ReplicaModel] = []
     for c, column in enumerate(plan.problem.columns):
-        models += [replica_model(plan, c, column)] * plan.solution.replicas[c]
-    training = plan.solution.plan
+        replicas = [r for r in plan.placement.replicas if r.member == c]
+        device = plan.devices[column.device]
+        link = stage_link(topology, replicas) or device.link
+        engine = costs.replica(plan.model, workload, device, column.tp, column.pp, link)
+        pause_s = costs.update_s(plan.model, workload, device, weights_link(device, replicas, ways))
+        models += [replica_model(engine, column.batch_cap, pause_s=pause_s)] * len(replicas)
     tokens = workload.batch_size * workload.response_tokens
     return Scenario(
         replicas=tuple(models),
@@ -73,31 +78,20 @@ def scenario(plan: Plan) -> Scenario:
     )
 
 
-def replica_model(plan: Plan, c: int, column: RolloutColumn) -> ReplicaModel:
-    """Column ``c`` as a line through two iteration times: of one sample, and of a full batch."""
-    workload = plan.workload
-    replicas = [r for r in plan.placement.replicas if r.member == c]
-    device = plan.devices[column.device]
-    link = stage_link(Topology.of(plan.fleet), replicas) or device.link
-    engine = costs.replica(plan.model, workload, device, column.tp, column.pp, link)
-    mean = workload.response_tokens
+def replica_model(engine: costs.Replica, batch_cap: int, *, pause_s: float) -> ReplicaModel:
+    """An engine as a line through two of its iteration times: of one sample, and of a full batch."""
+    workload = engine.workload
     squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
-    context = workload.prompt_tokens + squares / (2 * mean)  # of a token, not of a sample
-    batch = max(2, min(column.batch_cap, int(engine.kv_room / (engine.kv_bytes_per_token * context))))
+    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # of a token, not of a sample
+    room = engine.kv_room / engine.kv_bytes_per_token
+    batch = max(2, min(batch_cap, int(room / context)))
     alone_s, full_s = engine.step_s(1, context), engine.step_s(batch, context)
     slope_s = (full_s - alone_s) / (batch - 1)
-    prefill_s = engine.prefill_s(context)
-    bucket = workload.buckets[0]
-    redone_s = 0.0
-    if not workload.keeps_kv:
-        redone_s = engine.batch(bucket, column.batch_cap) * engine.prefill_s(
-            workload.prompt_tokens + bucket.tokens / 2
-        )
     return ReplicaModel(
         c0_s=alone_s - slope_s,
         b0=(alone_s - slope_s) / slope_s,
-        prefill_tokens_per_s=context / prefill_s,
-        kv_tokens=engine.kv_room / engine.kv_bytes_per_token,
-        max_running=column.batch_cap,
-        swap_pause_s=column.updates_s[0] - redone_s,
+        prefill_tokens_per_s=context / engine.prefill_s(context),
+        kv_tokens=room,
+        max_running=batch_cap,
+        swap_pause_s=pause_s,
     )

@@ -60,6 +60,7 @@ class Replica:
         self.model = model
         self.index = index
         self.is_up = True
+        self._is_bounded = model.kv_tokens < math.inf
         self.iterations = 0.0
         self.prefilled_tokens = 0
         self.num_preempted = 0
@@ -113,7 +114,7 @@ class Replica:
 
     def _full_at(self) -> float:
         """Iteration at which the cache is full."""
-        if self.model.kv_tokens == math.inf or (len(self._running) == 1 and not self._kept):
+        if not self._is_bounded or (len(self._running) == 1 and not self._kept):
             return math.inf
         return (self.model.kv_tokens - self._kept_tokens - self._base_tokens) / len(self._running)
 
@@ -129,7 +130,7 @@ class Replica:
                 if not call.is_whole:
                     self._keep(call)
                 done.append(call)
-        while self._running and self._full_at() <= self.iterations + _EPSILON:
+        while self._is_bounded and self._running and self._full_at() <= self.iterations + _EPSILON:
             self._make_room()
         self._admit()
         return done
@@ -193,7 +194,7 @@ class Replica:
         while self._queue and len(self._running) < self.model.max_running:
             call = self._queue[0]
             needed = 0 if call.sample_id in self._kept else call.context_tokens
-            if self._running and self._used() + needed + len(self._running) > self.model.kv_tokens:
+            if self._is_bounded and self._running and self._used() + needed + len(self._running) > self.model.kv_tokens:
                 if not self._kept:
                     return
                 self._forget(next(iter(self._kept)))

@@ -53,7 +53,7 @@ class Simulation:
     """Events of the ledger."""
     num_preempted: int
     admitted_lengths: tuple[int, ...]
-    """Of every sample of every group that was opened, in order of opening."""
+    """Of every sample of every group that was started, in that order."""
     capacity: float
     """B0, summed over replicas."""
 

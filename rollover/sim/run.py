@@ -16,7 +16,7 @@ from typing import Any
 
 from rollover.errors import RunError
 from rollover.rollout.config import Limits
-from rollover.rollout.events import CheckpointSaved, Event, GroupDropped, GroupOpened
+from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Decision, Scheduler
 from rollover.rollout.strategy import OnFull, Strategy
@@ -70,7 +70,7 @@ def simulate(
     Raises:
         RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
     """
-    return _Run(strategy, workload, scenario, seed, observer or (lambda event: None), limits or Limits()).train(steps)
+    return _Run(strategy, workload, scenario, seed, observer, limits or Limits()).train(steps)
 
 
 class _Run:
@@ -80,14 +80,12 @@ class _Run:
         workload: Workload,
         scenario: Scenario,
         seed: int,
-        observer: Callable[[Event], None],
+        observer: Callable[[Event], None] | None,
         limits: Limits,
     ) -> None:
         self._strategy = strategy
         self._workload = workload
         self._scenario = scenario
-        self._observer = observer
-        self._keeps_running = strategy.on_full is OnFull.KEEP
         self._rng = random.Random(seed)
         self._ledger = Ledger()
         self._scheduler = Scheduler(
@@ -96,8 +94,8 @@ class _Run:
             ledger=self._ledger,
             max_running=scenario.max_running,
             limits=limits,
-            keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
-            emit=self._emit,
+            keep_group=_has_signal if scenario.filter_zero_signal else None,
+            emit=observer,
         )
         self._fleet = Fleet([Replica(model, i) for i, model in enumerate(scenario.replicas)])
         self._now_s = 0.0
@@ -105,8 +103,6 @@ class _Run:
         self._num_entries = 0
         self._waking: list[float] = [math.inf] * len(scenario.replicas)
         self._trainer_is_busy = False
-        self._stopping = False
-        self._num_events = 0
         self._attempts: dict[str, int] = {}
         """How often a prompt was discarded and drawn again, by its id."""
         self._lengths: dict[int, tuple[int, ...]] = {}
@@ -133,7 +129,7 @@ class _Run:
         return Simulation(
             steps=tuple(self._records),
             tokens=self._ledger.tokens,
-            num_events=self._num_events,
+            num_events=self._ledger.num_events,
             num_preempted=sum(r.num_preempted for r in self._fleet.replicas),
             admitted_lengths=tuple(self._admitted),
             capacity=sum(r.b0 for r in self._scenario.replicas),
@@ -232,8 +228,7 @@ class _Run:
         pause_s = max(r.swap_pause_s for r in self._scenario.replicas)
         scheduler.published(version, self._now_s, pause_s=pause_s)
         scheduler.record(CheckpointSaved(time_s=self._now_s, step=version))
-        for group in batch.groups:
-            del self._lengths[group.group_id]
+        self._lengths = {i: lengths for i, lengths in self._lengths.items() if i in ledger.groups}
         self._trainer_is_busy = False
         scheduler.collecting = True
         self._decide()
@@ -253,7 +248,7 @@ class _Run:
         changed: dict[int, Replica] = {}
         for sample_id, budget, fast_lane in decision.starts:
             entry = self._ledger.sample(sample_id)
-            length = self._lengths[sample_id.group][sample_id.index]
+            length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
             replica = self._fleet.place(sample_id, fast_lane=fast_lane)
@@ -339,18 +334,18 @@ class _Run:
             if next_s < math.inf:
                 self._enter(next_s, _Kind.REPLICA, replica.index)
 
-    def _emit(self, event: Event) -> None:
-        self._num_events += 1
-        if isinstance(event, GroupOpened):
-            prompt = event.prompt
+    def _lengths_of(self, group_id: int) -> tuple[int, ...]:
+        """Lengths of a group's responses; drawn when its first sample starts."""
+        lengths = self._lengths.get(group_id)
+        if lengths is None:
+            prompt = self._ledger.groups[group_id].prompt
             attempt = self._attempts.get(prompt.prompt_id, -1) + 1
             self._attempts[prompt.prompt_id] = attempt
-            lengths = self._workload.group_lengths(prompt.columns["index"], event.group_size, attempt)
-            self._lengths[event.group_id] = lengths
+            group_size = self._strategy.group_size
+            lengths = self._workload.group_lengths(prompt.columns["index"], group_size, attempt)
+            self._lengths[group_id] = lengths
             self._admitted.extend(lengths)
-        elif isinstance(event, GroupDropped):
-            del self._lengths[event.group_id]
-        self._observer(event)
+        return lengths
 
     def _stuck(self) -> str:
         ledger = self._ledger

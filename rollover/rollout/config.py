@@ -61,8 +61,8 @@ class RolloutConfig:
     """Groups in flight at the start of a round, for `april`, `oversample`, `token_budget`, `sorted` (its pool) and
     `tail_rounds` (its short rounds); when absent, twice `rollout_batch_size`."""
     drop_surplus: bool = False
-    """For `april`: take groups in order of finishing and throw those beyond the batch away, as its released code does, to
-    see what that costs."""
+    """For `april`: take groups in order of finishing and throw those beyond the batch away, as its released code does,
+    to see what that costs."""
     num_running: int | None = None
     """Samples in flight, for `concurrency`, `fast_lane`, `bounded_async`, `inflight`, `threshold` and `windowed`; what
     the engine can run when absent."""

@@ -94,7 +94,7 @@ def partition(
     seed: int = 0,
     first: Sequence[int] | None = None,
 ) -> tuple[Shares, ...]:
-    """Shares of each island. ``first`` is an order of the islands to start from, those to train first (``metis_order``).
+    """Shares of each island. ``first`` is an order of the islands to start from, training ones first: ``metis_order``.
 
     Raises:
         PlanError: the islands cannot hold the demand, for example a stage of 8 devices on islands of 4.

@@ -1,0 +1,67 @@
+"""What a plan is compared with: fleets of one type for the same money, and splits of this fleet by rules of thumb.
+
+All are solved like the plan itself: same lengths, routing, tail and staleness bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rollover.errors import PlanError
+from rollover.planner import columns, homogeneous
+from rollover.planner.milp import solve
+from rollover.planner.plan import Alternative, Plan
+from rollover.planner.records import Device, Problem, Solution
+from rollover.planner.routing import routed
+
+
+def alternatives(plan: Plan) -> tuple[Alternative, ...]:
+    """Those that are possible at all, the fastest first."""
+    found = [*_of_one_type(plan), *_of_other_splits(plan)]
+    return tuple(sorted(found, key=lambda a: (-a.steps_per_s, a.name)))
+
+
+def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
+    """The best plan on ``count`` devices of one type; ``None`` where there is none."""
+    try:
+        built = columns.of_stock({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+    except PlanError:
+        return None
+    problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
+    solution = solve(problem)
+    return None if solution is None else (problem, solution)
+
+
+def _of_one_type(plan: Plan) -> Iterator[Alternative]:
+    """As many of one type as the plan's cost buys; where prices are missing, what the fleet has of it."""
+    money = plan.solution.cost_per_hour
+    for device, stock in zip(plan.fleet.devices, plan.fleet.stock, strict=True):
+        count, name = stock, f"the fleet's {device.name} alone"
+        if money is not None and device.price_per_hour is not None:
+            count = int(money / device.price_per_hour * (1 + 1e-9))
+            name = f"only {device.name}, for the same money"
+        found = one_type(plan, device, count) if count else None
+        if found is not None:
+            yield _alternative(name, *found)
+
+
+def _of_other_splits(plan: Plan) -> Iterator[Alternative]:
+    built = columns.problem(plan.fleet, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+    problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
+    names = {"75:25": "three quarters roll out", "greedy": "compute-heavy type trains, all others roll out"}
+    for baseline in (homogeneous.by_rule(problem, plan.fleet), homogeneous.greedy(problem, plan.fleet)):
+        if baseline.problem is not None and baseline.solution is not None:
+            yield _alternative(names[baseline.name], baseline.problem, baseline.solution)
+
+
+def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
+    devices = {s.device: solution.plan.count(s.device) for s in problem.supplies}
+    for column, y in zip(problem.columns, solution.replicas, strict=True):
+        devices[column.device] += y * column.num_devices
+    return Alternative(
+        name=name,
+        steps_per_s=solution.steps_per_s,
+        cost_per_hour=solution.cost_per_hour,
+        devices={device: n for device, n in devices.items() if n},
+    )

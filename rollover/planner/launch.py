@@ -1,0 +1,188 @@
+"""A plan as files to run: a script of engine servers for each node, the trainer's settings, and what goes where.
+
+Nothing is invented: each figure stands in the plan, and host names are the fleet's node names.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rollover import toml
+from rollover.planner.placement import Pipeline
+from rollover.planner.plan import Plan
+from rollover.planner.records import RolloutColumn
+
+Server = Literal["vllm", "sglang"]
+FIRST_PORT = 8000
+MAX_PROMPT_TOKENS = 1024
+"""Longest prompt admitted: a workload knows the mean alone."""
+_RENDEZVOUS_PORT = 20000
+"""Where the nodes of a replica that spans several find each other; plus the replica's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replica:
+    """A replica with the address it answers at."""
+
+    number: int
+    column: RolloutColumn
+    pipeline: Pipeline
+    nodes: tuple[str, ...]
+    """Names, the one that answers first."""
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.nodes[0]}:{self.port}"
+
+    def devices(self, plan: Plan, node: str) -> str:
+        """``CUDA_VISIBLE_DEVICES`` on a node."""
+        stages = (s for s in self.pipeline.stages if plan.fleet.nodes[s.node].name == node)
+        return ",".join(str(device) for stage in stages for device in stage.devices)
+
+
+def launch_files(plan: Plan, *, model: str, server: Server) -> dict[str, str]:
+    """Contents by file name. ``model`` is the folder or hub id that servers and trainer load."""
+    replicas = _replicas(plan)
+    files = {"trainer.toml": _trainer(plan, replicas, model=model, server=server)}
+    for node in dict.fromkeys(name for r in replicas for name in r.nodes):
+        files[f"rollout-{node}.sh"] = _script(plan, replicas, node, model=model, server=server)
+    return files
+
+
+def _replicas(plan: Plan) -> list[_Replica]:
+    """In the order of the plan; ports count up on each node."""
+    ports: dict[str, int] = {}
+    found = []
+    for number, pipeline in enumerate(plan.placement.replicas):
+        nodes = tuple(dict.fromkeys(plan.fleet.nodes[node].name for node in pipeline.nodes))
+        port = ports[nodes[0]] = ports.get(nodes[0], FIRST_PORT - 1) + 1
+        column = plan.problem.columns[pipeline.member]
+        found.append(_Replica(number=number, column=column, pipeline=pipeline, nodes=nodes, port=port))
+    return found
+
+
+def _script(plan: Plan, replicas: list[_Replica], node: str, *, model: str, server: Server) -> str:
+    mine = [r for r in replicas if node in r.nodes]
+    lines = [
+        "#!/bin/bash",
+        f"# {len(mine)} rollout replica{'s' * (len(mine) > 1)} on {node}; run it there.",
+        "set -eu",
+        "# Whoever reaches a port has control of its server: HOST is an address on a private network.",
+        f': "${{HOST:?set HOST to the address of {node} on the private network}}"',
+        "trap 'kill 0' EXIT",
+    ]
+    for replica in mine:
+        lines += ["", *_commands(plan, replica, node, model=model, server=server)]
+    return "\n".join([*lines, "", "wait", ""])
+
+
+def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: Server) -> Iterator[str]:
+    c = replica.column
+    shape = f"{c.num_devices} x {c.device}: tensor parallel {c.tp}, pipeline parallel {c.pp}"
+    yield f"# replica {replica.number}, {shape}, up to {c.batch_cap} samples at once"
+    devices = f"CUDA_VISIBLE_DEVICES={replica.devices(plan, node)}"
+    rank = replica.nodes.index(node)
+    head = replica.nodes[0]
+    rendezvous = _RENDEZVOUS_PORT + replica.number
+    if server == "sglang":
+        several = ["--nnodes", str(len(replica.nodes)), "--node-rank", str(rank)]
+        several += ["--dist-init-addr", f"{head}:{rendezvous}"]
+        arguments = _sglang(plan, replica, model) + several * (len(replica.nodes) > 1)
+        yield f'{devices} python -m sglang.launch_server {_quoted(arguments)} --host "$HOST" &'
+        return
+    several = ["--distributed-executor-backend", "ray"] * (len(replica.nodes) > 1)
+    command = f"python -m vllm.entrypoints.openai.api_server {_quoted(_vllm(plan, replica, model) + several)}"
+    if len(replica.nodes) > 1 and rank > 0:
+        yield f"{devices} ray start --address {head}:{rendezvous} --block &"
+        return
+    address = ""
+    if len(replica.nodes) > 1:
+        yield f"{devices} ray start --head --port {rendezvous}"
+        address = f"RAY_ADDRESS={head}:{rendezvous} "
+    yield f'{address}{devices} VLLM_SERVER_DEV_MODE=1 {command} --host "$HOST" &'
+
+
+def _vllm(plan: Plan, replica: _Replica, model: str) -> list[str]:
+    c = replica.column
+    return [
+        *("--model", model, "--port", str(replica.port)),
+        *("--tensor-parallel-size", str(c.tp), "--pipeline-parallel-size", str(c.pp)),
+        *("--max-num-seqs", str(c.batch_cap), "--max-model-len", str(_context(plan))),
+        *("--gpu-memory-utilization", f"{plan.devices[c.device].efficiency.memory:g}"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--seed", str(replica.number)),  # two servers must not draw the same noise
+        "--enable-prompt-tokens-details",
+    ]
+
+
+def _sglang(plan: Plan, replica: _Replica, model: str) -> list[str]:
+    c = replica.column
+    return [
+        *("--model-path", model, "--port", str(replica.port)),
+        *("--tp-size", str(c.tp), "--pp-size", str(c.pp)),
+        *("--max-running-requests", str(c.batch_cap), "--context-length", str(_context(plan))),
+        *("--mem-fraction-static", f"{plan.devices[c.device].efficiency.memory:g}"),
+        *("--random-seed", str(replica.number)),
+        "--incremental-streaming-output",
+    ]
+
+
+def _quoted(arguments: list[str]) -> str:
+    return " ".join(map(shlex.quote, arguments))
+
+
+def _context(plan: Plan) -> int:
+    """Longest prompt admitted and longest response."""
+    return MAX_PROMPT_TOKENS + max(b.max_tokens for b in plan.workload.buckets)
+
+
+def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server) -> str:
+    """Settings for ``rollover train``: a file to extend with tasks."""
+    workload = plan.workload
+    caps = [r.column.batch_cap for r in replicas]
+    settings = {
+        "model": {"path": model},
+        "tasks": {"max_prompt_tokens": MAX_PROMPT_TOKENS},
+        "rollout": {
+            "strategy": "bounded_async" if plan.problem.max_staleness else "sync",
+            "rollout_batch_size": workload.num_groups,
+            "group_size": workload.group_size,
+            "max_new_tokens": max(b.max_tokens for b in workload.buckets),
+            **({"max_staleness": plan.problem.max_staleness} if plan.problem.max_staleness else {}),
+        },
+        "engine": {"kind": server, "urls": [r.url for r in replicas], "max_running": max(caps)},
+    }
+    head = [
+        "# The trainer's side of the plan. Use it from a file of your own that adds the tasks:",
+        '#     extends = "trainer.toml"',
+        "# and run it on the first training node, with engine.weights_dir on a folder that all servers see.",
+        "#",
+        "# Where training stands in the plan:",
+    ]
+    for member, part in enumerate(plan.solution.plan.parts):
+        state = "sharded over data-parallel ranks" if part.sharded else "whole on every data-parallel rank"
+        activations = "recomputed" if part.recompute else "kept"
+        head.append(
+            f"#   {part.num_devices} x {part.device}: data parallel {part.dp}, tensor parallel {part.tp}, pipeline"
+            f" parallel {part.pp}, {part.share:.0%} of each batch;"
+        )
+        head.append(f"#     optimizer state {state}, activations {activations}; on")
+        head += [f"#     {line}" for line in _places(plan, member)]
+    if sum(part.num_devices for part in plan.solution.plan.parts) > 1:
+        head.append("# `rollover train` itself trains on one device: give this shape to the framework that trains.")
+    return "\n".join(head) + "\n\n" + toml.dumps(settings)
+
+
+def _places(plan: Plan, member: int) -> Iterator[str]:
+    """Devices of a training part, node by node."""
+    found: dict[int, list[int]] = {}
+    for pipeline in plan.placement.training:
+        if pipeline.member == member:
+            for stage in pipeline.stages:
+                found.setdefault(stage.node, []).extend(stage.devices)
+    for node, devices in found.items():
+        yield f"{plan.fleet.nodes[node].name}: {', '.join(map(str, sorted(devices)))}"

@@ -1,0 +1,134 @@
+"""What a placed plan costs on the links it really uses.
+
+Phase 1 knows a node's network and nothing of which nodes meet; here each time is taken again at the narrowest link of
+its collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollover.planner import costs
+from rollover.planner.held import held
+from rollover.planner.placement import Pipeline, Placement, neighbours, rings
+from rollover.planner.records import Device, Link, ModelShape, Problem, RolloutColumn, Solution, TrainingPlan
+from rollover.planner.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recosted:
+    """A placed solution at its real costs."""
+
+    problem: Problem
+    """With the solution's columns and its training plan alone."""
+    solution: Solution | None
+    """``None`` where it does not keep the problem's limits any longer."""
+    networks: dict[str, Link]
+    """By device type: what a plan of this kind should have reckoned with between nodes."""
+
+
+def recost(
+    topology: Topology,
+    model: ModelShape,
+    problem: Problem,
+    solution: Solution,
+    placement: Placement,
+    routed: Callable[[Problem], Problem],
+) -> Recosted:
+    """The solution's columns and plan at the links of ``placement``, and the rate that they reach.
+
+    ``problem`` has all length buckets; ``routed`` makes of it the problem that ``solution`` solves.
+    """
+    devices = {device.name: device for device in topology.fleet.devices}
+    ways = topology.broadcast(placement.training_nodes, placement.rollout_nodes)
+    plan, joints = _training(topology, devices, model, problem, solution, placement, ways.values())
+    columns = []
+    for c in solution.active:
+        replicas = [r for r in placement.replicas if r.member == c]
+        columns.append(_column(topology, devices, model, problem, problem.columns[c], replicas, ways))
+    used = routed(replace(problem, columns=tuple(columns), plans=(plan,)))
+    counts = [solution.replicas[c] for c in solution.active]
+    return Recosted(problem=used, solution=held(used, counts), networks=_networks(solution, ways, joints, topology))
+
+
+def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
+    """The narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` where none leaves its
+    node."""
+    return topology.narrowest(pair for pipeline in pipelines for pair in neighbours(pipeline))
+
+
+def _training(
+    topology: Topology,
+    devices: dict[str, Device],
+    model: ModelShape,
+    problem: Problem,
+    solution: Solution,
+    placement: Placement,
+    ways: Iterable[Link | None],
+) -> tuple[TrainingPlan, dict[str, Link]]:
+    """The plan at its real links, and by device the narrowest link among its pipelines."""
+    trainers, joints = [], {}
+    for member, part in enumerate(solution.plan.parts):
+        device = devices[part.device]
+        pipelines = [p for p in placement.training if p.member == member]
+        ring = topology.narrowest(rings(pipelines))
+        hand_over = stage_link(topology, pipelines)
+        if ring is not None:
+            # Pipelines on several nodes reduce their gradients between nodes, be they few enough for one.
+            device = replace(device, node_size=min(device.node_size, part.tp * part.pp))
+        found = _narrower(ring, hand_over)
+        if found is not None:
+            joints[part.device] = found
+        trainers.append(
+            costs.trainer(model, problem.workload, device, part, ring_link=ring, stage_link=hand_over or device.link)
+        )
+    slowest = None
+    for way in ways:
+        slowest = _narrower(slowest, way)
+    # On shared nodes alone, weights travel inside.
+    return costs.training_plan(tuple(trainers), slowest or trainers[0].device.link), joints
+
+
+def _column(
+    topology: Topology,
+    devices: dict[str, Device],
+    model: ModelShape,
+    problem: Problem,
+    column: RolloutColumn,
+    replicas: list[Pipeline],
+    ways: dict[int, Link | None],
+) -> RolloutColumn:
+    device = devices[column.device]
+    hand_over = stage_link(topology, replicas)
+    engine = costs.replica(model, problem.workload, device, column.tp, column.pp, stage_link=hand_over or device.link)
+    return costs.rollout_column(engine, column.batch_cap, weights_link(device, replicas, ways))
+
+
+def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:
+    """The narrowest link over which new weights come to ``replicas``; ``ways`` is ``Topology.broadcast``."""
+    slowest = None
+    for node in {node for r in replicas for node in r.nodes}:
+        slowest = _narrower(slowest, ways[node])
+    return slowest or device.link
+
+
+def _networks(
+    solution: Solution, ways: dict[int, Link | None], joints: dict[str, Link], topology: Topology
+) -> dict[str, Link]:
+    """The narrowest link that each type met: in its pipelines where it trains, on the way of the weights otherwise."""
+    found = dict(joints)
+    training = {part.device for part in solution.plan.parts}
+    for node, way in ways.items():
+        name = topology.fleet.nodes[node].device.name
+        if way is not None and name not in training:
+            narrower = _narrower(found.get(name), way)
+            assert narrower is not None
+            found[name] = narrower
+    return found
+
+
+def _narrower(a: Link | None, b: Link | None) -> Link | None:
+    if a is None or b is None:
+        return a or b
+    return Link(bytes_per_s=min(a.bytes_per_s, b.bytes_per_s), latency_s=max(a.latency_s, b.latency_s))

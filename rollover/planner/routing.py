@@ -1,0 +1,67 @@
+"""Who decodes which lengths. Nobody knows a response's length before it ends: unless lengths are predicted, every
+replica gets the same mixture, and the buckets of a problem melt into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from rollover.planner.records import LengthBucket, Problem, RolloutColumn
+
+Routing = Literal["load", "length"]
+"""``load``: a sample goes where there is room. ``length``: somebody predicts lengths, and each goes where it suits."""
+
+
+def routed(problem: Problem, routing: Routing) -> Problem:
+    """What the optimiser may choose under a routing."""
+    return problem if routing == "length" else mixed(problem)
+
+
+def mixed(problem: Problem) -> Problem:
+    """The problem in which every replica decodes all lengths in proportion.
+
+    Of a mixture, times add up: the time a replica spends on a sample, the cache it holds, and the latencies, each
+    weighted by who meets them (samples, or the longest of groups and batches).
+    """
+    buckets = problem.workload.buckets
+    shares = [bucket.share for bucket in buckets]
+
+    def mean(weights: Sequence[float], value: Callable[[LengthBucket], float]) -> float:
+        return sum(weight * value(bucket) for weight, bucket in zip(weights, buckets, strict=True))
+
+    one = LengthBucket(
+        share=1.0,
+        tokens=mean(shares, lambda b: b.tokens),
+        max_tokens=buckets[-1].max_tokens,
+        group_share=1.0,
+        group_tokens=mean([b.group_share for b in buckets], lambda b: b.group_tokens),
+        batch_share=1.0,
+        batch_tokens=mean([b.batch_share for b in buckets], lambda b: b.batch_tokens),
+    )
+    return replace(
+        problem,
+        columns=tuple(_mixed(column, buckets) for column in problem.columns),
+        workload=replace(problem.workload, buckets=(one,)),
+    )
+
+
+def _mixed(column: RolloutColumn, buckets: tuple[LengthBucket, ...]) -> RolloutColumn:
+    shares = [bucket.share for bucket in buckets]
+
+    def dot(weights: Sequence[float], values: Sequence[float]) -> tuple[float]:
+        return (sum(weight * value for weight, value in zip(weights, values, strict=True)),)
+
+    time_s = dot(shares, [1 / rate for rate in column.rates])[0]
+    # What runs at an update is what takes long: buckets weigh by the time they occupy the replica.
+    busy = [share / rate / time_s for share, rate in zip(shares, column.rates, strict=True)]
+    return replace(
+        column,
+        rates=(1 / time_s,),
+        latencies_s=dot(shares, column.latencies_s),
+        group_latencies_s=dot([b.group_share for b in buckets], column.group_latencies_s),
+        batch_latencies_s=dot([b.batch_share for b in buckets], column.batch_latencies_s),
+        max_latencies_s=column.max_latencies_s[-1:],
+        kv_byte_s=dot(shares, column.kv_byte_s),
+        updates_s=dot(busy, column.updates_s),
+    )

@@ -1,0 +1,211 @@
+"""A finished plan in words: what limits it, what would lift it, what it rests on, what else there was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollover.planner.explain import in_words
+from rollover.planner.plan import Plan
+from rollover.planner.records import Binding, RolloutColumn
+
+AGREED = 0.10
+"""Relative difference of simulation and formula up to which they agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One line of the plan: a training part, or all replicas of a kind."""
+
+    role: str
+    device: str
+    num_devices: int
+    shape: str
+    count: str
+    lengths: str
+    """Which responses it decodes."""
+    share: float
+    """Of all samples (rollout) or of the batch (training)."""
+    utilisation: float
+    """Part of the time in which it works."""
+
+
+def roles(plan: Plan) -> tuple[Role, ...]:
+    """Training first, then replicas by their share of the samples."""
+    training = plan.solution.plan
+    found = [
+        Role(
+            role="train",
+            device=part.device,
+            num_devices=part.num_devices,
+            shape=_shape(dp=part.dp, tp=part.tp, pp=part.pp)
+            + (", sharded" if part.sharded else "")
+            + (", recomputing" if part.recompute else ""),
+            count="1 trainer" if len(training.parts) == 1 else "1 part",
+            lengths="–",
+            share=part.share,
+            utilisation=plan.solution.steps_per_s * training.step_s,
+        )
+        for part in training.parts
+    ]
+    rate = plan.solution.steps_per_s * plan.workload.batch_size
+    rolling = []
+    for c, column in enumerate(plan.problem.columns):
+        count, rates = plan.solution.replicas[c], plan.solution.rates[c]
+        rolling.append(
+            Role(
+                role="rollout",
+                device=column.device,
+                num_devices=count * column.num_devices,
+                shape=f"{_shape(dp=1, tp=column.tp, pp=column.pp)}, batch {column.batch_cap}",
+                count=f"{count} replica{'s' * (count > 1)}",
+                lengths=_lengths(plan, c),
+                share=sum(rates) / rate,
+                utilisation=_busy(plan, column, rates) / count,
+            )
+        )
+    rolling.sort(key=lambda role: -role.share)
+    return tuple(found + rolling)
+
+
+def _shape(*, dp: int, tp: int, pp: int) -> str:
+    """``dp 2 × tp 4``: the ways that divide anything."""
+    ways = [f"{name} {n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n > 1]
+    return " × ".join(ways) or "1 device"
+
+
+def _busy(plan: Plan, column: RolloutColumn, rates: tuple[float, ...]) -> float:
+    """Replicas' worth of time: decoding and weight updates."""
+    rate = plan.solution.steps_per_s
+    return sum(
+        x / r / (1 - rate * update) for x, r, update in zip(rates, column.rates, column.updates_s, strict=True) if x
+    )
+
+
+def _lengths(plan: Plan, c: int) -> str:
+    """``up to 3,400 tokens`` and the like; a bucket counts from a hundredth of it on."""
+    if plan.routing == "load":
+        return "all lengths"
+    buckets = plan.workload.buckets
+    rate = plan.solution.steps_per_s * plan.workload.batch_size
+    mine = [w for w, x in enumerate(plan.solution.rates[c]) if x and x >= 0.01 * rate * buckets[w].share]
+    if not mine:
+        return "none"
+    low = buckets[mine[0] - 1].max_tokens if mine[0] else 0
+    high = f"{buckets[mine[-1]].max_tokens:,}"
+    return f"{low:,} to {high} tokens" if low else f"up to {high} tokens"
+
+
+def sentences(plan: Plan) -> tuple[str, ...]:
+    """What a person should know about the plan, the most important first."""
+    return (
+        *_simulated(plan),
+        *_limits(plan),
+        *(_sentence(in_words(shadow, plan.problem)) for shadow in plan.shadows if shadow.gain > 0),
+        *_staleness(plan),
+        *_compared(plan),
+        *_routed(plan),
+        *_placed(plan),
+        *unverified(plan),
+        *_efficiencies(plan),
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
+
+
+def _simulated(plan: Plan) -> Iterator[str]:
+    simulated, formula = plan.simulated_steps_per_s, plan.solution.steps_per_s
+    if simulated is None:
+        return
+    if abs(simulated / formula - 1) <= AGREED:
+        yield (
+            f"Simulated, the whole loop reaches {simulated / formula:.0%} of what the formula predicts;"
+            " throughput and cost are the simulated ones."
+        )
+    else:
+        yield (
+            f"The simulation disagrees with the formula: it reaches {simulated / formula:.0%} of it. Throughput and"
+            " cost are the simulated ones; the search may have misjudged other plans by as much."
+        )
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    bindings = plan.solution.bindings
+    kinds = {binding.row for binding in bindings}
+    all_busy = sum(b.row == "replicas" for b in bindings) == len(plan.solution.active)
+    if "trainer" in kinds and all_busy:
+        yield "Trainer and replicas are both busy all the time: neither waits for the other."
+    elif "trainer" in kinds:
+        yield "Training is the bottleneck: the trainer is never idle, and some replicas are."
+    elif all_busy:
+        yield "Rollout is the bottleneck: every replica is busy all the time, and the trainer waits for samples."
+    for binding in bindings:
+        if binding.row not in ("replicas", "trainer"):
+            yield _limit(plan, binding)
+
+
+def _limit(plan: Plan, binding: Binding) -> str:
+    bound = plan.problem.max_staleness
+    match binding.row:
+        case "stock":
+            stock = dict(zip((d.name for d in plan.fleet.devices), plan.fleet.stock, strict=True))
+            return f"All {stock[binding.subject]} {binding.subject} are in use."
+        case "budget":
+            return f"The budget of {plan.problem.budget_per_hour:,.2f} {plan.fleet.currency} per hour is spent."
+        case "staleness":
+            return f"The staleness bound of {bound} binds: no more samples may be under way."
+        case "cache":
+            return f"The cache of {binding.subject} is full of samples that wait for tools."
+        case _:
+            return f"The staleness bound of {bound} binds for the longest responses: slower replicas would miss it."
+
+
+def _staleness(plan: Plan) -> Iterator[str]:
+    needed, bound = plan.solution.staleness_needed, plan.problem.max_staleness
+    if needed < bound and not any(b.row in ("staleness", "tail") for b in plan.solution.bindings):
+        yield f"On average a staleness of {needed} is enough for this rate; the bound of {bound} covers the tail."
+
+
+def _compared(plan: Plan) -> Iterator[str]:
+    best = max(plan.alternatives, key=lambda a: a.steps_per_s, default=None)
+    if best is None:
+        return
+    cost, other = plan.solution.cost_per_hour, best.cost_per_hour
+    money = ""
+    if cost and other:
+        money = f" and costs {cost * best.steps_per_s / (other * plan.solution.steps_per_s):.2f}× as much per step"
+    ratio = plan.solution.steps_per_s / best.steps_per_s
+    yield f"The plan is {ratio:.2f}× as fast as the best alternative ({best.name}){money}."
+
+
+def _routed(plan: Plan) -> Iterator[str]:
+    if plan.routing == "length":
+        yield (
+            "Replicas are given the lengths that suit them, which takes somebody who predicts lengths; the simulation"
+            " does without and sends samples where there is room."
+        )
+
+
+def _placed(plan: Plan) -> Iterator[str]:
+    if len(plan.rounds) > 1:
+        again = len(plan.rounds) - 1
+        yield (
+            f"The links of the placement were fed back {again} time{'s' * (again > 1)}: times of the first round were"
+            f" {plan.rounds[0].moved:.0%} off, of the last {plan.rounds[-1].moved:.1%}."
+        )
+
+
+def unverified(plan: Plan) -> tuple[str, ...]:
+    """The second-hand figures that the plan rests on."""
+    return tuple(
+        f"Not verified for {device.title}: {', '.join(device.unverified)}."
+        for device in plan.fleet.devices
+        if plan.used.get(device.name) and device.unverified
+    )
+
+
+def _efficiencies(plan: Plan) -> Iterator[str]:
+    for source in sorted({d.efficiency.source for d in plan.fleet.devices if plan.used.get(d.name)}):
+        yield f"Efficiencies: {source}."

@@ -147,7 +147,7 @@ def correctness(bench: Bench) -> Result:
         for name, chunk in core.step():
             tokens[name] += chunk.token_ids
             logprobs[name] += chunk.logprobs
-    model = transformers.AutoModelForCausalLM.from_pretrained(bench.folder, dtype=getattr(torch, bench.dtype))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(bench.folder, dtype=getattr(torch, bench.dtype))
     model = model.to(bench.device).eval()
     errors: list[float] = []
     for r in asked:

@@ -109,9 +109,11 @@ async def latencies(load: Load) -> dict[str, float]:
                 first_chunk_s.setdefault(asked.request_id, time.perf_counter())
                 responses[asked.sample_key] = responses.get(asked.sample_key, ()) + chunk.token_ids
 
-    def start() -> tuple[list[GenerateRequest], asyncio.Future[list[None]]]:
-        asked = [request(f"s{i}", 128, response=responses.get(f"s{i}", ())) for i in range(64)]
-        return asked, asyncio.gather(*map(follow, asked))
+    def ask() -> list[GenerateRequest]:
+        return [request(f"s{i}", 128, response=responses.get(f"s{i}", ())) for i in range(64)]
+
+    def start(asked: list[GenerateRequest]) -> asyncio.Future[list[None]]:
+        return asyncio.gather(*map(follow, asked))
 
     async def decoded(asked: list[GenerateRequest], num_tokens: int) -> None:
         while any(len(responses.get(r.sample_key, ())) < len(r.response_ids) + num_tokens for r in asked):
@@ -128,12 +130,12 @@ async def latencies(load: Load) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in names}
     folder = Path(load.model)
     tensors = load_file(folder / "model.safetensors")
-    asked, calls = start()
+    calls = start(asked := ask())
     await decoded(asked, 64)
     for repeat in range(5):
         found["abort_to_parked"].append(await stop(asked, calls))
-        start_s = time.perf_counter()
-        asked, calls = start()
+        asked, start_s = ask(), time.perf_counter()
+        calls = start(asked)
         await decoded(asked, 1)
         found["resume_kept"].append(max(first_chunk_s[r.request_id] for r in asked) - start_s)
         await stop(asked, calls)
@@ -143,34 +145,41 @@ async def latencies(load: Load) -> dict[str, float]:
             await engine.load(2 * repeat + (source is folder), source)  # drops all caches
             await engine.resume()
             found[name].append(time.perf_counter() - swap_s)
-        start_s = time.perf_counter()
-        asked, calls = start()
+        asked, start_s = ask(), time.perf_counter()
+        calls = start(asked)
         await decoded(asked, 1)
         found["resume_lost"].append(max(first_chunk_s[r.request_id] for r in asked) - start_s)
+    before = engine.stats()
+    await decoded(asked, 32)
+    after = engine.stats()
+    iteration_s = (after.busy_s - before.busy_s) / (after.decode_iterations - before.decode_iterations)
     await stop(asked, calls)
     await engine.close()
-    return {f"{name}_ms": 1e3 * statistics.median(values) for name, values in found.items()}
+    medians = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in found.items()}
+    return medians | {"iteration_ms": 1e3 * iteration_s}
 
 
 def memory(load: Load) -> dict[str, int]:
     """A load that needs twice the cache it is given."""
-    token_bytes = kv_bytes_per_token(load)
-    budget = 64 * (32 + 256) * token_bytes // 2
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    budget = 64 * (32 + 256) * kv_bytes_per_token(load) // 2
     core = EngineCore(Path(load.model), config_of(load, max_context_tokens=512, kv_cache_bytes=budget))
     for i in range(64):
         core.add(request(f"m{i}", 32, 256))
-    peak = 0
+    before, peak_kv_bytes, peak_bytes = resident_bytes(), 0, 0
     while core.has_work:
         core.step()
-        peak = max(peak, core.stats().kv_bytes)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        peak_kv_bytes, peak_bytes = max(peak_kv_bytes, core.stats().kv_bytes), max(peak_bytes, resident_bytes())
     return {
         "kv_cache_bytes": budget,
-        "peak_kv_bytes": peak,
-        "process_growth_bytes": 1024 * grown,
+        "peak_kv_bytes": peak_kv_bytes,
+        "process_growth_bytes": peak_bytes - before,
         "preempted": core.scheduler.num_preempted,
     }
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def kv_bytes_per_token(load: Load) -> int:
@@ -206,7 +215,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32,64,128")
     args = parser.parse_args()
     load = read_load(args.load)
-    found: dict[str, object] = {"memory": memory(load)}  # first: what a process once had, it has had at its peak
+    found: dict[str, object] = {"memory": memory(load)}
     times = iteration_times(load, [int(b) for b in args.batch_sizes.split(",")])
     largest = max(b for b in times if b <= 64)
     rate = matmul_rate()

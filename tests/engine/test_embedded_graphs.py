@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,27 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def graph_core(folder: Path, **settings: Any) -> EngineCore:
-    from dataclasses import replace
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")],
+    ),
+]
 
+
+def graph_core(folder: Path, **settings: Any) -> EngineCore:
     return EngineCore(folder, replace(harness.CONFIG, **settings), make_compute=GraphCompute)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_greedy_tokens_and_their_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_their_logprobs_equal_transformers(kind: str, device: str, tmp_path: Path) -> None:
     model = tiny_model(kind)
     prompts = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
     asked = [request(str(i), prompt_ids=p, max_new_tokens=20 + i, temperature=0.0) for i, p in enumerate(prompts)]
-    calls = run(graph_core(saved(model, tmp_path), max_running=5), *asked)
+    core = graph_core(saved(model, tmp_path), max_running=5, device=device, dtype="float32", block_size_tokens=16)
+    calls = run(core, *asked)
     for req in asked:
         response = calls.tokens(req.request_id)
         assert response == greedy(model, req.prompt_ids, len(response))
@@ -47,12 +57,14 @@ def test_greedy_tokens_and_their_logprobs_equal_transformers(kind: str, tmp_path
         assert calls.logprobs(req.request_id) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(device: str, tmp_path: Path) -> None:
     folder = saved(tiny_model(sharpness=3.0), tmp_path)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 0.7}]
     asked = [request(f"s{i}", seed=i, max_new_tokens=10 + i, **kinds[i % 4]) for i in range(19)]
-    alone = [run(graph_core(folder), req).tokens(req.request_id) for req in asked]
-    core = graph_core(folder, max_running=19)
+    where: dict[str, Any] = {"device": device, "dtype": "float32"}
+    alone = [run(graph_core(folder, **where), req).tokens(req.request_id) for req in asked]
+    core = graph_core(folder, max_running=19, **where)
     calls = Calls(core, asked)
     calls.step(7)
     calls.abort(*(req.request_id for req in asked))
@@ -87,7 +99,8 @@ def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkey
         assert norm is not None
         norm.uniform_(0.5, 1.5, generator=generator)
     rotary = Rotary(arch, 128, torch.float32, CPU)
-    tables, lengths = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]]), torch.tensor([47, 0, 16])
+    inputs = torch.tensor([[47, 1, 2, 3], [0, 4, 0, 0], [16, 5, 6, 0]])
+    lengths, tables = inputs[:, 0], inputs[:, 1:]
     qkv = torch.randn(3, (4 + 2 * 2) * 16, generator=generator)
     outputs, pools = [], []
     for attention in (GatheredAttention, paged_triton.TritonAttention):
@@ -103,6 +116,7 @@ def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkey
     torch.testing.assert_close(pools[0], pools[1])
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [

@@ -22,7 +22,7 @@ from tests.engine.models import logprobs, saved, tiny_model
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, native._COMPILERS)), reason="there is no C compiler on this machine"
 )
-ODD = {"hidden_size": 20, "intermediate_size": 37, "vocab_size": 61}
+ODD: dict[str, Any] = {"hidden_size": 20, "intermediate_size": 37, "vocab_size": 61}
 """Sizes that fill no vector and no panel."""
 
 
@@ -96,7 +96,7 @@ def test_a_decoded_rollout_is_bit_for_bit_the_same_in_any_batch(tmp_path: Path) 
 
 
 def test_loaded_weights_replace_all_others(tmp_path: Path) -> None:
-    settings: dict[str, Any] = ODD | {"tie_word_embeddings": True}
+    settings = ODD | {"tie_word_embeddings": True}
     old, new = tiny_model(sharpness=2.0, **settings), tiny_model(sharpness=2.0, seed=1, **settings)
     core = core_of(saved(old, tmp_path), cpu_kernels="compiled", kv_on_update="recompute")
     calls = Calls(core, [request("a", max_new_tokens=10)])

@@ -54,9 +54,15 @@ class Sizes:
 
 
 class Compute(Protocol):
-    slots: Mapping[str, Slot]
-    scans_pool: bool
-    """Whether decoding reads over gaps between the blocks in use."""
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """Where the parameters of a checkpoint go."""
+        ...
+
+    @property
+    def scans_pool(self) -> bool:
+        """Whether decoding reads over gaps between the blocks in use."""
+        ...
 
     def prefill(self, tokens: Tokens) -> None:
         """Write keys and values to the cache."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ class _Inputs:
 class _Recording:
     """A computation on fixed places in memory: recorded on a GPU, simply done on a CPU."""
 
-    _pool: object = None
+    _pool: Any = None
     """Memory that all recordings use in turn."""
 
     def __init__(self, compute: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:

@@ -26,7 +26,7 @@ _PROGRAMS = 1024
 
 
 @triton.jit
-def _place(
+def _place(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cosines, sines, keys, values, tables, lengths, row_stride, table_stride, eps,
     num_heads, num_kv, NORM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _place(
 
 
 @triton.jit
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]
     qkv, keys, values, tables, lengths, sums, peaks, totals, row_stride, table_stride, num_kv, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,7 +95,7 @@ def _attend(
 
 
 @triton.jit
-def _combine(sums, peaks, totals, out, D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(sums, peaks, totals, out, D: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (row): one query head. A part without blocks has peak minus infinity and weighs nothing."""
     row = tl.program_id(0)
     part, d = tl.arange(0, SPLITS), tl.arange(0, D)
@@ -115,7 +115,7 @@ class TritonAttention:
     """``tables_BN`` are the block tables and ``lengths_B`` the tokens cached before the new ones, on the device."""
 
     def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
-        self._kv, self._rotary, self._tables_BN, self._lengths_B = kv, rotary, tables_BN, lengths_B
+        self._kv, self._rotary, self._tables_BN, self._lengths_B = kv, rotary, tables_BN, lengths_B.contiguous()
         parts = -(-_PROGRAMS // (len(lengths_B) * kv.num_kv_heads))
         self._splits = min(16, triton.next_power_of_2(parts))
 

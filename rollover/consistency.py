@@ -54,14 +54,20 @@ def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
 def _contradictions(config: RunConfig) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine
     algorithm = resolve(config.algorithm)
-    if rollout.group_size == 1 and algorithm.advantage != "whitened":
+    single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
+    if single and algorithm.advantage not in ("whitened", "history"):
         yield (
-            f"rollout.group_size is 1, but the advantage {algorithm.advantage!r} of algorithm"
-            f" {algorithm.name!r} compares siblings: raise it, or use algorithm.name = 'reinforce++'"
+            f"rollout.{single}, but the advantage {algorithm.advantage!r} of algorithm {algorithm.name!r} compares"
+            " siblings: change that, or use algorithm.advantage = 'history' or algorithm.name = 'reinforce++'"
         )
-    if rollout.group_size == 1 and algorithm.group_filter == "zero_signal":
-        yield "algorithm.group_filter 'zero_signal' would drop every group with rollout.group_size 1: raise it"
-    if config.trainer.mini_batches > rollout.rollout_batch_size:
+    if single and algorithm.group_filter == "zero_signal":
+        yield f"algorithm.group_filter 'zero_signal' would drop every group: rollout.{single}; change one of them"
+    if algorithm.advantage == "history" and not single:
+        yield (
+            "algorithm.advantage 'history' is for samples that are trained one by one: set rollout.unit = 'sample',"
+            " or use an advantage that compares siblings"
+        )
+    if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
         yield (
             f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
             f" ({rollout.rollout_batch_size}): each mini-batch needs a group"

@@ -36,6 +36,7 @@ from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, ledger_metrics
+from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
 from rollover.tasks.scorer import Scorer
@@ -239,7 +240,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             strategy=STRATEGIES[config.rollout.strategy].from_config(
                 config.rollout, max_running=engine.capabilities.max_running
             ),
-            source=source,
+            source=EachSample(source, config.rollout.num_siblings),
             scorer=scorer,
             sampling=config.rollout.sampling(stops),
             seed=config.seed,
@@ -248,7 +249,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             journal=journal,
             limits=Limits.from_config(config.rollout),
             keep_group=lambda rewards: keep_group(resolve(config.algorithm), rewards),
-            observer=_Watcher(ledger, progress, config.rollout.rollout_batch_size),
+            observer=_Watcher(ledger, progress, config.rollout.rollout_batch_size * config.rollout.num_siblings),
             lockstep=config.deterministic,
         )
         stack.push_async_callback(driver.stop)

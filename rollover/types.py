@@ -169,6 +169,13 @@ class Trajectory:
         return Trajectory(sample_id=self.sample_id, prompt=self.prompt, segments=self.segments, reward=reward)
 
 
+class Baseline(NamedTuple):
+    """What was known of a prompt's rewards when a sample began (``rollover.rollout.history``)."""
+
+    mean: float
+    std: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The scored siblings of one prompt, ready to train. Failed samples are not among them."""
@@ -176,6 +183,8 @@ class Group:
     group_id: int
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    baseline: Baseline | None = None
+    """Of a group of one, which has no siblings to be compared with."""
 
     @property
     def rewards_G(self) -> tuple[float, ...]:

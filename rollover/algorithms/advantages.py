@@ -36,6 +36,7 @@ def compute_advantages(
     group_B: Tensor,
     sample_T: Tensor,
     loss_mask_T: Tensor,
+    baseline_B2: Tensor | None = None,
     proximal_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -44,7 +45,8 @@ def compute_advantages(
     Args:
         rewards_B: after shaping, one per sample. group_B: group of each sample, int64, counted from 0.
         sample_T: sample of each response token, int64, non-decreasing. loss_mask_T: 1.0 where the token
-        trains. proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``,
+        trains. baseline_B2: mean and standard deviation that each sample's reward is compared with, needed by
+        ``history`` alone. proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``,
         else unused.
 
     A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward
@@ -56,7 +58,8 @@ def compute_advantages(
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
         kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
-    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T)
+    baseline_B2 = None if baseline_B2 is None else baseline_B2.double()
+    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B2)
     return _ADVANTAGES[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
 
 
@@ -67,6 +70,7 @@ class _Rewards:
     sample_T: Tensor
     mask_T: Tensor
     kl_T: Tensor | None
+    baseline_B2: Tensor | None
 
     @property
     def counts_B(self) -> Tensor:
@@ -113,12 +117,22 @@ def _group_mean_whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
     return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T)
 
 
+def _history(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+    """Unbiased whatever finishes when: the baseline was fixed before the sample began."""
+    assert batch.baseline_B2 is not None, "only samples that are groups of their own have a baseline from history"
+    mean_B, std_B = batch.baseline_B2.unbind(1)
+    # Before there is any history the deviation is 0, and dividing by it would make the first steps huge.
+    scale_B = torch.where(std_B > algorithm.advantage_eps, std_B, 1.0)
+    return ((batch.rewards_B - mean_B) / scale_B)[batch.sample_T]
+
+
 _ADVANTAGES: dict[str, Callable[[Algorithm, _Rewards], Tensor]] = {
     "group_std": _group_std,
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
     "whitened": _whitened,
     "group_mean_whitened": _group_mean_whitened,
+    "history": _history,
 }
 
 

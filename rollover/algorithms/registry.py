@@ -18,7 +18,7 @@ from rollover.errors import nearest
 if TYPE_CHECKING:
     from rollover.algorithms.config import AlgorithmConfig
 
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "whitened", "group_mean_whitened"]
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "whitened", "group_mean_whitened", "history"]
 Objective = Literal["ppo_clip", "cispo", "reinforce"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 OldPolicy = Literal["proximal", "rollout"]

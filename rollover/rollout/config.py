@@ -57,6 +57,9 @@ class RolloutConfig:
     """Prompts, and so groups, per training step."""
     group_size: int = 8
     """Samples per prompt."""
+    unit: Literal["group", "sample"] = "group"
+    """What is trained as soon as it is scored: whole groups, or single samples, which wait for no sibling. `sample`
+    needs an advantage that does not compare siblings (`algorithm.advantage = "history"`)."""
     over_sampling_batch_size: int | None = None
     """Groups in flight at the start of a round, for `april`, `oversample`, `token_budget`, `sorted` (its pool) and
     `tail_rounds` (its short rounds); when absent, twice `rollout_batch_size`."""
@@ -145,6 +148,11 @@ class RolloutConfig:
             )
 
     @property
+    def num_siblings(self) -> int:
+        """Groups that share a prompt: all its samples where each is trained by itself, else one."""
+        return self.group_size if self.unit == "sample" else 1
+
+    @property
     def launched_groups(self) -> int:
         """Groups in flight at the start of a round: N' of APRIL."""
         if self.strategy not in _OVER_SAMPLING:
@@ -164,7 +172,7 @@ class RolloutConfig:
     @property
     def window(self) -> int:
         """``window_groups`` with its default filled in."""
-        return self.window_groups or self.rollout_batch_size
+        return (self.window_groups or self.rollout_batch_size) * self.num_siblings
 
     @property
     def fast_lane(self) -> int:

@@ -62,7 +62,7 @@ def hop_request(
     return GenerateRequest(
         request_id=request_id,
         sample_key=f"{sample_id}.",
-        prompt_key=f"g{sample_id.group}.",
+        prompt_key=f"{trajectory.prompt.prompt_id}.",
         prompt_ids=trajectory.prompt.token_ids,
         response_ids=trajectory.token_ids,
         params=sampling,

@@ -33,7 +33,8 @@ from rollover.rollout.events import (
     VersionPublished,
     WasteCause,
 )
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Trajectory
+from rollover.rollout.history import RewardHistory
+from rollover.types import Baseline, Batch, FinishReason, Group, Prompt, SampleId, Trajectory
 
 
 class SampleState(StrEnum):
@@ -78,6 +79,8 @@ class GroupEntry:
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0
     """Samples neither scored nor failed."""
+    baseline: Baseline | None = None
+    """Of a group of one: fixed when it is opened."""
     num_startable: int = 0
     """Samples waiting or parked."""
 
@@ -95,6 +98,7 @@ class GroupEntry:
             group_id=self.group_id,
             prompt=self.prompt,
             trajectories=tuple(s.trajectory for s in self.samples if s.state is SampleState.SCORED),
+            baseline=self.baseline,
         )
 
 
@@ -137,6 +141,7 @@ class Ledger:
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
         """Ready groups, likewise."""
+        self._history = RewardHistory()
         self._startable: list[int] = []
         """Groups with waiting or parked samples, in order of opening."""
         self.returned: deque[Prompt] = deque()
@@ -241,6 +246,7 @@ class Ledger:
             ],
             num_unsettled=event.group_size,
             num_startable=event.group_size,
+            baseline=self._history.baseline(event.prompt) if event.group_size == 1 else None,
         )
         self.groups[event.group_id] = self.open[event.group_id] = entry
         self._startable.append(event.group_id)
@@ -280,8 +286,11 @@ class Ledger:
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
-        sample = self.sample(sample_id)
+        group = self.groups[sample_id.group]
+        sample = group.samples[sample_id.index]
         assert sample.state is SampleState.FINISHED, f"{sample_id} is {sample.state}, not finished"
+        if group.baseline is not None:
+            self._history.add(group.prompt, event.reward)
         del self.unscored[sample_id]
         sample.trajectory = sample.trajectory.scored(event.reward)
         self.num_scored += 1

@@ -38,6 +38,18 @@ class Source(Protocol):
     def prompt(self, index: int) -> Prompt: ...
 
 
+class EachSample:
+    """A source that hands out each prompt of another one ``num_samples`` times: for samples that are consumed one by
+    one, each in a group of its own."""
+
+    def __init__(self, source: Source, num_samples: int) -> None:
+        self._source = source
+        self._num_samples = num_samples
+
+    def prompt(self, index: int) -> Prompt:
+        return self._source.prompt(index // self._num_samples)
+
+
 class Start(NamedTuple):
     """A sample to be sent to the engine."""
 

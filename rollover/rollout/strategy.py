@@ -40,6 +40,9 @@ class Strategy:
     batch_size: int
     """Groups per batch."""
     group_size: int
+    """Samples per group."""
+    num_siblings: int = 1
+    """Groups that share a prompt: the samples per prompt where each is a group of its own, else 1."""
     max_staleness: int
     launched_groups: int
     """Groups in flight at the start of a round."""
@@ -51,11 +54,13 @@ class Strategy:
     @classmethod
     def from_config(cls, config: RolloutConfig, *, max_running: int) -> Strategy:
         """``max_running``: samples the engine can decode at the same time."""
+        siblings = config.num_siblings
         return cls(
-            batch_size=config.rollout_batch_size,
-            group_size=config.group_size,
+            batch_size=config.rollout_batch_size * siblings,
+            group_size=config.group_size // siblings,
+            num_siblings=siblings,
             max_staleness=config.staleness_bound,
-            launched_groups=config.launched_groups,
+            launched_groups=config.launched_groups * siblings,
             num_running=min(config.num_running or max_running, max_running),
         )
 

@@ -26,6 +26,8 @@ class Call:
     """One hop of one sample."""
 
     sample_id: SampleId
+    prompt: int
+    """Number of the prompt, which siblings share."""
     prompt_tokens: int
     response_tokens: int
     """Of the response when the call began."""
@@ -81,7 +83,7 @@ class Replica:
         """Caches of parked samples, least recently used first: tokens, and the oldest version in them."""
         self._kept_tokens = 0
         self._siblings: Counter[int] = Counter()
-        """Calls by group: a prompt is prefilled for the first of them."""
+        """Calls by prompt: it is prefilled for the first of them."""
 
     # -- time ------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Replica:
             call.num_prefilled_tokens += response
             call.kv_version = policy_version
             self.prefill(response)
-        self.prefill(sum({c.sample_id.group: c.prompt_tokens for c in self._running.values()}.values()))
+        self.prefill(sum({c.prompt: c.prompt_tokens for c in self._running.values()}.values()))
 
     def prefill(self, num_tokens: int) -> None:
         self.prefilled_tokens += num_tokens
@@ -214,14 +216,14 @@ class Replica:
         call.kv_version = call.policy_version
         response = call.response_tokens + call.num_decoded
         call.num_prefilled_tokens += response
-        has_sibling = self._siblings[call.sample_id.group] > 0
+        has_sibling = self._siblings[call.prompt] > 0
         self.prefill(response if has_sibling else response + call.prompt_tokens)
 
     def _join(self, call: Call) -> None:
         call.joined_at = math.ceil(self.iterations - _EPSILON)
         call.ends_at = call.joined_at + call.num_tokens - call.num_decoded
         self._running[call.sample_id] = call
-        self._siblings[call.sample_id.group] += 1
+        self._siblings[call.prompt] += 1
         self._base_tokens += call.context_tokens - call.joined_at
         self._num_pushed += 1
         heapq.heappush(self._ends, (call.ends_at, self._num_pushed, call))
@@ -229,7 +231,7 @@ class Replica:
     def _leave(self, call: Call) -> None:
         """Out of the running ones, with ``num_decoded`` brought up to date."""
         del self._running[call.sample_id]
-        self._siblings[call.sample_id.group] -= 1
+        self._siblings[call.prompt] -= 1
         self._base_tokens -= call.context_tokens - call.joined_at
         call.num_decoded = self.num_decoded(call)
         call.ends_at = -1

@@ -40,15 +40,18 @@ class _Kind(IntEnum):
 
 
 class WorkloadSource:
-    """Prompts without tokens: what a simulation needs of one is its number."""
+    """Prompts without tokens: what a simulation needs of one is its number, and that of the sample where each of the
+    ``num_siblings`` samples of a prompt is a group of its own."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, num_siblings: int) -> None:
         self._workload = workload
+        self._num_siblings = num_siblings
 
     def prompt(self, index: int) -> Prompt:
-        return Prompt(
-            prompt_id=self._workload.prompt_id(index), token_ids=(), text="", source="", columns={"index": index}
-        )
+        index, sample = divmod(index, self._num_siblings)
+        prompt_id = self._workload.prompt_id(index)
+        columns = {"index": index, "sample": sample}
+        return Prompt(prompt_id=prompt_id, token_ids=(), text="", source="", columns=columns)
 
 
 def simulate(
@@ -90,7 +93,7 @@ class _Run:
         self._ledger = Ledger()
         self._scheduler = Scheduler(
             strategy=strategy,
-            source=WorkloadSource(workload),
+            source=WorkloadSource(workload, strategy.num_siblings),
             ledger=self._ledger,
             max_running=scenario.max_running,
             limits=limits,
@@ -103,8 +106,8 @@ class _Run:
         self._num_entries = 0
         self._waking: list[float] = [math.inf] * len(scenario.replicas)
         self._trainer_is_busy = False
-        self._attempts: dict[str, int] = {}
-        """How often a prompt was discarded and drawn again, by its id."""
+        self._attempts: dict[tuple[int, int], int] = {}
+        """How often a prompt was discarded and drawn again."""
         self._lengths: dict[int, tuple[int, ...]] = {}
         """Response lengths by group."""
         self._records: list[StepRecord] = []
@@ -248,6 +251,7 @@ class _Run:
         changed: dict[int, Replica] = {}
         for sample_id, budget, fast_lane in decision.starts:
             entry = self._ledger.sample(sample_id)
+            index = entry.trajectory.prompt.columns["index"]
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
@@ -257,7 +261,8 @@ class _Run:
             replica.add(
                 Call(
                     sample_id=sample_id,
-                    prompt_tokens=self._workload.prompt_tokens(entry.trajectory.prompt.columns["index"]),
+                    prompt=index,
+                    prompt_tokens=self._workload.prompt_tokens(index),
                     response_tokens=entry.num_tokens,
                     num_tokens=num_tokens,
                     is_whole=num_tokens == remaining,
@@ -338,11 +343,13 @@ class _Run:
         """Lengths of a group's responses; drawn when its first sample starts."""
         lengths = self._lengths.get(group_id)
         if lengths is None:
-            prompt = self._ledger.groups[group_id].prompt
-            attempt = self._attempts.get(prompt.prompt_id, -1) + 1
-            self._attempts[prompt.prompt_id] = attempt
+            columns = self._ledger.groups[group_id].prompt.columns
+            index, sample = columns["index"], columns["sample"]
+            attempt = self._attempts.get((index, sample), -1) + 1
+            self._attempts[index, sample] = attempt
             group_size = self._strategy.group_size
-            lengths = self._workload.group_lengths(prompt.columns["index"], group_size, attempt)
+            num_samples = group_size * self._strategy.num_siblings
+            lengths = self._workload.group_lengths(index, num_samples, attempt)[sample : sample + group_size]
             self._lengths[group_id] = lengths
             self._admitted.extend(lengths)
         return lengths

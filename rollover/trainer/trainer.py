@@ -240,6 +240,7 @@ class Trainer:
             ),
             group_B=data.group_B,
             sample_T=data.sample_T,
+            baseline_B2=data.baseline_B2,
             loss_mask_T=data.loss_mask_T,
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,

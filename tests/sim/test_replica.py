@@ -19,6 +19,7 @@ def call(
 ) -> Call:
     return Call(
         sample_id=SampleId(group, index),
+        prompt=group,
         prompt_tokens=prompt,
         response_tokens=response,
         num_tokens=num_tokens,

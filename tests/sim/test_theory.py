@@ -44,19 +44,20 @@ def exact_waits(law: LengthLaw, group_size: int) -> tuple[float, float]:
     return second / (2 * first), (product - second) / first
 
 
-@pytest.mark.parametrize(("name", "published"), [("r1-16k", 8937), ("qwen3-16k", 8637), ("heavy-32k", 15910)])
-def test_kappa_of_the_presets(name: str, published: int) -> None:
-    """A sample of 48,000 lengths, the integral over the law, and the values from another such sample."""
+@pytest.mark.parametrize(("name", "theirs"), [("r1-16k", 8937), ("qwen3-16k", 8637), ("heavy-32k", 15910)])
+def test_kappa_of_the_presets(name: str, theirs: int) -> None:
+    """A sample of 48,000 lengths, the integral over the law, and the values an independent simulator's
+    authors drew from another such sample."""
     model = step_model(name)
     own, sibling = exact_waits(PRESETS[name], G)
     assert model.kappa_own == pytest.approx(own, rel=0.01)
     assert model.kappa_sibling == pytest.approx(sibling, rel=0.02)
-    assert own + sibling == pytest.approx(published, rel=0.01)
+    assert own + sibling == pytest.approx(theirs, rel=0.01)
 
 
 @pytest.mark.parametrize("name", [*PRESET_NAMES, "light-8k"])
 def test_throughput_identity_of_the_presets(name: str) -> None:
-    """Sync and refill with 512 samples in tokens per c0, as published for B0 = 256; C = 512 is the same for any law."""
+    """Tokens per c0 at B0 = 256: of sync, as an independent simulator has it, and of 512 samples, the same for any law."""
     model = step_model(name)
     sync = {"r1-16k": 70.1, "qwen3-16k": 84.5, "heavy-32k": 46.3, "light-8k": 42.5}[name]
     assert model.throughput(model.sync_iterations) == pytest.approx(sync, rel=0.015)

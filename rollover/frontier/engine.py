@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rollover.errors import ConfigError, DataError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
@@ -17,7 +13,6 @@ from rollover.planner import model as models
 from rollover.planner.workload import specify
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
-from rollover.workload.law import Floats
 from rollover.workload.source import Lengths
 
 _NODE_SIZE = 8
@@ -77,6 +72,8 @@ def of_device(
         f" B0 {replica.b0:.0f}, {replica.prefill_tokens_per_s:,.0f} tokens/s of prefill, a cache of"
         f" {kv_tokens:,.0f} tokens. Measure yours: efficiencies are the catalogue's."
     )
+    if found.unverified:
+        note += f" Of the device, {', '.join(found.unverified)} rest on second-hand sources."
     return replica, note
 
 
@@ -112,35 +109,3 @@ def _find(content: Any, key: str) -> dict[str, Any] | None:
     if isinstance(content, list):
         return next((found for inner in content if (found := _find(inner, key)) is not None), None)
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationFit:
-    """``seconds = start_s + tokens c0 (1 + running / B0)`` of a segment, ``start_s`` only where a hop begins."""
-
-    c0_s: float
-    b0: float
-    """Infinite where iterations do not slow down with the batch."""
-    start_s: float
-    """Until a hop decodes: its prefill, and that of those that start with it."""
-    error: float
-    """Mean relative error, weighted by tokens."""
-
-
-def fit_iterations(seconds: Floats, tokens: Floats, running: Floats, begins: Floats) -> IterationFit | None:
-    """Least squares of the relative errors, weighted by tokens, no coefficient below 0; ``None`` where the segments'
-    times do not grow with their tokens. ``begins`` is 1 for segments that begin a hop."""
-    from scipy.optimize import nnls
-
-    design = np.stack([begins, tokens, tokens * running], axis=1)
-    weights = np.sqrt(tokens) / seconds
-    (start_s, c0_s, slope_s), _ = nnls(design * weights[:, None], seconds * weights)
-    if c0_s <= 0:
-        return None
-    predicted = design @ np.array([start_s, c0_s, slope_s])
-    return IterationFit(
-        c0_s=float(c0_s),
-        b0=float(c0_s / slope_s) if slope_s > 0 else math.inf,
-        start_s=float(start_s),
-        error=float(np.average(np.abs(predicted / seconds - 1), weights=tokens)),
-    )

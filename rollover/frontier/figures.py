@@ -147,7 +147,8 @@ def _by_variation(study: Study, what: str, x_title: str) -> Figure:
 
 
 def _two_axes(data: list[dict[str, Any]], x_title: str) -> Figure:
-    right = axis("lag, versions", overlaying="y", side="right", showgrid=False, rangemode="tozero", nticks=5)
+    own = {"overlaying": "y", "side": "right", "tickmode": "auto", "nticks": 5}
+    right = axis("lag, versions", showgrid=False, rangemode="tozero", **own)
     return figure(
         data,
         height=290,

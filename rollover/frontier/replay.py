@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollover import schema, toml
 from rollover.errors import DataError, RunError
-from rollover.frontier.engine import fit_iterations
+from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
-from rollover.report.timeline import Timeline
+from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import effective, read_events
@@ -100,30 +98,27 @@ def _rollout(path: Path, config: dict[str, Any]) -> RolloutConfig:
 def _replica(
     path: Path, timeline: Timeline, config: dict[str, Any], rows: Sequence[MetricRow], num_prompt_tokens: int
 ) -> tuple[ReplicaModel, str]:
-    spans = [
-        (span, place == 0 or sample.spans[place - 1].finish_reason is FinishReason.ABORT)
+    timed = [
+        (span.start_s, span.end_s, span.num_tokens, _begins_hop(sample, place))
         for sample in timeline.samples
         for place, span in enumerate(sample.spans)
         if span.num_tokens and span.end_s > span.start_s
     ]
     found = None
-    if spans:
-        start_s, end_s = (np.array([getattr(s, key) for s, _ in spans]) for key in ("start_s", "end_s"))
-        running = _mean_running(timeline, start_s, end_s)
-        tokens = np.array([s.num_tokens for s, _ in spans], float)
-        found = fit_iterations(end_s - start_s, tokens, running, np.array([begins for _, begins in spans], float))
+    if timed:
+        found = fit_iterations(Segments.of(timed, timeline.active, timeline.end_s))
     if found is None:
         raise DataError(
             f"{path}: the times of its segments do not grow with their tokens, so iterations cannot be timed;"
             " give the engine in a scenario file ([engine] c0_s and b0) and the run as WORKLOAD"
         )
     per_round = (num_prompt_tokens + timeline.num_reprefilled_tokens) / len(timeline.steps)
-    rate = per_round / found.start_s if found.start_s else math.inf
+    rate = per_round / found.start_s if per_round and found.start_s else math.inf
     max_running = (config.get("engine") or {}).get("max_running")
     pause_s = statistics.fmean(r.values.get("time/publish_s", 0.0) for r in rows)
     model = ReplicaModel(
         c0_s=found.c0_s,
-        b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * float(running.max()),
+        b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * max(n for _, n in timeline.active),
         prefill_tokens_per_s=rate,
         max_running=max_running if isinstance(max_running, int) else 2**31,
         swap_pause_s=pause_s,
@@ -131,17 +126,13 @@ def _replica(
     b0 = f"B0 {found.b0:.1f} samples" if math.isfinite(found.b0) else "grows with no batch that occurred (no B0)"
     prefill = f"{rate:,.0f} tokens/s of prefill" if math.isfinite(rate) else "prefill too fast to tell"
     return model, (
-        f"Engine: from {len(spans):,} segments of the run, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
+        f"Engine: from {len(timed):,} segments of the run, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
         f" {prefill}; mean error {found.error:.0%}. New weights take {1000 * pause_s:.0f} ms."
     )
 
 
-def _mean_running(timeline: Timeline, start_s: Any, end_s: Any) -> Any:
-    """Samples running between each start and end."""
-    times, counts = (np.array(column, float) for column in zip(*timeline.active, strict=True))
-    times = np.append(times, max(float(times[-1]), timeline.end_s) + 1e-9)
-    integral = np.concatenate([[0.0], np.cumsum(counts * np.diff(times))])
-    return (np.interp(end_s, times, integral) - np.interp(start_s, times, integral)) / (end_s - start_s)
+def _begins_hop(sample: SampleTrace, place: int) -> bool:
+    return place == 0 or sample.spans[place - 1].finish_reason is FinishReason.ABORT
 
 
 def _trainer_s(rows: Sequence[MetricRow]) -> float:

@@ -1,0 +1,120 @@
+"""How long an iteration takes, from segments of a run: c0 and B0 from when each began and ended and what ran meanwhile.
+
+A segment of n tokens took n iterations of ``c0 (1 + B / B0)``, B changing under it. So the integral of
+``1 / (1 + B(t) / B0)`` over its time is ``c0 n``, and for a hop's first segment more by what came before its first
+token: linear in all but B0, which is searched for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollover.workload.law import Floats
+
+_LEAST_EXPLAINED = 0.01
+"""Share of the segments' time that must go into iterations, if iterations are to be timed."""
+_LOG_B0 = np.linspace(math.log(0.5), math.log(1e5), 80)
+"""Where B0 is searched for, in samples; at its upper end iterations do not slow down at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """One entry a segment, and the number of running samples over time."""
+
+    start_s: Floats
+    end_s: Floats
+    tokens: Floats
+    begins: Floats
+    """1 where a hop begins, else 0."""
+    times_s: Floats
+    running: Floats
+    """From each of ``times_s`` on."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[float, float, int, bool]], active: Sequence[tuple[float, int]], end_s: float
+    ) -> Segments:
+        """``rows``: start, end, tokens, whether it begins a hop; ``active``: (time, running samples from then on)."""
+        start, end, tokens, begins = (np.array(column, float) for column in zip(*rows, strict=True))
+        times, running = (np.array(column, float) for column in zip(*active, strict=True))
+        last = max(end_s, float(end.max()), float(times[-1]))
+        return cls(
+            start_s=start,
+            end_s=end,
+            tokens=tokens,
+            begins=begins,
+            times_s=np.append(times, last),
+            running=running,
+        )
+
+    def full_speed_s(self, b0: float) -> Floats:
+        """Seconds that each segment would have taken if iterations did not slow down with the batch."""
+        speed = 1 / (1 + self.running / b0)
+        reached = np.concatenate([[0.0], np.cumsum(speed * np.diff(self.times_s))])
+        ended = np.interp(self.end_s, self.times_s, reached)
+        return np.asarray(ended - np.interp(self.start_s, self.times_s, reached), np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationFit:
+    c0_s: float
+    b0: float
+    """Infinite where iterations do not slow down with the batch."""
+    start_s: float
+    """Until a hop's first token beside its iterations: its prefill, and that of those that start with it."""
+    error: float
+    """Mean relative error of the segments' times, weighted by tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The best c0 and start for a B0."""
+
+    c0_s: float
+    start_s: float
+    loss: float
+    error: float
+
+
+def fit_iterations(segments: Segments) -> IterationFit | None:
+    """Least squares of the relative errors, weighted by tokens; ``None`` where times do not grow with tokens."""
+    from scipy.optimize import minimize_scalar
+
+    losses = [_line(segments, math.exp(x)).loss for x in _LOG_B0]
+    place = int(np.argmin(losses))
+    around = (float(_LOG_B0[max(0, place - 1)]), float(_LOG_B0[min(len(_LOG_B0) - 1, place + 1)]))
+    found = minimize_scalar(lambda x: _line(segments, math.exp(x)).loss, bounds=around, method="bounded")
+    b0 = math.exp(found.x)
+    line = _line(segments, b0)
+    full_speed_s = segments.full_speed_s(b0)
+    if line.c0_s * segments.tokens.sum() < _LEAST_EXPLAINED * full_speed_s.sum():
+        return None
+    begun = segments.begins > 0
+    slowed = float(np.mean(((segments.end_s - segments.start_s) / full_speed_s)[begun])) if begun.any() else 1.0
+    return IterationFit(
+        c0_s=line.c0_s,
+        b0=b0 if place < len(_LOG_B0) - 1 else math.inf,
+        start_s=line.start_s * slowed,
+        error=line.error,
+    )
+
+
+def _line(segments: Segments, b0: float) -> _Line:
+    """``full_speed_s = start_s begins + c0_s tokens``, neither below 0."""
+    from scipy.optimize import nnls
+
+    seconds = segments.full_speed_s(b0)
+    weights = np.sqrt(segments.tokens) / seconds
+    design = np.stack([segments.begins, segments.tokens], axis=1)
+    (start_s, c0_s), residual = nnls(design * weights[:, None], seconds * weights)
+    errors = np.abs(design @ np.array([start_s, c0_s]) / seconds - 1)
+    return _Line(
+        c0_s=float(c0_s),
+        start_s=float(start_s),
+        loss=float(residual),
+        error=float(np.average(errors, weights=segments.tokens)),
+    )

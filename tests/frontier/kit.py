@@ -1,0 +1,38 @@
+"""A small setup that simulates in a fraction of a second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rollover.frontier.setup import Setup
+from rollover.frontier.sweep import Outcome, Point
+from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import Scenario
+from rollover.workload.law import LengthLaw
+
+LAW = LengthLaw(
+    median_tokens=60, sigma=0.8, icc=0.5, loop_probability=0.03, cap_tokens=300, min_tokens=4, prompt_tokens=10
+)
+REPLICA = ReplicaModel(c0_s=0.01, b0=12, prefill_tokens_per_s=50_000)
+
+
+def small(**changes: Any) -> Setup:
+    config = RolloutConfig(rollout_batch_size=6, group_size=4, max_new_tokens=LAW.cap_tokens)
+    setup = Setup(
+        name="small", lengths=LAW, rollout=config, is_in_use=False, scenario=Scenario(replicas=(REPLICA,)), unit="s"
+    )
+    return replace(setup, **changes)
+
+
+def outcome(**figures: float) -> Outcome:
+    blank = {name: 0.0 for name in Outcome.__slots__ if name != "wasted"}
+    return Outcome(**(blank | {"tokens_per_s": 1.0, "trained_length": 1.0} | figures), wasted={})
+
+
+def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> Point:
+    """A made-up one, of a single seed."""
+    made = outcome(tokens_per_s=gain, lag=lag, trained_length=length, max_lag=max_lag)
+    config = {"strategy": "april", "over_sampling_batch_size": 64, "max_staleness": 64} | config
+    return Point(config=RolloutConfig(**config), outcomes=(made,), baseline=(outcome(),))

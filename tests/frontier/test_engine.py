@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import ConfigError, DataError, ModelError
+from rollover.frontier.engine import in_units_of_c0, of_benchmark, of_device
+from rollover.rollout.config import RolloutConfig
+from rollover.workload.presets import PRESETS
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LENGTHS = PRESETS["qwen3-16k"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "qwen3-4b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_4B))
+    return str(folder)
+
+
+def test_a_device_and_a_model_are_a_replica(model: str) -> None:
+    replica, note = of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=1)
+    # Weights of 8 GB read once, a cache of 147,456 bytes per token read per sample, at the catalogue's bandwidth.
+    bandwidth = 3350e9 * 0.65
+    assert replica.c0_s == pytest.approx(0.002 + 8.04e9 / bandwidth, rel=0.03)
+    context = replica.c0_s / replica.b0 * bandwidth / 147_456
+    assert 4000 < context < 7000  # of a token of responses of 8,091 tokens on average
+    assert replica.kv_tokens == pytest.approx((0.9 * 80 * 2**30 - 8.04e9) / 147_456, rel=0.01)
+    assert "H100" in note
+    halved, _ = of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=2)
+    assert halved.kv_tokens > 2 * replica.kv_tokens
+    assert 0.5 < halved.c0_s / replica.c0_s < 0.9
+
+
+def test_devices_and_models_that_cannot_be_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="unknown device 'h100-smx'; did you mean 'h100-sxm'"):
+        of_device("h100-smx", model, LENGTHS, RolloutConfig(), tp=1)
+    with pytest.raises(ConfigError, match="--tp must lie between 1 and 8"):
+        of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=16)
+    (Path(model) / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 3600}))
+    with pytest.raises(ConfigError, match="do not fit on 1 x h100-sxm; raise --tp"):
+        of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=1)
+    with pytest.raises(ModelError, match="config"):
+        of_device("h100-sxm", str(Path(model).parent), LENGTHS, RolloutConfig(), tp=1)
+
+
+def test_the_newest_benchmark_of_a_folder_counts(tmp_path: Path) -> None:
+    for age, c0_s in ((1, 0.02), (0, 0.01)):
+        file = tmp_path / f"engine-{c0_s}.json"
+        file.write_text(json.dumps({"measures": {"fit": {"c0_s": c0_s, "B0": 20.0}}}))
+        os.utime(file, (1e9 - age, 1e9 - age))
+    replica, note = of_benchmark(tmp_path)
+    assert (replica.c0_s, replica.b0) == (0.01, 20.0)
+    assert "engine-0.01.json" in note
+    assert of_benchmark(tmp_path / "engine-0.02.json")[0].c0_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not a benchmark result"), ("{}", "holds no fit"), ('{"c0_s": 1.0, "B0": -3.0}', "holds no fit")],
+)
+def test_results_without_a_fit_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DataError, match=r"no engine-\*.json in it"):
+        of_benchmark(tmp_path)
+    (tmp_path / "engine-x.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        of_benchmark(tmp_path)
+
+
+def test_without_an_engine_a_batch_loads_the_replicas_as_published() -> None:
+    replica, note = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2)
+    assert 2 * replica.b0 * 2.4 == pytest.approx(256)
+    assert replica.c0_s == 1
+    assert "No engine named" in note

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+
+QUICK = ["--seeds", "1", "--steps", "6", "--batch-size", "4", "--group-size", "2", "--strategies", "april"]
+TINY = "median_tokens = 40.0\nsigma = 0.7\nicc = 0.5\nloop_probability = 0.02\ncap_tokens = 150\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    return tmp_path
+
+
+def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "tiny.toml", *QUICK, "--lag", "0.2,9", "--out", "a.html", "--json", "a.json"]) == 0
+    said = capsys.readouterr().out
+    assert "No engine named: times are in iterations over an empty batch" in said
+    assert "For a lag of at most 0.2:" in said.replace("\n", " ")
+    assert Path("a.html").read_text().startswith("<!DOCTYPE html>")
+    advice = json.loads(Path("a.json").read_text())["advice"]
+    assert [a["lag_budget"] for a in advice] == [0.2, 9.0]
+    assert tomllib.loads(advice[1]["toml"])["rollout"]["rollout_batch_size"] == 4
+
+
+def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("s.toml").write_text(
+        "[engine]\nc0_s = 0.01\nb0 = 20.0\n[trainer]\nbase_s = 0.5\n"
+        "[rollout]\nstrategy = 'concurrency'\nnum_running = 12\nrollout_batch_size = 4\ngroup_size = 2\n"
+    )
+    assert cli.main(["simulate", "tiny.toml", *QUICK[:4], "--scenario", "s.toml", "--json", "a.json"]) == 0
+    content = json.loads(Path("a.json").read_text())
+    assert content["unit"] == "s"
+    assert content["rollout"]["num_running"] == 12
+    assert "concurrency C=12" in [p["setting"] for p in content["points"]]
+    assert "Training takes no time" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r1-16"], "no workload 'r1-16': it is no preset; did you mean 'r1-16k'"),
+        (["tiny.toml", "--strategies", "aprill"], "no strategy 'aprill'; did you mean 'april'"),
+        (["tiny.toml", "--from", "runs/x"], "--from names a run, whose lengths are used: leave WORKLOAD out"),
+        (["--from", "."], "not a run directory"),
+        (["tiny.toml", "--device", "h100-sxm"], "--device and --model belong together"),
+        (["tiny.toml", "--tp", "2"], "--tp has no effect without --device"),
+        (["tiny.toml", "--engine", "."], "no engine-*.json in it"),
+        (["tiny.toml", "--engine", ".", "--device", "a", "--model", "b"], "--device and --engine both say"),
+        (["tiny.toml", "--lag", "1,x"], "is not a list of numbers"),
+        (["tiny.toml", "--lag", "-1"], "--lag must be at least 0 versions, got -1"),
+        (["tiny.toml", "--seeds", "0"], "0 is not in the range x>=1"),
+        (["tiny.toml", "--steps", "5", "--warmup", "5"], "--warmup must be at least 0 and below --steps (5)"),
+        (["tiny.toml", "--out", "no/where.html"], "there is no folder 'no'"),
+        (["tiny.toml", "--scenario", "gone.toml"], "gone.toml: no such file"),
+        (["bad.jsonl"], "bad.jsonl:1: a response has at least 1 token, got -1"),
+    ],
+)
+def test_mistakes_end_in_one_message_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bad.jsonl").write_text('{"prompt": 1, "length": -1}\n')
+    assert cli.main(["simulate", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import DataError, RunError
+from rollover.frontier.replay import read_recorded
+from rollover.frontier.settings import setting
+from rollover.frontier.setup import Setup
+from rollover.frontier.sweep import strategy_of
+from rollover.report.metrics import MetricsWriter
+from rollover.rollout.events import Event, GroupOpened
+from rollover.rollout.journal import Journal
+from rollover.sim.models import Latency
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from tests.frontier.kit import LAW, REPLICA, small
+
+TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
+
+
+def recorded_run(folder: Path, setup: Setup, steps: int) -> Path:
+    """A run directory as the real loop would have left it, had the engine been the model's."""
+    folder.mkdir()
+    config = {"rollout": asdict(setup.rollout), "engine": {"kv_on_update": "keep", "max_running": 64}, "meta": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    events: list[Event] = []
+    run = simulate(
+        strategy_of(setup.rollout, setup.scenario),
+        setup.lengths.workload(0),
+        setup.scenario,
+        steps=steps,
+        observer=lambda event: events.append(_with_prompt(event)),
+    )
+    journal = Journal(folder / "journal.sqlite")
+    journal.append(events)
+    journal.close()
+    with MetricsWriter(folder) as metrics:
+        for s in run.steps:
+            train_s = s.end_s - s.consumed_s
+            times = {"time/step_s": s.duration_s, "time/rollout_s": s.duration_s - train_s, "time/train_s": train_s}
+            metrics.write("step", s.step, s.end_s, times)
+    return folder
+
+
+def _with_prompt(event: Event) -> Event:
+    """Simulated prompts are but numbers."""
+    if not isinstance(event, GroupOpened):
+        return event
+    return replace(event, prompt=replace(event.prompt, token_ids=(0,) * LAW.prompt_tokens))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "april"])
+def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> None:
+    scenario = Scenario(
+        replicas=(TRUE,), trainer=Latency(s_per_token=1e-4), reward=Latency(base_s=0.5), kv_on_update="keep"
+    )
+    setup = small(scenario=scenario)
+    setup = replace(setup, rollout=setting(strategy, setup, 2.0))
+    found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
+    assert found.rollout == setup.rollout
+    assert found.replica.c0_s == pytest.approx(TRUE.c0_s, rel=0.1)
+    assert found.replica.b0 == pytest.approx(TRUE.b0, rel=0.2)
+    assert found.replica.max_running == 64
+    assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
+    assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
+    assert found.scenario.kv_on_update == "keep"
+    again = simulate(strategy_of(found.rollout, found.scenario), found.trace.workload(0), found.scenario, steps=12)
+    assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
+
+
+def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:
+    setup = small()
+    setup = replace(setup, rollout=setting("sync", setup, None))
+    trace = read_recorded(recorded_run(tmp_path / "run", setup, 6)).trace
+    workload = setup.lengths.workload(0)
+    assert [p.lengths for p in trace.prompts] == [workload.group_lengths(i, 4) for i in range(len(trace.prompts))]
+    assert len(trace.prompts) == 36
+
+
+def test_runs_too_short_to_learn_from_are_refused(tmp_path: Path) -> None:
+    setup = small()
+    setup = replace(setup, rollout=setting("sync", setup, None))
+    run = recorded_run(tmp_path / "run", setup, 6)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
+    with pytest.raises(RunError, match="3 finished steps; at least 4 are needed"):
+        read_recorded(run)
+    with pytest.raises(RunError, match="not a run directory"):
+        read_recorded(tmp_path)
+    (run / "journal.sqlite").unlink()
+    with pytest.raises(DataError, match="an empty trace"):
+        read_recorded(run)

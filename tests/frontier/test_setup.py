@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import ConfigError
+from rollover.frontier.setup import ScenarioFile, build_setup, read_scenario, shaped
+from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import Latency
+from rollover.sim.scenario import Scenario
+from tests.frontier.kit import LAW, REPLICA, small
+
+
+def read(tmp_path: Path, text: str) -> tuple[ScenarioFile, int | None]:
+    file = tmp_path / "scenario.toml"
+    file.write_text(text)
+    return read_scenario(file)
+
+
+def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
+    file, cap = read(
+        tmp_path,
+        """
+        kv_on_update = "keep"
+        [rollout]
+        strategy = "concurrency"
+        num_running = 40
+        max_new_tokens = 200
+        [engine]
+        b0 = 33.0
+        replicas = 3
+        fast_lane_replicas = 1
+        [trainer]
+        base_s = 4.0
+        s_per_token = 0.001
+        """,
+    )
+    assert cap == 200
+    assert file.rollout is not None
+    setup = build_setup(
+        "x", LAW, REPLICA, file, rollout=file.rollout, is_in_use=True, replicas=1, unit="s", notes=(), cap_tokens=cap
+    )
+    assert setup.cap_tokens == setup.rollout.max_new_tokens == 200
+    assert setup.scenario.replicas == (replace(REPLICA, b0=33.0),) * 2 + (replace(REPLICA, b0=33.0, fast_lane=True),)
+    assert setup.scenario.trainer == Latency(base_s=4.0, s_per_token=0.001)
+    assert setup.scenario.kv_on_update == "keep"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nb_0 = 3.0\n", "scenario.toml:2: engine.b_0: unknown key; did you mean 'b0'?"),
+        ("[engine]\nb0 = -3.0\n", "scenario.toml:2: engine.b0 must be above 0, got -3.0"),
+        ("[engine]\nswap_pause_s = -1.0\n", "scenario.toml:2: engine.swap_pause_s must be at least 0, got -1.0"),
+        ("[trainer]\nbase_s = -1.0\n", "scenario.toml:2: trainer.base_s must be at least 0, got -1.0"),
+        ("[rollout]\nstrategy = 'aprl'\n", "did you mean 'april'?"),
+        ("kv_on_update = 'kept'\n", "scenario.toml:1: kv_on_update: 'kept' is not allowed"),
+    ],
+)
+def test_mistakes_are_named_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert message in str(raised.value)
+
+
+def test_the_fast_lane_leaves_a_replica_for_the_others(tmp_path: Path) -> None:
+    file, _ = read(tmp_path, "[engine]\nfast_lane_replicas = 2\n")
+    with pytest.raises(ConfigError, match=r"fast_lane_replicas \(2\) must be below the number of replicas \(2\)"):
+        build_setup("x", LAW, REPLICA, file, rollout=RolloutConfig(), is_in_use=False, replicas=2, unit="s", notes=())
+
+
+def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:
+    april = RolloutConfig(rollout_batch_size=32, over_sampling_batch_size=48)
+    assert shaped(april, batch_size=64, group_size=None).over_sampling_batch_size == 96
+    refill = RolloutConfig(strategy="concurrency", rollout_batch_size=32, group_size=8, num_running=256)
+    assert shaped(refill, batch_size=16, group_size=16).num_running == 256
+    assert shaped(april, batch_size=None, group_size=None) == april
+
+
+def test_the_ceiling_is_caches_read_without_a_pause_or_a_busy_trainer() -> None:
+    setup = small()
+    assert setup.ceiling == pytest.approx(12 / 0.01)
+    two = small(scenario=Scenario(replicas=(REPLICA, replace(REPLICA, c0_s=0.02))))
+    assert two.ceiling == pytest.approx(12 / 0.01 + 12 / 0.02)
+    busy = small(scenario=Scenario(replicas=(REPLICA,), trainer=Latency(base_s=100.0)))
+    assert busy.ceiling == pytest.approx(setup.batch_tokens / 100)
+    assert setup.batch_tokens == pytest.approx(24 * LAW.mean_tokens, rel=0.05)

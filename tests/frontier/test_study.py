@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from rollover.errors import ConfigError
+from rollover.frontier.report import render_study, study_json, study_table
+from rollover.frontier.settings import label, setting
+from rollover.frontier.study import Study, study
+from rollover.frontier.sweep import Estimate, Length, Outcome, Trial, run_trial, run_trials, workers
+from rollover.rollout.config import RolloutConfig
+from tests.frontier.kit import small
+
+LENGTH = Length(steps=15, warmup=5)
+
+
+@pytest.fixture(scope="module")
+def found() -> Study:
+    setup = small(name="<i>small</i>")
+    return study(setup, ("sync", "oversample", "april", "concurrency"), LENGTH, num_seeds=2)
+
+
+def test_gains_are_over_synchronous_rollout_on_the_same_lengths(found: Study) -> None:
+    assert found.sync.gain == Estimate(mean=1.0, margin=0.0)
+    april = next(p for p in found.points if label(p.config) == "april r=2")
+    setup = found.setup
+    for seed in (0, 1):
+        outcomes = [
+            run_trial(Trial(config=c, seed=seed, lengths=setup.lengths, scenario=setup.scenario), length=LENGTH)
+            for c in (april.config, found.sync.config)
+        ]
+        assert april.outcomes[seed] == outcomes[0]
+        assert april.baseline[seed] == outcomes[1]
+    ratios = [o.tokens_per_s / b.tokens_per_s for o, b in zip(april.outcomes, april.baseline, strict=True)]
+    assert april.gain.mean == pytest.approx(statistics.fmean(ratios))
+    assert april.gain.mean > 1.1
+
+
+def test_nothing_lies_above_the_ceiling_and_lag_costs_what_it_should(found: Study) -> None:
+    assert all(p.mean("tokens_per_s") < found.setup.ceiling for p in found.points)
+    for strategy in ("april", "concurrency"):
+        lags = [p.lag for p in found.of(strategy)]
+        assert lags == sorted(lags)
+        assert lags[0] < lags[-1]
+        assert not any(p.wasted for p in found.of(strategy))
+    assert any(p.wasted for p in found.of("oversample"))
+    assert not any(a.chosen.config.strategy == "oversample" for a in found.advice)
+
+
+def test_the_usual_setting_is_marked_and_the_recommendation_looked_at_closely(found: Study) -> None:
+    assert label(found.current.config) == "april r=2"
+    assert len(found.points) > 1 + 5 + 5 + 5  # neighbours of the recommended one beside the grid
+    assert {v.what for v in found.variations} == {"group size", "cap", "B0"}
+    shown = {p.config.strategy for p in found.pictures}
+    assert "sync" in shown
+    for picture in found.pictures:
+        assert [s.step for s in picture.timeline.steps][picture.first_step :] == [8, 9, 10]
+
+
+def test_the_setting_in_use_takes_the_place_of_the_one_like_it() -> None:
+    used = setting("april", small(), 2.0, max_staleness=3)
+    found = study(small(rollout=used, is_in_use=True), ("sync", "april"), LENGTH, num_seeds=1, lag_budgets=(0.1, 5.0))
+    assert found.current.config == used
+    assert [label(p.config) for p in found.points].count("april r=2") == 1
+    assert [a.lag_budget for a in found.advice] == [0.1, 5.0]
+    assert found.advice[0].chosen.lag <= 0.1
+    assert found.advice[1].chosen is found.advice[1].best
+
+
+def test_the_page_says_it_all_and_nothing_in_it_is_markup(found: Study) -> None:
+    page = render_study(found)
+    for point in found.points:
+        assert f"<th>{label(point.config)}" in page
+    assert found.advice[0].toml() in page.replace("&quot;", '"')
+    assert "&lt;i&gt;small&lt;/i&gt;" in page
+    assert "<i>small" not in page
+    assert "nothing here was measured" in page
+
+
+def test_the_json_has_every_seed_and_no_infinity(found: Study) -> None:
+    content = json.loads(study_json(found), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [len(p["seeds"]) for p in content["points"]] == [2] * len(found.points)
+    assert content["points"][0]["strategy"] == "sync"
+    assert content["simulated"] is True
+
+
+def test_the_table_has_a_row_a_setting(found: Study) -> None:
+    assert study_table(found).row_count == len(found.points)
+
+
+def test_processes_find_what_one_finds() -> None:
+    setup = small()
+    trials = [
+        Trial(config=setting("april", setup, r), seed=seed, lengths=setup.lengths, scenario=setup.scenario)
+        for r in (1.5, 2.0)
+        for seed in (0, 1)
+    ]
+    done: list[int] = []
+    with workers(2) as runner:
+        found = run_trials(trials, LENGTH, runner, done.append)
+    assert done == [1, 2, 3, 4]
+    assert found == [run_trial(trial, length=LENGTH) for trial in trials]
+
+
+def test_intervals_are_students() -> None:
+    estimate = Estimate.of([1.0, 2.0, 3.0])
+    assert estimate.mean == 2.0
+    assert estimate.margin == pytest.approx(4.30 / math.sqrt(3))
+    assert Estimate.of([1.5]) == Estimate(mean=1.5, margin=None)
+
+
+def test_trials_can_be_sent_to_another_process() -> None:
+    setup = small()
+    trial = Trial(config=RolloutConfig(), seed=3, lengths=setup.lengths, scenario=setup.scenario)
+    assert pickle.loads(pickle.dumps(trial)) == trial
+    assert isinstance(run_trial(replace(trial, config=setting("sync", setup, None)), length=LENGTH), Outcome)
+
+
+def test_a_warm_up_leaves_steps_to_measure() -> None:
+    with pytest.raises(ConfigError, match=r"--warmup must be at least 0 and below --steps \(5\), got 5"):
+        Length(steps=5, warmup=5)

@@ -22,6 +22,7 @@ StrategyName = Literal[
     "windowed",
     "probe",
     "fast_lane",
+    "rollover",
 ]
 _ON_POLICY = ("sync", "probe")
 _OVER_SAMPLING = ("april", "oversample", "token_budget", "sorted", "tail_rounds")
@@ -35,6 +36,7 @@ _VALID_WITH: dict[str, tuple[str, ...]] = {
     "staleness_threshold": ("threshold",),
     "window_groups": ("windowed",),
     "fast_lane_samples": ("fast_lane",),
+    "lag_target": ("rollover",),
 }
 """Keys that have an effect with these strategies alone."""
 
@@ -51,8 +53,8 @@ class RolloutConfig:
     `token_budget` (so many new tokens per sample and round), `sorted` (a pool of several batches, short groups first),
     `tail_rounds` (discard, and run the discarded prompts by themselves), `inflight` (`bounded_async` in order of
     finishing; weights change under running samples), `threshold` (a quota of groups per weight update), `windowed`
-    (`bounded_async` that limits overtaking), `probe` (`sync`, longest groups first) or `fast_lane` (`concurrency` with
-    the oldest samples on a lightly loaded replica)."""
+    (`bounded_async` that limits overtaking), `probe` (`sync`, longest groups first), `fast_lane` (`concurrency` with
+    the oldest samples on a lightly loaded replica) or `rollover` (as much over-sampling as `lag_target` allows)."""
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8
@@ -78,6 +80,8 @@ class RolloutConfig:
     """How many groups, counted from the oldest, `windowed` may train; `rollout_batch_size` when absent."""
     fast_lane_samples: int | None = None
     """Oldest samples that `fast_lane` runs on the lightly loaded replica; when absent, an eighth of a batch's."""
+    lag_target: float | None = None
+    """Mean age of trained tokens, in versions, that `rollover` works up to; 1 when absent."""
     max_staleness: int | None = None
     """Bound in policy versions: training step minus the version of the oldest token trained in it. When absent, 0 for
     `sync` and `probe`, as many as the over-sampling can need for `oversample` and `tail_rounds`, else 4 or what the
@@ -132,6 +136,8 @@ class RolloutConfig:
             )
         if self.staleness_threshold is not None and not 0 <= self.staleness_threshold < math.inf:
             raise ValueError(f"rollout.staleness_threshold must be at least 0, got {self.staleness_threshold}")
+        if self.lag_target is not None and not 0 <= self.lag_target < math.inf:
+            raise ValueError(f"rollout.lag_target must be at least 0, got {self.lag_target}")
         if self.strategy in _ON_POLICY and self.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness is {self.max_staleness}, but strategy {self.strategy!r} is always at 0;"
@@ -173,6 +179,11 @@ class RolloutConfig:
     def window(self) -> int:
         """``window_groups`` with its default filled in."""
         return (self.window_groups or self.rollout_batch_size) * self.num_siblings
+
+    @property
+    def target_lag(self) -> float:
+        """``lag_target`` with its default filled in."""
+        return 1.0 if self.lag_target is None else self.lag_target
 
     @property
     def fast_lane(self) -> int:

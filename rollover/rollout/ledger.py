@@ -64,6 +64,8 @@ class SampleEntry:
     trajectory: Trajectory
     state: SampleState = SampleState.WAITING
     num_tokens: int = 0
+    sum_of_versions: int = 0
+    """Over its tokens."""
     failure: str = ""
 
 
@@ -116,6 +118,23 @@ class Tokens:
         return self.decoded - self.trained - sum(self.wasted.values())
 
 
+@dataclass(slots=True)
+class Lag:
+    """Mean ages of what was trained lately, in versions; recent batches count most."""
+
+    tokens: float = 0.0
+    """Of tokens."""
+    heads: float = 0.0
+    """Of the starts of groups."""
+
+    def add(self, tokens: float, heads: float) -> None:
+        self.tokens += (tokens - self.tokens) * _LAG_WEIGHT
+        self.heads += (heads - self.heads) * _LAG_WEIGHT
+
+
+_LAG_WEIGHT = 0.25
+
+
 class Ledger:
     """State of all samples and groups; changed by ``apply`` alone."""
 
@@ -128,6 +147,7 @@ class Ledger:
         """Prompts drawn from the source."""
         self.next_group_id = 0
         self.tokens = Tokens()
+        self.lag = Lag()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
         self.open: dict[int, GroupEntry] = {}
@@ -273,6 +293,7 @@ class Ledger:
         num_tokens = len(segment.token_ids)
         sample.trajectory = sample.trajectory.extended(segment)
         sample.num_tokens += num_tokens
+        sample.sum_of_versions += num_tokens * segment.policy_version
         self.tokens.decoded += num_tokens
         self.tokens.reprefilled += segment.num_prefilled_tokens
         if segment.finish_reason is None:
@@ -364,8 +385,17 @@ class Ledger:
                 if group.start_version is not None:  # else each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
+            self._measure_lag(step, group_ids)
         self._account(step, +1)
         self.next_step += 1
+
+    def _measure_lag(self, step: int, group_ids: tuple[int, ...]) -> None:
+        groups = [self.groups[i] for i in group_ids]
+        samples = [s for g in groups for s in g.samples if s.state is SampleState.SCORED]
+        num_tokens = sum(s.num_tokens for s in samples)
+        heads = [step - g.start_version for g in groups if g.start_version is not None]
+        if num_tokens and heads:
+            self.lag.add(step - sum(s.sum_of_versions for s in samples) / num_tokens, sum(heads) / len(heads))
 
     def _account(self, step: int, sign: int) -> None:
         """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""

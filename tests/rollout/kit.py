@@ -18,6 +18,7 @@ from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.hop import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory
@@ -198,7 +199,7 @@ def make_rig(
     driver = RolloutDriver(
         engine=engine,
         strategy=strategy,
-        source=source,
+        source=EachSample(source, strategy.num_siblings),
         scorer=scorer,
         sampling=sampling,
         seed=SEED,

@@ -296,7 +296,7 @@ def test_surplus_groups_lead_the_next_batch() -> None:
 
 def test_oversample_returns_the_prompts_of_discarded_groups_first() -> None:
     def length(request: Any) -> int:
-        return 40 if request.prompt_key in ("toy/0@0.", "toy/2@0.") else 4
+        return 40 if request.sample_key.split(".")[0] in ("g0", "g2") else 4
 
     rig, batches = play(2, "oversample", length=length)
     assert [g.prompt.columns["row"] for g in batches[0].groups] == [1, 3]

@@ -7,6 +7,7 @@ from rollover.rollout.strategies.fast_lane import FastLane
 from rollover.rollout.strategies.inflight import InFlight
 from rollover.rollout.strategies.oversample import Oversample
 from rollover.rollout.strategies.probe import Probe
+from rollover.rollout.strategies.rollover import Rollover
 from rollover.rollout.strategies.sorted import Sorted
 from rollover.rollout.strategies.sync import Sync
 from rollover.rollout.strategies.tail_rounds import TailRounds
@@ -29,6 +30,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "windowed": Windowed,
     "probe": Probe,
     "fast_lane": FastLane,
+    "rollover": Rollover,
 }
 
 NEEDS = {"inflight": "in_flight_update", "fast_lane": "fast_lane"}
@@ -44,6 +46,7 @@ __all__ = [
     "InFlight",
     "Oversample",
     "Probe",
+    "Rollover",
     "Sorted",
     "Sync",
     "TailRounds",

@@ -1,0 +1,106 @@
+"""The baseline of single samples: fixed before they begin, and hence without bias whatever finishes when."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from rollover.rollout.events import BatchConsumed
+from rollover.rollout.history import RewardHistory
+from rollover.types import Baseline, Prompt
+from tests.rollout.kit import play
+
+
+def prompt(row: int, epoch: int = 0, source: str = "sums") -> Prompt:
+    return Prompt(prompt_id=f"{source}/{row}@{epoch}", token_ids=(1,), text="", source=source)
+
+
+def test_without_history_nothing_is_subtracted() -> None:
+    assert RewardHistory().baseline(prompt(0)) == Baseline(0.0, 0.0)
+
+
+def test_a_row_that_was_seen_before_counts_for_more_than_its_source() -> None:
+    history = RewardHistory()
+    for i in range(100):
+        history.add(prompt(i), 0.0)
+    for _ in range(4):
+        history.add(prompt(7, epoch=1), 1.0)
+    fresh, seen = history.baseline(prompt(1000)), history.baseline(prompt(7, epoch=2))
+    assert 0 < fresh.mean < 0.1
+    assert seen.mean == pytest.approx(0.46, abs=0.03)  # 4 of 5 rewards are 1, and weigh as much as the source's mean
+    assert history.baseline(prompt(7, source="other")) == Baseline(0.0, 0.0)
+
+
+def test_old_rewards_fade() -> None:
+    history = RewardHistory()
+    for i in range(600):
+        history.add(prompt(i), 0.0)
+    for i in range(256):
+        history.add(prompt(1000 + i), 1.0)
+    assert history.baseline(prompt(-1)).mean == pytest.approx(1 - math.exp(-1), abs=0.05)
+
+
+def test_siblings_that_finish_first_make_a_biased_baseline_and_history_does_not() -> None:
+    """All outcomes of two samples of one prompt, enumerated: a response is short and wrong, or long and right, with
+    probability p = sigmoid(theta). The longer one is consumed later. The gradient of the mean reward is p (1 - p)."""
+    p = 0.3
+    gradient = {"siblings": 0.0, "history": 0.0}
+    for first, second in itertools.product((0, 1), repeat=2):
+        probability = math.prod(p if x else 1 - p for x in (first, second))
+        for own, other in ((first, second), (second, first)):
+            score = own - p  # d log pi / d theta
+            scored_before = [float(other)] if other < own else []
+            by_siblings = sum(scored_before) / len(scored_before) if scored_before else 0.5
+            gradient["siblings"] += probability * score * (own - by_siblings) / 2
+            gradient["history"] += probability * score * (own - 0.5) / 2
+    assert gradient["history"] == pytest.approx(p * (1 - p))
+    assert abs(gradient["siblings"] - p * (1 - p)) > 0.05
+
+
+def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:
+    rig, batches = play(6, "april", unit="sample", group_size=4, rollout_batch_size=2)
+    groups = [g for b in batches.values() for g in b.groups]
+    assert {len(g.trajectories) for g in groups} == {1}
+    assert all(len(b.groups) == 8 for b in batches.values())
+    # Replay the events: what had been scored when each group was opened.
+    history, expected = RewardHistory(), {}
+    prompts: dict[int, Prompt] = {}
+    for event in rig.events:
+        if hasattr(event, "prompt"):
+            expected[event.group_id] = history.baseline(event.prompt)
+            prompts[event.group_id] = event.prompt
+        elif hasattr(event, "reward"):
+            history.add(prompts[event.sample_id.group], event.reward)
+    assert {g.group_id: g.baseline for g in groups} == {g.group_id: expected[g.group_id] for g in groups}
+    assert len({g.baseline for g in groups}) > 4
+
+
+def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:
+    rig, _ = play(8, "april", unit="sample", group_size=4, rollout_batch_size=2)
+    opened: dict[str, list[int]] = {}
+    for event in rig.events:
+        if hasattr(event, "prompt"):
+            opened.setdefault(event.prompt.prompt_id, []).append(event.group_id)
+    steps: dict[int, int] = {i: e.step for e in rig.events if isinstance(e, BatchConsumed) for i in e.group_ids}
+    whole = [ids for ids in opened.values() if all(i in steps for i in ids)]
+    assert {len(ids) for ids in whole} == {4}
+    assert any(len({steps[i] for i in ids}) > 1 for ids in whole), "no sibling ever waited less than another"
+    assert rig.source.drawn[:8] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("target", [0.4, 1.0, 2.0])
+def test_rollover_reaches_the_lag_it_is_told(target: float) -> None:
+    from rollover.sim.run import simulate
+    from rollover.workload.generator import Generator
+    from rollover.workload.presets import PRESETS
+    from tests.sim.kit import one_replica, strategy_of
+
+    law = PRESETS["light-8k"]
+    config: dict[str, Any] = {"rollout_batch_size": 8, "group_size": 4, "max_new_tokens": law.cap_tokens}
+    strategy = strategy_of("rollover", unit="sample", lag_target=target, max_staleness=30, **config)
+    simulation = simulate(strategy, Generator(law, 3), one_replica(b0=32.0), steps=120)
+    assert simulation.after(40).lag == pytest.approx(target, rel=0.1)
+    assert not simulation.tokens.wasted

@@ -56,11 +56,14 @@ class Advice:
             "rollout_batch_size": config.rollout_batch_size,
             "group_size": config.group_size,
         }
+        if config.unit == "sample":
+            values["unit"] = config.unit
         if knob is not None:
             if (value := getattr(config, knob.key)) is not None:
                 values[knob.key] = value
             values["max_staleness"] = bound(self.chosen)
-        return dumps({"rollout": values})
+        algorithm = {"algorithm": {"advantage": "history"}} if config.unit == "sample" else {}
+        return dumps({"rollout": values, **algorithm})
 
 
 def bound(point: Point) -> int:

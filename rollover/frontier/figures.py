@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.frontier.settings import KNOBS, label, value_of
+from rollover.frontier.settings import knob_of, label, name_of, place_of, value_of
 from rollover.frontier.study import Picture, Study
 from rollover.frontier.sweep import Point
 from rollover.report import measures
@@ -93,8 +93,9 @@ def sensitivity(study: Study) -> list[tuple[str, Figure]]:
         ("over_sampling_batch_size", "Over-sampling r", "groups in flight over groups of a batch"),
         ("num_running", "Concurrency C", "samples in flight over samples of a batch"),
         ("max_staleness", "Staleness bound S", "versions"),
+        ("lag_target", "Lag target", "versions asked for"),
     ):
-        strategies = [s for s in study.strategies if (knob := KNOBS[s]) is not None and knob.key == key]
+        strategies = [s for s in study.strategies if (knob := knob_of(s)) is not None and knob.key == key]
         if strategies:
             drawn.append((title, _by_knob(study, strategies, x_title)))
     for what, title, x_title in (
@@ -135,10 +136,10 @@ def _by_variation(study: Study, what: str, x_title: str) -> Figure:
         name = label(config)
         for variation in study.variations:
             other = variation.point.config
-            if variation.what == what and (other.strategy, value_of(other)) == (config.strategy, value_of(config)):
+            if variation.what == what and place_of(other) == place_of(config):
                 found.append((variation.value, variation.point))
         found.sort(key=lambda pair: pair[0])
-        x, colour = [v for v, _ in found], palette[config.strategy]
+        x, colour = [v for v, _ in found], palette[name_of(config)]
         gain = line(x, [p.gain.mean for _, p in found], name, colour, mode="lines+markers", marker={"size": 6})
         lag = line(x, [p.lag for _, p in found], f"{name}, lag", colour, yaxis="y2", showlegend=False)
         lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}

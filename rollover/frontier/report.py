@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rollover.frontier import figures
 from rollover.frontier.advice import Advice
-from rollover.frontier.settings import label
+from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import Point
 from rollover.report.gantt import gantt
@@ -91,9 +91,9 @@ def study_table(study: Study) -> Table:
         shown.add_column(name.format(unit=study.setup.unit), justify="right" if place else "left", no_wrap=True)
     strategy = None
     for point, cells in rows(study):
-        if strategy not in (None, point.config.strategy):
+        if strategy not in (None, name_of(point.config)):
             shown.add_section()
-        strategy = point.config.strategy
+        strategy = name_of(point.config)
         chosen = any(point is a.chosen for a in study.advice)
         shown.add_row(*cells, style="bold" if chosen else None)
     return shown

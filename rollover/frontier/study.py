@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.frontier.advice import Advice, advise
-from rollover.frontier.settings import KNOBS, setting, settings, value_of
+from rollover.frontier.settings import KNOBS, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, strategy_of, workers
 from rollover.report.timeline import Timeline
@@ -64,11 +64,11 @@ class Study:
         return self.points[0]
 
     def of(self, strategy: str) -> tuple[Point, ...]:
-        return tuple(p for p in self.points if p.config.strategy == strategy)
+        return tuple(p for p in self.points if name_of(p.config) == strategy)
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(p.config.strategy for p in self.points))
+        return tuple(dict.fromkeys(name_of(p.config) for p in self.points))
 
 
 def study(
@@ -90,10 +90,10 @@ def study(
     if not setup.is_in_use:
         setup = replace(setup, rollout=setting("april", setup, 2.0, max_staleness=max_staleness))
     current = setup.rollout
-    place = (current.strategy, value_of(current))
+    place = place_of(current)
     tried = [config for name in strategies for config in settings(name, setup, max_staleness=max_staleness)]
     if current.strategy != "sync":  # in place of the setting that is the same but for its staleness bound
-        tried = [*(c for c in tried if (c.strategy, value_of(c)) != place), current]
+        tried = [*(c for c in tried if place_of(c) != place), current]
     with workers(jobs) as runner:
         bench = _Bench(setup, length, num_seeds, runner, progress)
         points = bench.points("settings", tried)
@@ -109,7 +109,7 @@ def study(
         length=length,
         num_seeds=num_seeds,
         points=tuple(points),
-        current=next(p for p in points if (p.config.strategy, value_of(p.config)) == place),
+        current=next(p for p in points if place_of(p.config) == place),
         advice=advice,
         variations=variations,
         pictures=tuple(_picture(setup, config) for config in shown),
@@ -127,8 +127,8 @@ def theory(setup: Setup) -> StepModel:
 
 def _ordered(points: list[Point]) -> list[Point]:
     """Strategies in order of first appearance, their settings by knob."""
-    strategies = list(dict.fromkeys(p.config.strategy for p in points))
-    return sorted(points, key=lambda p: (strategies.index(p.config.strategy), value_of(p.config) or 0.0))
+    strategies = list(dict.fromkeys(name_of(p.config) for p in points))
+    return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
 def _between(
@@ -139,11 +139,11 @@ def _between(
     here = value_of(config)
     if knob is None or here is None or here == math.inf or knob.key == "max_staleness":
         return []
-    known = [p.config for p in points if p.config.strategy == config.strategy]
+    known = [p.config for p in points if name_of(p.config) == name_of(config)]
     values = sorted(v for c in known if (v := value_of(c)) is not None)
     place = values.index(here)
     beside = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
-    near = (setting(config.strategy, setup, (here + other) / 2, max_staleness=max_staleness) for other in beside)
+    near = (setting(name_of(config), setup, (here + other) / 2, max_staleness=max_staleness) for other in beside)
     return [c for c in dict.fromkeys(near) if c not in known]
 
 

@@ -34,5 +34,5 @@ def outcome(**figures: float) -> Outcome:
 def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> Point:
     """A made-up one, of a single seed."""
     made = outcome(tokens_per_s=gain, lag=lag, trained_length=length, max_lag=max_lag)
-    config = {"strategy": "april", "over_sampling_batch_size": 64, "max_staleness": 64} | config
-    return Point(config=RolloutConfig(**config), outcomes=(made,), baseline=(outcome(),))
+    usual: dict[str, Any] = {"strategy": "april", "over_sampling_batch_size": 64, "max_staleness": 64}
+    return Point(config=RolloutConfig(**(usual | config)), outcomes=(made,), baseline=(outcome(),))

@@ -50,6 +50,14 @@ def test_where_nothing_is_faster_than_sync_it_stays() -> None:
     assert tomllib.loads(advice.toml())["rollout"]["strategy"] == "sync"
 
 
+def test_a_setting_that_trains_single_samples_names_the_advantage_it_needs() -> None:
+    advice = advise([SYNC, point(2.0, 0.1, unit="sample")], 9.0)
+    snippet = tomllib.loads(advice.toml())
+    assert snippet["rollout"]["unit"] == "sample"
+    assert snippet["algorithm"]["advantage"] == "history"
+    assert "algorithm" not in tomllib.loads(advise([SYNC, point(2.0, 0.1)], 9.0).toml())
+
+
 @pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async", "sorted", "inflight", "threshold"])
 def test_the_recommended_bound_is_never_in_the_way(strategy: str) -> None:
     setup, length = small(), Length(steps=24, warmup=4)

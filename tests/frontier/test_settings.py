@@ -44,9 +44,12 @@ def test_concurrency_is_what_the_engine_can_run_at_most() -> None:
 
 
 def test_values_are_in_units_of_the_batch() -> None:
-    config = setting("april", small(), 1.5, rollout_batch_size=32)
-    assert config.launched_groups == 48
+    config = setting("april", small(), 1.5)
+    assert config.launched_groups == 9
     assert label(config) == "april r=1.5"
+    single = setting("april:sample", small(), 1.5)
+    assert single == replace(config, unit="sample")
+    assert label(single) == "april:sample r=1.5"
     assert label(setting("concurrency", small(), 2.0)) == "concurrency C=48"
     assert label(setting("sync", small(), None)) == "sync"
 
@@ -55,6 +58,8 @@ def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
     assert check_strategies(["april", "sync", "april"], small()) == ("sync", "april")
     with pytest.raises(ConfigError, match="--strategies: no strategy 'aprul'; did you mean 'april'"):
         check_strategies(["aprul"], small())
+    with pytest.raises(ConfigError, match="sync waits for whole groups"):
+        check_strategies(["sync:sample"], small())
     with pytest.raises(ConfigError, match="'fast_lane' needs a replica for the fast lane"):
         check_strategies(["fast_lane"], small())
     lane = Scenario(replicas=(REPLICA, replace(REPLICA, fast_lane=True)))

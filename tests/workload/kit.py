@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +28,6 @@ def drawn(law: LengthLaw, num_prompts: int, group_size: int = 8, seed: int = 1) 
     return Trace(name="drawn", cap_tokens=law.cap_tokens, prompts=prompts)
 
 
-def standard_error(values_PS: NDArray[np.float64]) -> float:
+def standard_error(values_PS: NDArray[Any]) -> float:
     """Of the mean over all samples when siblings are alike: from the spread of the prompts' means."""
     return float(values_PS.mean(axis=1).std(ddof=1) / np.sqrt(len(values_PS)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,6 @@ def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> N
         ({"loop_difficulty": -1.0}, r"loop_difficulty must lie in \[0, 2\], got -1.0"),
     ],
 )
-def test_impossible_parameters_are_refused_by_name(change: dict[str, float], message: str) -> None:
+def test_impossible_parameters_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LAW, **change)

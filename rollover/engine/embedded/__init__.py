@@ -1,8 +1,9 @@
-"""The embedded engine: continuous batching over a paged key-value cache, in this process, in PyTorch.
+"""The embedded engine: continuous batching over a paged key-value cache, in this process.
 
-``config`` and the bookkeeping (``cache``, ``scheduler``) are torch-free; ``model``, ``rotary``, ``prefill``, ``decode``
-and ``sampler`` compute over ``pages``, with the arithmetic of ``ops`` or, on a CPU, of ``native``; ``core`` is the
-synchronous engine and ``engine`` its asyncio shell.
+``config`` and the bookkeeping (``cache``, ``scheduler``) are torch-free. ``core`` is the synchronous engine and
+``engine`` its asyncio shell; what is to be computed they ask of a ``compute``: in PyTorch's operations (``model``,
+``rotary``, ``prefill``, ``decode``, ``sampler`` over ``pages``), compiled for this CPU (``native``) or recorded on a
+GPU (``graphs``).
 """
 
 from rollover.engine.embedded.config import EmbeddedConfig

@@ -34,9 +34,9 @@ class EmbeddedConfig:
     """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
     the running samples by."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
-    """How a CPU computes: ``compiled`` by fused kernels built with the machine's C compiler (a second at the start),
-    ``torch`` by PyTorch's operations, at half the speed and less; ``auto`` compiles where it can. The compiled ones
-    compute and cache in float32, whatever the type of the weights. GPUs take PyTorch's."""
+    """How a CPU computes: ``compiled`` by kernels built with the machine's C compiler (some seconds at the start),
+    ``torch`` by PyTorch's operations, at a third of the speed; ``auto`` compiles where it can. The compiled ones
+    compute and cache in float32, whatever the type of the weights. Without a meaning on a GPU."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What a weight update does to cached tokens. ``recompute`` drops them, so that every token is sampled
     from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old

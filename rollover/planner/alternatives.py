@@ -40,7 +40,7 @@ def _of_one_type(plan: Plan) -> Iterator[Alternative]:
         count, name = stock, f"the fleet's {device.name} alone"
         if money is not None and device.price_per_hour is not None:
             count = int(money / device.price_per_hour * (1 + 1e-9))
-            name = f"only {device.name}, for the same money"
+            name = f"{device.name} alone, for the same money"
         found = one_type(plan, device, count) if count else None
         if found is not None:
             yield _alternative(name, *found)
@@ -49,7 +49,7 @@ def _of_one_type(plan: Plan) -> Iterator[Alternative]:
 def _of_other_splits(plan: Plan) -> Iterator[Alternative]:
     built = columns.problem(plan.fleet, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
     problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
-    names = {"75:25": "three quarters roll out", "greedy": "compute-heavy type trains, all others roll out"}
+    names = {"75:25": "the split 75:25 by number", "greedy": "the split by type"}
     for baseline in (homogeneous.by_rule(problem, plan.fleet), homogeneous.greedy(problem, plan.fleet)):
         if baseline.problem is not None and baseline.solution is not None:
             yield _alternative(names[baseline.name], baseline.problem, baseline.solution)

@@ -49,7 +49,7 @@ def recost(
         columns.append(_column(topology, devices, model, problem, problem.columns[c], replicas, ways))
     used = routed(replace(problem, columns=tuple(columns), plans=(plan,)))
     counts = [solution.replicas[c] for c in solution.active]
-    return Recosted(problem=used, solution=held(used, counts), networks=_networks(solution, ways, joints, topology))
+    return Recosted(problem=used, solution=held(used, counts), networks=_networks(topology, ways, joints))
 
 
 def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
@@ -113,17 +113,13 @@ def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int
     return slowest or device.link
 
 
-def _networks(
-    solution: Solution, ways: dict[int, Link | None], joints: dict[str, Link], topology: Topology
-) -> dict[str, Link]:
-    """The narrowest link that each type met: in its pipelines where it trains, on the way of the weights otherwise."""
+def _networks(topology: Topology, ways: Mapping[int, Link | None], joints: Mapping[str, Link]) -> dict[str, Link]:
+    """The narrowest link that each type met between nodes: in its pipelines, or on the way of the weights to it."""
     found = dict(joints)
-    training = {part.device for part in solution.plan.parts}
     for node, way in ways.items():
         name = topology.fleet.nodes[node].device.name
-        if way is not None and name not in training:
-            narrower = _narrower(found.get(name), way)
-            assert narrower is not None
+        narrower = _narrower(found.get(name), way)
+        if narrower is not None:
             found[name] = narrower
     return found
 

@@ -101,7 +101,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
     return (
         *_simulated(plan),
         *_limits(plan),
-        *(_sentence(in_words(shadow, plan.problem)) for shadow in plan.shadows if shadow.gain > 0),
+        *(f"{in_words(shadow, plan.problem)}." for shadow in plan.shadows if shadow.gain > 0),
         *_staleness(plan),
         *_compared(plan),
         *_routed(plan),
@@ -109,10 +109,6 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *unverified(plan),
         *_efficiencies(plan),
     )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def _simulated(plan: Plan) -> Iterator[str]:
@@ -169,15 +165,16 @@ def _staleness(plan: Plan) -> Iterator[str]:
 
 
 def _compared(plan: Plan) -> Iterator[str]:
-    best = max(plan.alternatives, key=lambda a: a.steps_per_s, default=None)
-    if best is None:
-        return
-    cost, other = plan.solution.cost_per_hour, best.cost_per_hour
-    money = ""
-    if cost and other:
-        money = f" and costs {cost * best.steps_per_s / (other * plan.solution.steps_per_s):.2f}× as much per step"
-    ratio = plan.solution.steps_per_s / best.steps_per_s
-    yield f"The plan is {ratio:.2f}× as fast as the best alternative ({best.name}){money}."
+    """Against the best fleet of one type, and against the best other split of this one."""
+    alone = [a for a in plan.alternatives if len(a.devices) == 1]
+    mixed = [a for a in plan.alternatives if len(a.devices) > 1]
+    for found in (alone, mixed):
+        best = max(found, key=lambda a: a.steps_per_s, default=None)
+        if best is not None:
+            ratio = plan.solution.steps_per_s / best.steps_per_s
+            cost, other = plan.solution.cost_per_hour, best.cost_per_hour
+            money = f", at {cost / other / ratio:.2f}× its cost per step" if cost and other else ""
+            yield f"The plan is {ratio:.2f}× as fast as {best.name}{money}."
 
 
 def _routed(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,278 @@
+"""Plans from end to end: every device placed once, re-costed on real links, fed back, and simulated."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover import config, toml
+from rollover.errors import PlanError
+from rollover.planner import fleet as fleets
+from rollover.planner import workload
+from rollover.planner.alternatives import alternatives
+from rollover.planner.launch import launch_files
+from rollover.planner.model import parse
+from rollover.planner.plan import Plan, make_plan
+from rollover.planner.records import Fleet
+from rollover.planner.report import render_plan
+from rollover.planner.topology import Topology
+from rollover.planner.what_if import Scenario, changed
+from rollover.planner.words import roles, sentences
+from rollover.sim.planned import check
+from rollover.workload.source import read_lengths
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+MODEL = parse(QWEN_7B, name="qwen-7b")
+FLEET = """
+network = { gbit_s = 400 }
+[[nodes]]
+name = "big"
+device = "h800-sxm"
+num_devices = 8
+[[nodes]]
+name = "wide"
+device = "h20"
+num_devices = 8
+count = 2
+"""
+
+
+def fleet(text: str = FLEET) -> Fleet:
+    return fleets.parse(toml.parse(text, "fleet.toml"))
+
+
+@pytest.fixture(scope="module")
+def spec() -> workload.WorkloadSpec:
+    return workload.load("math-16k", num_groups=64, group_size=8)
+
+
+@pytest.fixture(scope="module")
+def plan(spec: workload.WorkloadSpec) -> Plan:
+    return make_plan(fleet(), MODEL, spec, max_staleness=4)
+
+
+def test_every_device_of_the_solution_stands_in_one_place(plan: Plan) -> None:
+    taken = Counter(
+        (stage.node, device)
+        for pipeline in (*plan.placement.training, *plan.placement.replicas)
+        for stage in pipeline.stages
+        for device in stage.devices
+    )
+    assert set(taken.values()) == {1}
+    by_type = Counter(plan.fleet.nodes[node].device.name for node, _ in taken)
+    assert dict(by_type) == plan.used
+    assert all(device < plan.fleet.nodes[node].num_devices for node, device in taken)
+
+
+def test_shapes_are_those_of_the_solution(plan: Plan) -> None:
+    for part, pipelines in zip(plan.solution.plan.parts, [plan.placement.training], strict=True):
+        assert len(pipelines) == part.dp
+        assert all(len(p.stages) == part.pp and len(p.stages[0].devices) == part.tp for p in pipelines)
+    for c, column in enumerate(plan.problem.columns):
+        mine = [r for r in plan.placement.replicas if r.member == c]
+        assert len(mine) == plan.solution.replicas[c]
+        assert all(len(r.stages) == column.pp and len(s.devices) == column.tp for r in mine for s in r.stages)
+
+
+def test_uniform_links_settle_in_one_round_at_the_optimisers_own_rate(plan: Plan) -> None:
+    (only,) = plan.rounds
+    assert only.moved < 1e-9
+    assert only.steps_per_s == pytest.approx(only.assumed_steps_per_s, rel=2e-3)
+
+
+def test_narrow_links_are_found_by_the_placement_and_fed_back(spec: workload.WorkloadSpec) -> None:
+    """Between the training nodes there is a hundredth of what each node's network promises."""
+    narrow = """
+network = { gbit_s = 400 }
+[[nodes]]
+name = "big"
+device = "h800-sxm"
+num_devices = 4
+count = 2
+[[nodes]]
+name = "wide"
+device = "h20"
+num_devices = 8
+count = 3
+[[links]]
+between = ["big-0", "big-1"]
+gbit_s = 4
+"""
+    made = make_plan(fleet(narrow), MODEL, spec, max_staleness=4)
+    first = made.rounds[0]
+    assert len(made.rounds) > 1
+    assert first.step_s > 1.02 * first.assumed_step_s
+    assert made.solution.steps_per_s == max(r.steps_per_s for r in made.rounds)
+    assert made.solution.steps_per_s > 1.02 * first.steps_per_s
+
+
+def test_training_keeps_to_the_nodes_with_wide_links(spec: workload.WorkloadSpec) -> None:
+    nodes = """
+network = { gbit_s = 400 }
+[[nodes]]
+device = "h800-sxm"
+num_devices = 4
+count = 4
+[[nodes]]
+device = "h20"
+num_devices = 8
+count = 3
+[[links]]
+between = ["h800-sxm-0", "h800-sxm-1"]
+gbit_s = 100
+[[links]]
+between = ["h800-sxm-0", "h800-sxm-2"]
+gbit_s = 100
+[[links]]
+between = ["h800-sxm-0", "h800-sxm-3"]
+gbit_s = 100
+"""
+    made = make_plan(fleet(nodes), MODEL, spec, max_staleness=4)
+    if sum(part.num_devices for part in made.solution.plan.parts) <= 12:
+        assert 0 not in made.placement.training_nodes
+
+
+def test_weights_take_the_widest_way(plan: Plan) -> None:
+    """From a source over a relay, rather than directly over a narrower link."""
+    topology = Topology.of(plan.fleet)
+    widths = topology.widths.copy()
+    widths[0, 2] = widths[2, 0] = 1e9
+    ways = replace(topology, widths=widths).broadcast([0], [1, 2])
+    assert ways[2] is not None
+    assert ways[2].bytes_per_s == pytest.approx(widths[0, 1])
+
+
+def test_more_devices_never_slow_a_plan_down(plan: Plan, spec: workload.WorkloadSpec) -> None:
+    more = changed(Scenario(fleet=plan.fleet, max_staleness=4), "count.h20=+8")
+    other = make_plan(more.fleet, MODEL, spec, max_staleness=4)
+    assert other.solution.steps_per_s >= plan.solution.steps_per_s * (1 - 2e-3)
+
+
+def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec) -> None:
+    target = 0.5 * plan.solution.steps_per_s
+    cheap = make_plan(fleet(), MODEL, spec, max_staleness=4, target_steps_per_s=target)
+    assert cheap.solution.steps_per_s >= target * (1 - 1e-6)
+    assert cheap.solution.cost_per_hour is not None
+    assert plan.solution.cost_per_hour is not None
+    assert cheap.solution.cost_per_hour < plan.solution.cost_per_hour
+
+
+@pytest.mark.parametrize("name", ["math-16k", "light-8k"])
+def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> None:
+    spec = workload.load(name, num_groups=64, group_size=8)
+    made = make_plan(fleet(), MODEL, spec, max_staleness=4)
+    measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
+    assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
+    assert measured.max_lag <= 4
+
+
+def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
+    doubted = replace(plan, simulated_steps_per_s=0.5 * plan.solution.steps_per_s)
+    assert doubted.tokens_per_s == pytest.approx(0.5 * plan.tokens_per_s)
+    assert doubted.cost_per_million_tokens == pytest.approx(2 * (plan.cost_per_million_tokens or 0.0))
+    assert sentences(doubted)[0].startswith("The simulation disagrees with the formula: it reaches 50% of it.")
+
+
+def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match=r"x\.json: not a plan: fleet"):
+        Plan.from_json(json.dumps({"model": 1}), "x.json")
+
+
+def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan, tmp_path: Path) -> None:
+    for server in ("vllm", "sglang"):
+        files = launch_files(plan, model="org/model", server=server)  # type: ignore[arg-type]
+        settings = toml.parse(files["trainer.toml"], "trainer.toml").data
+        urls = settings["engine"]["urls"]
+        assert len(urls) == len(set(urls)) == len(plan.placement.replicas)
+        scripts = {name: text for name, text in files.items() if name.endswith(".sh")}
+        starts = [line for text in scripts.values() for line in text.splitlines() if line.startswith("CUDA_VISIBLE")]
+        assert len(starts) == len(urls)
+        for name, text in scripts.items():
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+            node = name.removeprefix("rollout-").removesuffix(".sh")
+            ports = {shlex.split(s)[shlex.split(s).index("--port") + 1] for s in text.splitlines() if s in starts}
+            assert ports == {url.rpartition(":")[2] for url in urls if url.startswith(f"http://{node}:")}
+        (tmp_path / "trainer.toml").write_text(files["trainer.toml"])
+        loaded = config.load(tmp_path / "trainer.toml")
+        assert loaded.rollout.max_staleness == 4
+        assert loaded.rollout.rollout_batch_size == 64
+
+
+def test_shares_and_words_add_up(plan: Plan) -> None:
+    lines = roles(plan)
+    assert sum(r.share for r in lines if r.role == "rollout") == pytest.approx(1, abs=1e-4)
+    assert sum(r.share for r in lines if r.role == "train") == pytest.approx(1, abs=1e-6)
+    assert all(0 < r.utilisation <= 1 + 1e-6 for r in lines)
+    assert sum(r.num_devices for r in lines) == sum(plan.used.values())
+    said = " ".join(sentences(plan))
+    assert "Not verified for NVIDIA H20 96GB" in said
+    assert "Efficiencies: defaults" in said
+
+
+def test_the_page_is_whole_and_escapes_names(plan: Plan) -> None:
+    named = replace(plan, fleet=replace(plan.fleet, name="<script>alert(1)</script>"))
+    page = render_plan(named)
+    assert "<script>alert(1)" not in page
+    assert page.count('<div class="node">') == len(plan.fleet.nodes)
+    squares = (
+        page.count('title="big, device') + page.count('title="wide-0, device') + page.count('title="wide-1, device')
+    )
+    assert squares == 24
+    assert "https://" not in page.partition("<script>")[0].replace("https://arxiv", "")
+
+
+def test_alternatives_spend_the_same_money(plan: Plan) -> None:
+    found = {a.name: a for a in alternatives(plan)}
+    money = plan.solution.cost_per_hour
+    assert money is not None
+    for device in ("h800-sxm", "h20"):
+        alone = found[f"{device} alone, for the same money"]
+        assert set(alone.devices) == {device}
+        assert alone.cost_per_hour is not None
+        assert alone.cost_per_hour <= money * (1 + 1e-9)
+    assert all(a.steps_per_s <= plan.solution.steps_per_s * 1.002 for n, a in found.items() if "same money" not in n)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("count.h21=8", "no device 'h21' in this fleet; did you mean 'h20'?"),
+        ("count.h20=4", "h20 comes in nodes of 8; take a multiple of it"),
+        ("count.h20=-32", "must be a whole number from 0 on, got -16"),
+        ("price.h20=0", "must be above zero, got 0"),
+        ("staleness=-9", "must be a whole number from 0 on, got -5"),
+        ("staleness.h20=1", "no such key"),
+        ("budget=+3", "there is no budget to change"),
+        ("speed=2", "no such key"),
+        ("count.h20=many", "'many' is no number"),
+        ("count.h20", "write KEY=NUMBER"),
+    ],
+)
+def test_a_what_if_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match="--what-if") as error:
+        changed(Scenario(fleet=fleet(), max_staleness=4), text)
+    assert message in str(error.value)
+
+
+def test_what_ifs_change_what_they_say() -> None:
+    was = Scenario(fleet=fleet(), max_staleness=4)
+    now = changed(was, "count.h20=+8, price.h20=1.5, staleness=-1, budget=90")
+    assert (now.max_staleness, now.fleet.budget_per_hour, now.fleet.stock) == (3, 90.0, (8, 24))
+    assert {d.name: d.price_per_hour for d in now.fleet.devices} == {"h800-sxm": 5.28, "h20": 1.5}
+    assert len({node.name for node in now.fleet.nodes}) == 4
+    assert changed(was, "count.h20=8").fleet.stock == (8, 8)

@@ -1,0 +1,162 @@
+"""``rollover plan`` as a user meets it: what it prints and writes, and what it refuses, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.planner.plan import Plan
+
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+FLEET = """\
+network = { gbit_s = 100 }
+
+[[nodes]]
+device = "h100-sxm"
+num_devices = 4
+
+[[nodes]]
+device = "l4"
+num_devices = 8
+"""
+QUICK = ("--workload", "light-8k", "--num-groups", "16", "--quick")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def say(*argv: str, fleet: str | None = None, model: str = "model") -> str:
+        if fleet is not None:
+            (folder / "fleet.toml").write_text(fleet)
+        assert cli.main(["plan", "fleet.toml", "--model", model, *QUICK, *argv]) == 2
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return err
+
+    return say
+
+
+def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "fleet.toml", "--model", "model", "--workload", "light-8k", "--num-groups", "16"]
+    argv += ["--html", "p.html", "--json", "p.json", "--launch", "go", "--what-if", "staleness=1"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    for words in ("train", "rollout", "Training throughput", "for the same money", "what if", "staleness=1"):
+        assert words in said
+    made = Plan.load(folder / "p.json")
+    assert made.simulated_steps_per_s is not None
+    assert made.alternatives
+    assert made.shadows
+    assert "<!DOCTYPE html>" in (folder / "p.html").read_text()
+    assert (folder / "go" / "trainer.toml").is_file()
+    assert list((folder / "go").glob("rollout-*.sh"))
+
+
+@pytest.mark.parametrize("name", ["8xh100", "a100-l40s", "desk", "h100-l4", "h800-h20"])
+def test_packaged_fleets_can_be_planned_with(name: str, folder: Path) -> None:
+    assert cli.main(["plan", name, "--model", "model", *QUICK]) == 0
+
+
+def test_an_unknown_fleet_gets_the_nearest_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "h800-h21", "--model", "model"]) == 2
+    assert "did you mean 'h800-h20'?" in capsys.readouterr().err
+
+
+def test_a_fleets_mistakes_are_named_with_file_and_line(refused: Callable[..., str]) -> None:
+    said = refused(fleet=FLEET.replace('"l4"', '"l5"'))
+    assert "fleet.toml:8" in said
+    assert "'l5'" in said
+    assert "did you mean 'l4'?" in said
+    said = refused(fleet=FLEET.replace("num_devices = 8", "num_devices = 0"))
+    assert "fleet.toml:9" in said
+    assert "must be at least 1, got 0" in said
+    said = refused(fleet=FLEET.replace("gbit_s = 100", "gbit_s = -1"))
+    assert "fleet.toml:1" in said
+    assert "must be above zero, got -1" in said
+    assert "fleet.toml:1:" in refused(fleet="network = {")
+    assert "unknown key" in refused(fleet=FLEET + "\nnodez = 1\n")
+
+
+def test_a_budget_needs_prices(refused: Callable[..., str]) -> None:
+    fleet = FLEET.replace('device = "l4"', 'device = "mi300x"')
+    said = refused("--budget", "10", fleet=fleet)
+    assert "the price of mi300x is not known in USD: write price_per_hour in its [[nodes]] of fleet.toml" in said
+
+
+@pytest.mark.parametrize("option", ["--budget", "--target"])
+@pytest.mark.parametrize("number", ["0", "-5"])
+def test_numbers_out_of_range_are_refused(option: str, number: str, refused: Callable[..., str]) -> None:
+    assert option in refused(option, number)
+    assert "--max-staleness" in refused("--max-staleness", "-1")
+
+
+def test_aims_that_contradict_are_refused(refused: Callable[..., str]) -> None:
+    assert "--aim cost and --target" in refused("--aim", "cost")
+    assert "--aim cost and --target" in refused("--target", "100")
+    assert "--budget has no effect" in refused("--aim", "cost", "--target", "100", "--budget", "5")
+
+
+def test_what_cannot_be_reached_is_explained(refused: Callable[..., str]) -> None:
+    said = refused("--aim", "cost", "--target", "100000000")
+    assert "cannot be reached; the fastest plan gives" in said
+    said = refused("--budget", "0.01")
+    assert "budget" in said
+
+
+def test_a_model_that_fits_nowhere_is_told_what_it_needs(folder: Path, refused: Callable[..., str]) -> None:
+    huge = MODEL | {
+        "hidden_size": 16384,
+        "intermediate_size": 65536,
+        "num_hidden_layers": 120,
+        "num_attention_heads": 128,
+    }
+    (folder / "huge").mkdir()
+    (folder / "huge" / "config.json").write_text(json.dumps(huge))
+    said = refused(model="huge")
+    assert "cannot roll out on any device of this fleet" in said
+    assert "GiB" in said
+
+
+def test_a_missing_model_and_an_unknown_workload_are_named(refused: Callable[..., str]) -> None:
+    assert "nowhere: no such folder" in refused(model="nowhere")
+    assert "did you mean 'math-16k'?" in refused("--workload", "math-17k")
+
+
+def test_it_plans_where_torch_is_not_installed(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "from rollover import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    argv = ["plan", "fleet.toml", "--model", "model", "--workload", "light-8k", "--num-groups", "16"]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Training throughput" in done.stdout

@@ -160,7 +160,7 @@ class Catalogue:
         reached = _merged(self.efficiency, entry.efficiency or EfficiencyEntry())
         assert entry.bf16_tflops and entry.hbm_gbps and entry.hbm_gib and entry.link_gbps
         figures = {f.name: getattr(reached, f.name) for f in fields(Efficiency) if f.name != "step_s"}
-        link = Link(bytes_per_s=entry.link_gbps * 1e9 / 2, latency_s=(reached.link_latency_us or 0.0) * 1e-6)
+        link = Link(bytes_per_s=entry.link_gbps * 1e9 / 2, latency_s=(reached.link_latency_us or 0.0) / 1e6)
         return Device(
             name=name,
             title=entry.name or key,
@@ -171,7 +171,7 @@ class Catalogue:
             link=link,
             network=network or link,
             price_per_hour=price_per_hour,
-            efficiency=Efficiency(step_s=(reached.step_ms or 0.0) * 1e-3, **figures),
+            efficiency=Efficiency(step_s=(reached.step_ms or 0.0) / 1e3, **figures),
             unverified=entry.unverified or (),
         )
 

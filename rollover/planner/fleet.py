@@ -37,7 +37,7 @@ class NetworkEntry:
 
     @property
     def link(self) -> Link:
-        return Link(bytes_per_s=self.gbit_s * 1e9 / 8, latency_s=self.latency_us * 1e-6)
+        return Link(bytes_per_s=self.gbit_s * 1e9 / 8, latency_s=self.latency_us / 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

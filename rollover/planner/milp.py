@@ -1,8 +1,8 @@
 """Phase 1: the fastest plan of a problem, or the cheapest that is fast enough, proved to a gap.
 
 Weight updates cost replicas time in proportion to the rate that is being looked for. Let T(l) be the optimum with
-updates charged at rate l. T falls continuously in l, so the true optimum is the one rate with T(l) = l, and a rate l can
-be beaten only if T(l) > l. ``_Search`` climbs: it lets the rate of the replicas and the trainer found so far come true,
+updates charged at rate l. T falls continuously in l, so the true optimum is the one rate with T(l) = l, and a rate l
+can be beaten only if T(l) > l. ``_Search`` climbs: it lets the rate of the replicas and the trainer found so far come true,
 asks for a point that is better by the gap with updates charged at that better rate, and is done when there is none.
 
 Training plans that cannot reach the rate asked for are left out before each solve: a handful of linear programmes over
@@ -33,6 +33,8 @@ TOLERANCE = 1e-3
 TIME_LIMIT_S = 60.0
 _ROUGH = 1e-2
 """Gap of solves whose result is only a start, or a choice among ties."""
+_CHEAP = 5e-3
+"""Gap of the cost among plans of equal rate."""
 _EXACT = 1e-9
 _TIGHT = 2e-3
 """Relative slack below which a limit binds: a little over what the passes give away."""
@@ -156,7 +158,7 @@ class _Search:
         if missing:
             raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
         program = Program(self.problem, target)
-        point = self._least(program, program.cost_row(program.costs), target)
+        point = self._least(program, program.cost_row(program.costs), target, gap=self.gap)
         if point is None:
             return None
         rate = max(target, self._settled(point))
@@ -172,7 +174,7 @@ class _Search:
         point = found.point
         try:
             if target is None:
-                cheaper = self._least(program, costs, floor, part=0.5)
+                cheaper = self._least(program, costs, floor, gap=max(self.gap, _CHEAP), part=0.5)
                 if cheaper is not None and _value(program, costs, cheaper) < _value(program, costs, point):
                     point = cheaper
             point = self._fewest_kinds(point, floor)
@@ -185,18 +187,22 @@ class _Search:
             return replace(found, point=point, rate=max(rate, target), bound=max(rate, target))
         return replace(found, point=point, rate=rate, gap=max(0.0, found.bound / rate - 1))
 
-    def _least(self, program: Program, objective: Floats, rate: float, part: float = 1.0) -> Point | None:
+    def _least(
+        self, program: Program, objective: Floats, rate: float, *, gap: float, part: float = 1.0
+    ) -> Point | None:
+        """The least ``objective`` of points that reach ``rate``."""
         plans = [plan for _, plan in self._promising(program, rate)]
         if not plans:
             return None
         program.allow(plans)
         program.demand(rate * (1 - _EXACT))
-        return program.minimise(objective, gap=self.gap, time_limit_s=self.left_s(part))
+        return program.minimise(objective, gap=gap, time_limit_s=self.left_s(part))
 
     def _fewest_kinds(self, point: Point, rate: float) -> Point:
-        """The same trainer, at the same cost, with fewer kinds of column."""
+        """The same trainer, at the same cost, with fewer of the kinds of column in use."""
         program = Program(self.problem, rate)
         program.allow(np.flatnonzero(point.z).tolist())
+        program.top[program.at["y"][point.y == 0]] = 0
         program.demand(rate * (1 - _EXACT))
         costs = program.cost_row(program.costs)
         program.limit(costs, _value(program, costs, point) * (1 + 1e-6))
@@ -240,7 +246,7 @@ def _value(program: Program, row: Floats, point: Point) -> float:
     return float(row[program.at["y"]] @ point.y + row[program.at["z"]] @ point.z)
 
 
-# --- From variables to a solution ---------------------------------------------------------------------------------------
+# --- From variables to a solution -------------------------------------------------------------------------------------
 
 
 def _solution(problem: Problem, found: _Found, search: _Search) -> Solution:
@@ -316,7 +322,7 @@ def _bindings(problem: Problem, program: Program, whole: Point, point: Point) ->
     return tuple(found)
 
 
-# --- Order and names do not matter --------------------------------------------------------------------------------------
+# --- Order and names do not matter ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +353,9 @@ def _canonical(problem: Problem) -> _Order:
         members[problem.columns[index].device].append(index)
 
     def kind(supply: Supply) -> tuple[Any, ...]:
-        limits = tuple(-1.0 if v is None else v for v in (supply.price_per_hour, supply.max_rollout, supply.max_training))
+        limits = tuple(
+            -1.0 if v is None else v for v in (supply.price_per_hour, supply.max_rollout, supply.max_training)
+        )
         plans = sorted((p.cycle_s, p.count(supply.device)) for p in problem.plans if p.count(supply.device))
         return (supply.count, *limits, [signature(i) for i in members[supply.device]], plans)
 

@@ -232,9 +232,7 @@ class Program:
             self._add(np.r_[at["busy"], used], np.r_[late, void], high=limit + void)
             self._add(np.array([x, used]), np.array([1.0, -fastest]), high=0)
 
-    def _add(
-        self, where: npt.NDArray[np.int64], values: Floats, *, low: float = -np.inf, high: float = np.inf
-    ) -> None:
+    def _add(self, where: npt.NDArray[np.int64], values: Floats, *, low: float = -np.inf, high: float = np.inf) -> None:
         self._rows.append((where, values))
         self._matrix: LinearConstraint | None = None
         self._limits.append((low, high))

@@ -1,0 +1,105 @@
+"""A solution checked against its problem apart from the solver: whole numbers exactly, rates to rounding.
+
+The rows are written down a second time, from the records and not from the programme's matrices; devices, prices and the
+budget are compared as fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from rollover.planner.records import Problem, Solution
+
+ROUNDING = 1e-6
+
+
+def violations(problem: Problem, solution: Solution) -> list[str]:
+    """Every limit that the solution breaks, in words; empty for a sound one."""
+    return [
+        *_counts(problem, solution),
+        *_production(problem, solution),
+        *_replicas(problem, solution),
+        *_staleness(problem, solution),
+    ]
+
+
+def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
+    """Stock, roles, budget and the trainer."""
+    if solution.plan not in problem.plans:
+        yield "the training plan is none of the problem's"
+    if any(y < 0 for y in solution.replicas):
+        yield "a number of replicas is negative"
+    cost = Fraction(0)
+    for supply in problem.supplies:
+        rolling = sum(
+            y * c.num_devices
+            for y, c in zip(solution.replicas, problem.columns, strict=True)
+            if c.device == supply.device
+        )
+        training = solution.plan.count(supply.device)
+        for used, most, what in (
+            (rolling + training, supply.count, "devices"),
+            (rolling, supply.max_rollout, "devices for rollout"),
+            (training, supply.max_training, "devices for training"),
+        ):
+            if most is not None and used > most:
+                yield f"{used} {what} of {supply.device}, {most} allowed"
+        if supply.price_per_hour is not None:
+            cost += (rolling + training) * Fraction(supply.price_per_hour)
+    if problem.budget_per_hour is not None and cost > Fraction(problem.budget_per_hour) * Fraction(1 + ROUNDING):
+        yield f"costs {float(cost)} an hour, budget {problem.budget_per_hour}"
+
+
+def _production(problem: Problem, solution: Solution) -> Iterator[str]:
+    """The trainer keeps the rate, and every bucket is produced at it."""
+    rate = solution.steps_per_s
+    if rate * solution.plan.cycle_s > 1 + ROUNDING:
+        yield f"the trainer needs {solution.plan.cycle_s} s for a step, {1 / rate} s are planned"
+    for w, bucket in enumerate(problem.workload.buckets):
+        made = sum(rates[w] for rates in solution.rates)
+        needed = bucket.share * problem.workload.batch_size * rate
+        if made < needed * (1 - ROUNDING):
+            yield f"bucket {w}: {made} samples/s made, {needed} needed"
+
+
+def _replicas(problem: Problem, solution: Solution) -> Iterator[str]:
+    """Time and cache of each column's replicas."""
+    workload = problem.workload
+    away_s = workload.reward_s + workload.held_s
+    for column, y, rates in zip(problem.columns, solution.replicas, solution.rates, strict=True):
+        name = f"{column.device} tp {column.tp} pp {column.pp} batch {column.batch_cap}"
+        busy = held = 0.0
+        for w, x in enumerate(rates):
+            left = 1 - solution.steps_per_s * column.updates_s[w]
+            if x and left <= 0:
+                yield f"{name}: weight updates leave no time"
+            elif x:
+                busy += x / (column.rates[w] * left)
+                running_s = column.latencies_s[w] - away_s
+                longer = (running_s / left + workload.held_s) / (running_s + workload.held_s)
+                held += x * column.kv_byte_s[w] * longer
+        if busy > y + ROUNDING * max(1, y):
+            yield f"{name}: {busy} replicas' time used, {y} replicas"
+        if held > column.kv_bytes * (y + ROUNDING * max(1, y)):
+            yield f"{name}: {held} bytes of cache held, room for {column.kv_bytes * y}"
+
+
+def _staleness(problem: Problem, solution: Solution) -> Iterator[str]:
+    """What is admitted and not consumed, in batches (Little's law)."""
+    workload, rate = problem.workload, solution.steps_per_s
+    away_s = workload.reward_s + workload.held_s
+    in_flight = rate * solution.plan.cycle_s
+    for column, rates in zip(problem.columns, solution.rates, strict=True):
+        for w, (bucket, x) in enumerate(zip(workload.buckets, rates, strict=True)):
+            if not x:
+                continue
+            left = 1 - rate * column.updates_s[w]
+            if problem.max_staleness:
+                share, latency_s = bucket.group_share, column.group_latencies_s[w]
+            else:
+                share, latency_s = bucket.batch_share, column.batch_latencies_s[w]
+            batches_per_s = x / (bucket.share * workload.batch_size)
+            in_flight += share * batches_per_s * ((latency_s - away_s) / left + away_s)
+    if in_flight > (problem.max_staleness + 1) * (1 + ROUNDING):
+        yield f"{in_flight} batches admitted and not consumed, {problem.max_staleness + 1} allowed"

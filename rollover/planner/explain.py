@@ -1,0 +1,128 @@
+"""Why a problem has no solution, what would lift the limit, and what one unit more of anything would bring.
+
+Both are answered by solving again: with one limit taken away, or with one unit more of it. Duals of a mixed-integer
+programme do not exist, and those of its relaxation mislead where whole replicas count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
+from rollover.planner.program import OutOfTime, Point, Program, Relaxation
+from rollover.planner.records import Problem, ShadowPrice, Solution
+
+
+def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> str:
+    """For a problem without a solution: which limits stand in the way, and for each that alone would do, how far it
+    would have to be lifted."""
+    lines = [_headline(problem, time_limit_s)]
+    lines += [f"  {line}" for line in _remedies(problem, time_limit_s)]
+    if len(lines) == 1:
+        lines.append(f"  {_together(problem, time_limit_s)}")
+    return "\n".join(lines)
+
+
+def _together(problem: Problem, time_limit_s: float) -> str:
+    """No limit alone stands in the way: whether all of them do."""
+    if _elastic(problem, Relaxation(stock=True, budget=True, staleness=True), time_limit_s) is not None:
+        return "stock, budget and staleness stand in the way together: lifting one of them alone is not enough"
+    fastest = min(problem.plans, key=lambda plan: plan.cycle_s)
+    return (
+        f"the fastest trainer that fits this fleet takes {fastest.cycle_s:.3g} s for a step and its weight update: "
+        "a smaller batch or shorter responses would help"
+    )
+
+
+def _headline(problem: Problem, time_limit_s: float) -> str:
+    target = problem.target_steps_per_s
+    if target is None:
+        return "no plan keeps all limits:"
+    fastest = solve(replace(problem, target_steps_per_s=None), time_limit_s=time_limit_s, simplify=False)
+    if fastest is None:
+        return f"no plan keeps all limits, whatever its rate; {_rate(target)} are asked for:"
+    return f"{_rate(target)} cannot be reached; the fastest plan gives {_rate(fastest.steps_per_s)}:"
+
+
+def _rate(steps_per_s: float) -> str:
+    return f"{steps_per_s * 3600:.4g} steps/h"
+
+
+def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
+    """For each limit the least change that makes room, if it alone does."""
+    point = _elastic(problem, Relaxation(stock=True), time_limit_s)
+    if point is not None:
+        more = [f"{round(n)} more {s.device}" for n, s in zip(point.extra, problem.supplies, strict=True) if n]
+        if more:
+            yield f"stock: {' and '.join(more)} would do"
+    if problem.budget_per_hour is not None:
+        found = _elastic(problem, Relaxation(budget=True), time_limit_s)
+        if found is not None:
+            yield f"budget: {found.objective:.2f} an hour would do, {problem.budget_per_hour:g} are given"
+    found = _elastic(problem, Relaxation(staleness=True), time_limit_s)
+    if found is not None and round(found.objective) > problem.max_staleness:
+        yield f"staleness: max_staleness {round(found.objective)} would do, {problem.max_staleness} is given"
+
+
+def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Point | None:
+    """The least of what ``relaxed`` lets grow: devices beyond the stock, cost, or the bound."""
+    rate = problem.target_steps_per_s or 0.0
+    program = Program(problem, rate, relaxed)
+    if problem.target_steps_per_s is not None:
+        program.demand(rate)
+    if relaxed.stock:
+        objective = program.unit_row("extra")
+    elif relaxed.budget:
+        objective = program.cost_row(program.costs)
+    else:
+        objective = program.unit_row("staleness")
+    try:
+        return program.minimise(objective, gap=GAP, time_limit_s=time_limit_s)
+    except OutOfTime:
+        return None
+
+
+def shadow_prices(
+    problem: Problem, solution: Solution, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
+) -> tuple[ShadowPrice, ...]:
+    """What one unit more of staleness, of the budget (the price of the dearest device) and of each type would bring:
+    relative to the rate, or to the cost where a rate was asked for. Differences within the gap are none."""
+    changed: list[tuple[str, float, Problem]] = [
+        ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
+    ]
+    prices = [s.price_per_hour for s in problem.supplies if s.price_per_hour is not None]
+    if problem.budget_per_hour is not None:
+        more = problem.budget_per_hour + max(prices)
+        changed.append(("budget", max(prices), replace(problem, budget_per_hour=more)))
+    for i, supply in enumerate(problem.supplies):
+        supplies = list(problem.supplies)
+        supplies[i] = replace(supply, count=supply.count + 1)
+        changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
+    return tuple(
+        ShadowPrice(subject=subject, unit=unit, gain=_gain(problem, solution, other, gap, time_limit_s))
+        for subject, unit, other in changed
+    )
+
+
+def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time_limit_s: float) -> float:
+    better = solve(other, gap=gap, time_limit_s=time_limit_s, simplify=False)
+    if better is None:
+        return 0.0
+    if problem.target_steps_per_s is None:
+        gain = better.steps_per_s / solution.steps_per_s - 1
+    else:
+        assert solution.cost_per_hour is not None
+        assert better.cost_per_hour is not None
+        gain = 1 - better.cost_per_hour / solution.cost_per_hour
+    return gain if gain > 2 * gap else 0.0
+
+
+def in_words(price: ShadowPrice, problem: Problem) -> str:
+    """``staleness binds: +1 gives +7%``."""
+    of_cost = problem.target_steps_per_s is not None
+    effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"
+    subject = {"max_staleness": "staleness"}.get(price.subject, price.subject)
+    if not price.gain:
+        return f"{subject}: {price.unit:g} more brings nothing"
+    return f"{subject} binds: {price.unit:g} more gives {effect}"

@@ -1,0 +1,234 @@
+"""Small planning problems: drawn ones, and shapes of models and devices with round numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from rollover.planner.lengths import length_buckets
+from rollover.planner.records import (
+    Device,
+    Efficiency,
+    LengthBucket,
+    Link,
+    ModelShape,
+    Problem,
+    RolloutColumn,
+    Supply,
+    TrainingPart,
+    TrainingPlan,
+    WorkloadSpec,
+)
+
+IDEAL = Efficiency(
+    train=1.0, prefill=1.0, decode=1.0, bandwidth=1.0, link=1.0, memory=1.0, step_s=0.0, source="round numbers"
+)
+FAST = Link(bytes_per_s=400e9, latency_s=1e-5)
+SLOW = Link(bytes_per_s=50e9, latency_s=2e-5)
+
+
+def device(name: str = "a", **changes: object) -> Device:
+    base = Device(
+        name=name,
+        title=name,
+        flops=400e12,
+        hbm_bytes_per_s=2e12,
+        hbm_bytes=80e9,
+        node_size=8,
+        link=FAST,
+        network=SLOW,
+        price_per_hour=2.0,
+        efficiency=IDEAL,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+MODEL = ModelShape(
+    name="m",
+    num_layers=4,
+    hidden=1024,
+    num_heads=8,
+    query_width=1024,
+    kv_width=512,
+    kv_heads=4,
+    ffn_width=4096,
+    vocab_size=32000,
+    parameters=1_000_000_000,
+    active_parameters=1_000_000_000,
+    embedding_parameters=100_000_000,
+)
+
+
+def workload(**changes: object) -> WorkloadSpec:
+    lengths = np.random.default_rng(0).lognormal(6, 0.8, 500).astype(int) + 1
+    base = WorkloadSpec(
+        name="w",
+        num_groups=16,
+        group_size=4,
+        prompt_tokens=100,
+        buckets=length_buckets(lengths, group_size=4, num_groups=16, num_buckets=4),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+# --- Drawn problems ---------------------------------------------------------------------------------------------------
+
+SPEEDS = st.floats(0.05, 5.0)
+LATENCIES = st.floats(0.5, 40.0)
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: bool = True) -> Problem:
+    """Up to two types of ``most`` devices, each with two columns and two training plans."""
+    num_buckets = draw(st.integers(1, 2))
+    share = draw(st.floats(0.2, 0.8)) if num_buckets == 2 else 1.0
+    shares = (share, 1 - share)[:num_buckets]
+    group = (share**2, 1 - share**2)[:num_buckets] if num_buckets == 2 else (1.0,)
+    buckets = tuple(
+        LengthBucket(share=a, tokens=10, max_tokens=10, group_share=g, group_tokens=10, batch_share=g, batch_tokens=10)
+        for a, g in zip(shares, group, strict=True)
+    )
+    spec = WorkloadSpec(
+        name="drawn",
+        num_groups=2,
+        group_size=2,
+        prompt_tokens=1,
+        buckets=buckets,
+        held_s=draw(st.sampled_from([0.0, 3.0])),
+    )
+    names = ["a", "b"][: draw(st.integers(1, 2))]
+    supplies = tuple(
+        Supply(device=n, count=draw(st.integers(1, most)), price_per_hour=draw(st.floats(0.5, 4.0)) if priced else None)
+        for n in names
+    )
+    columns = tuple(_column(draw, n, num_buckets, spec, updates) for n in names for _ in range(2))
+    plans = tuple(_plan(draw, n) for n in names for _ in range(2))
+    return Problem(
+        supplies=supplies,
+        columns=columns,
+        plans=plans,
+        workload=spec,
+        max_staleness=draw(st.integers(0, 3)),
+        budget_per_hour=draw(st.one_of(st.none(), st.floats(2.0, 20.0))) if priced else None,
+    )
+
+
+def _column(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> RolloutColumn:
+    def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(values) for _ in range(num_buckets))
+
+    latencies = tuple(s + spec.held_s for s in each(LATENCIES))
+    rates, fills = each(SPEEDS), each(st.floats(0.1, 1.0))
+    # Caches that are held only while decoding have room for what the replica decodes.
+    held = tuple(100 * fill / rate for fill, rate in zip(fills, rates, strict=True))
+    if spec.held_s:
+        held = each(st.floats(1.0, 300.0))
+    return RolloutColumn(
+        device=name,
+        tp=draw(st.integers(1, 2)),
+        pp=1,
+        batch_cap=8,
+        rates=rates,
+        latencies_s=latencies,
+        group_latencies_s=tuple(s * 1.2 for s in latencies),
+        batch_latencies_s=tuple(s * 1.5 for s in latencies),
+        max_latencies_s=tuple(s * 2 for s in latencies),
+        kv_bytes=100.0,
+        kv_byte_s=held,
+        updates_s=each(st.floats(0.0, 3.0)) if updates else (0.0,) * num_buckets,
+    )
+
+
+def _plan(draw: st.DrawFn, name: str) -> TrainingPlan:
+    part = TrainingPart(device=name, dp=draw(st.integers(1, 3)), tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    return TrainingPlan(parts=(part,), step_s=draw(st.floats(1.0, 30.0)), sync_s=draw(st.floats(0.0, 2.0)))
+
+
+# --- The oracle: every choice of whole numbers, and a linear programme for the rest -----------------------------------
+
+
+def best_by_enumeration(problem: Problem) -> float:
+    """The greatest rate, steps/s; 0 where there is none. One replica more never costs rate, so only the choices to
+    which none can be added are tried."""
+    every = list(choices(problem))
+    known = {(y, problem.plans.index(plan)) for y, plan in every}
+
+    def is_full(y: tuple[int, ...], plan: TrainingPlan) -> bool:
+        more = ((*y[:i], y[i] + 1, *y[i + 1 :]) for i in range(len(y)))
+        return all((n, problem.plans.index(plan)) not in known for n in more)
+
+    return max((rate_of(problem, *choice) for choice in every if is_full(*choice)), default=0.0)
+
+
+def choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], TrainingPlan]]:
+    """Numbers of replicas and training plans that stock and budget allow."""
+    stock = {s.device: s.count for s in problem.supplies}
+    ranges = [range(stock[c.device] // c.num_devices + 1) for c in problem.columns]
+    for y, plan in itertools.product(itertools.product(*ranges), problem.plans):
+        if used_devices_fit(problem, y, plan):
+            yield y, plan
+
+
+def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> bool:
+    cost = 0.0
+    for supply in problem.supplies:
+        rolling = sum(n * c.num_devices for n, c in zip(y, problem.columns, strict=True) if c.device == supply.device)
+        used = rolling + plan.count(supply.device)
+        if used > supply.count:
+            return False
+        cost += used * (supply.price_per_hour or 0.0)
+    return problem.budget_per_hour is None or cost <= problem.budget_per_hour
+
+
+def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
+    """The rate these replicas and this trainer reach: by bisection where updates cost time."""
+    if not any(any(c.updates_s) for c in problem.columns):
+        return rate_at(problem, y, plan, 0.0)
+    low, high = 0.0, 1 / plan.cycle_s
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rate_at(problem, y, plan, middle) >= middle else (low, middle)
+    return low
+
+
+def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: float) -> float:
+    """The greatest rate with updates charged at ``guess``. Variables: x in samples/s (columns by buckets), the rate."""
+    spec, columns = problem.workload, problem.columns
+    shape = (len(columns), len(spec.buckets))
+    size = shape[0] * shape[1] + 1
+    rows, limits = [], []
+
+    def add(x: np.ndarray, rate: float, limit: float) -> None:
+        rows.append(np.r_[x.ravel(), rate])
+        limits.append(limit)
+
+    away = spec.reward_s + spec.held_s
+    rho = np.array([[max(1 - guess * u, 1e-12) for u in c.updates_s] for c in columns])
+    for w, bucket in enumerate(spec.buckets):
+        x = np.zeros(shape)
+        x[:, w] = -1
+        add(x, bucket.share * spec.batch_size, 0)
+    staleness = np.zeros(shape)
+    for c, column in enumerate(columns):
+        x, held = np.zeros(shape), np.zeros(shape)
+        for w, bucket in enumerate(spec.buckets):
+            x[c, w] = 1 / (column.rates[w] * rho[c, w])
+            running = column.latencies_s[w] - away
+            in_engine = running / rho[c, w] + spec.held_s
+            held[c, w] = column.kv_byte_s[w] * in_engine / (running + spec.held_s)
+            alone = problem.max_staleness == 0
+            latency = (column.batch_latencies_s if alone else column.group_latencies_s)[w]
+            longest = bucket.batch_share if alone else bucket.group_share
+            latency = (latency - away) / rho[c, w] + away
+            staleness[c, w] = longest / (bucket.share * spec.group_size) * latency
+        add(x, 0, y[c])
+        add(held, 0, column.kv_bytes * y[c])
+    add(staleness, spec.num_groups * plan.cycle_s, spec.num_groups * (problem.max_staleness + 1))
+    bounds = [(0, None)] * (size - 1) + [(0, 1 / plan.cycle_s)]
+    found = linprog(np.r_[np.zeros(size - 1), -1], A_ub=np.array(rows), b_ub=limits, bounds=bounds)
+    return -found.fun if found.status == 0 else 0.0

@@ -1,0 +1,250 @@
+"""Phase 1 against exhaustive enumeration, closed forms and the laws of an optimum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.errors import PlanError
+from rollover.planner import audit, columns
+from rollover.planner.milp import solve
+from rollover.planner.program import Program
+from rollover.planner.records import Problem, Solution
+from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
+
+GAP = 1e-4
+
+
+def rate(problem: Problem) -> float:
+    solution = solve(problem, gap=GAP, simplify=False)
+    return solution.steps_per_s if solution else 0.0
+
+
+def close(a: float, b: float, tolerance: float = 2 * GAP) -> bool:
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_the_optimum_is_that_of_trying_everything(problem: Problem) -> None:
+    assert close(rate(problem), best_by_enumeration(problem))
+
+
+@settings(max_examples=5, deadline=None)
+@given(problems(updates=True, most=2))
+def test_with_costly_weight_updates_too(problem: Problem) -> None:
+    assert close(rate(problem), best_by_enumeration(problem))
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(updates=True))
+def test_what_is_found_keeps_every_limit_and_reaches_its_rate(problem: Problem) -> None:
+    solution = solve(problem, gap=GAP)
+    if solution is not None:
+        assert audit.violations(problem, solution) == []
+        assert close(rate_of(problem, solution.replicas, solution.plan), solution.steps_per_s)
+        assert solution.steps_per_s <= solution.bound_steps_per_s * (1 + 1e-9)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(updates=True), st.integers(0, 1))
+def test_more_stock_budget_or_staleness_never_costs_rate(problem: Problem, which: int) -> None:
+    before = rate(problem) * (1 - 2 * GAP)
+    supplies = list(problem.supplies)
+    which %= len(supplies)
+    supplies[which] = replace(supplies[which], count=supplies[which].count + 1)
+    assert rate(replace(problem, supplies=tuple(supplies))) >= before
+    assert rate(replace(problem, max_staleness=problem.max_staleness + 1)) >= before
+    assert rate(replace(problem, budget_per_hour=None)) >= before
+    if problem.budget_per_hour is not None:
+        assert rate(replace(problem, budget_per_hour=problem.budget_per_hour * 1.3)) >= before
+    dearer = tuple(replace(s, price_per_hour=(s.price_per_hour or 0.0) * 1.5) for s in problem.supplies)
+    assert rate(replace(problem, supplies=dearer)) * (1 - 2 * GAP) <= rate(problem)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(updates=True), st.sampled_from([0.25, 3.0, 1000.0]))
+def test_a_world_k_times_faster_has_k_times_the_rate(problem: Problem, k: float) -> None:
+    def faster(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value / k for value in values)
+
+    quick = replace(
+        problem,
+        columns=tuple(
+            replace(
+                c,
+                rates=tuple(r * k for r in c.rates),
+                latencies_s=faster(c.latencies_s),
+                group_latencies_s=faster(c.group_latencies_s),
+                batch_latencies_s=faster(c.batch_latencies_s),
+                max_latencies_s=faster(c.max_latencies_s),
+                kv_byte_s=faster(c.kv_byte_s),
+                updates_s=faster(c.updates_s),
+            )
+            for c in problem.columns
+        ),
+        plans=tuple(replace(p, step_s=p.step_s / k, sync_s=p.sync_s / k) for p in problem.plans),
+        workload=replace(problem.workload, held_s=problem.workload.held_s / k),
+    )
+    assert close(rate(quick), k * rate(problem))
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems())
+def test_prices_and_budget_in_another_currency_give_the_same_plan(problem: Problem) -> None:
+    other = replace(
+        problem,
+        supplies=tuple(replace(s, price_per_hour=(s.price_per_hour or 0.0) * 8) for s in problem.supplies),
+        budget_per_hour=None if problem.budget_per_hour is None else problem.budget_per_hour * 8,
+    )
+    first, second = solve(problem, gap=GAP), solve(other, gap=GAP)
+    assert (first and (first.replicas, first.plan)) == (second and (second.replicas, second.plan))
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(updates=True), st.randoms(use_true_random=False))
+def test_names_and_order_change_nothing(problem: Problem, random: object) -> None:
+    names = {"a": "z", "b": "y"}
+    order = list(range(len(problem.columns)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    other = replace(
+        problem,
+        supplies=tuple(replace(s, device=names[s.device]) for s in reversed(problem.supplies)),
+        columns=tuple(replace(problem.columns[i], device=names[problem.columns[i].device]) for i in order),
+        plans=tuple(
+            replace(p, parts=tuple(replace(part, device=names[part.device]) for part in p.parts))
+            for p in reversed(problem.plans)
+        ),
+    )
+    first, second = solve(problem, gap=GAP), solve(other, gap=GAP)
+    assert (first is None) == (second is None)
+    if first is not None and second is not None:
+        assert second.steps_per_s == first.steps_per_s
+        assert second.replicas == tuple(first.replicas[i] for i in order)
+        assert second.rates == tuple(first.rates[i] for i in order)
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems(updates=True))
+def test_the_same_problem_gives_the_same_plan_bit_for_bit(problem: Problem) -> None:
+    def timeless(solution: Solution | None) -> Solution | None:
+        return solution and replace(solution, solve_s=0.0)
+
+    assert timeless(solve(problem)) == timeless(solve(problem))
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems())
+def test_without_whole_numbers_the_rate_is_no_less(problem: Problem) -> None:
+    promise = Program(problem, 0.0).relaxed_rate(range(len(problem.plans)))
+    assert promise >= rate(problem) * (1 - 1e-6)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(), st.sampled_from(["soft", "hard"]))
+def test_a_bound_on_the_tail_never_helps_and_is_kept(problem: Problem, tail: str) -> None:
+    strict = solve(replace(problem, tail=tail), gap=GAP, simplify=False)
+    if strict is None:
+        return
+    assert strict.steps_per_s <= rate(problem) * (1 + 2 * GAP)
+    limit = problem.max_staleness + (tail == "soft")
+    for column, rates in zip(problem.columns, strict.rates, strict=True):
+        for latency_s, x in zip(column.max_latencies_s, rates, strict=True):
+            if x > 1e-9:
+                assert strict.steps_per_s * (latency_s + strict.plan.cycle_s) <= limit + 1e-5
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems())
+def test_a_loose_bound_is_no_bound(problem: Problem) -> None:
+    loose = [rate(replace(problem, max_staleness=bound)) for bound in (10**3, 10**6)]
+    assert close(*loose)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(updates=True))
+def test_the_staleness_that_a_plan_needs_is_enough_and_no_more(problem: Problem) -> None:
+    solution = solve(problem, gap=GAP)
+    if solution is None:
+        return
+    needed = solution.staleness_needed
+    assert needed <= problem.max_staleness
+    enough = rate_of(replace(problem, max_staleness=needed), solution.replicas, solution.plan)
+    assert enough >= solution.steps_per_s * (1 - 2e-3)
+    if needed:
+        less = rate_of(replace(problem, max_staleness=needed - 1), solution.replicas, solution.plan)
+        assert less < solution.steps_per_s * (1 - 0.9e-3)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=2), st.floats(0.3, 0.95))
+def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Problem, part: float) -> None:
+    best = rate(problem)
+    if not best:
+        return
+    target = best * part
+    solution = solve(replace(problem, target_steps_per_s=target), gap=GAP)
+    assert solution is not None
+    assert rate_of(problem, solution.replicas, solution.plan) >= target * (1 - 1e-6)
+    prices = {s.device: s.price_per_hour or 0.0 for s in problem.supplies}
+
+    def cost(y: tuple[int, ...], plan: object) -> float:
+        rolling = sum(n * c.num_devices * prices[c.device] for n, c in zip(y, problem.columns, strict=True))
+        return rolling + sum(plan.count(name) * price for name, price in prices.items())  # type: ignore[attr-defined]
+
+    assert solution.cost_per_hour == pytest.approx(cost(solution.replicas, solution.plan))
+    cheaper = [c for c in choices(problem) if cost(*c) < cost(solution.replicas, solution.plan) * (1 - 2 * GAP)]
+    assert all(rate_of(problem, *choice) < target * (1 + 1e-6) for choice in cheaper)
+
+
+def test_the_least_cost_needs_every_price() -> None:
+    built = columns.of_stock({device(price_per_hour=None): 4}, MODEL, workload(), max_staleness=1)
+    with pytest.raises(PlanError, match=r"without the price of a$"):
+        solve(replace(built, target_steps_per_s=1e-3))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_one_type_is_the_best_of_three_rates_over_all_splits(max_staleness: int) -> None:
+    """lambda <= min(1/D, r y / B, (eta + 1) / (ell + D)) for one column, one bucket and free updates."""
+    spec = workload(keeps_kv=True, pause_s=0.0)
+    spec = replace(spec, buckets=(replace(spec.buckets[0], share=1.0, group_share=1.0, batch_share=1.0),))
+    built = columns.of_stock({device(): 8}, MODEL, spec, max_staleness=max_staleness)
+    column = max((c for c in built.columns if c.num_devices == 1), key=lambda c: c.rates)
+    column = replace(column, updates_s=(0.0,))
+    plans = tuple(p for p in built.plans if len(p.parts) == 1)
+    ell = (column.group_latencies_s if max_staleness else column.batch_latencies_s)[0]
+    expected = max(
+        min(
+            1 / plan.cycle_s,
+            column.rates[0] * (8 - plan.num_devices) / spec.batch_size,
+            (max_staleness + 1) / (ell + plan.cycle_s),
+        )
+        for plan in plans
+        if plan.num_devices < 8
+    )
+    assert close(rate(replace(built, columns=(column,), plans=plans)), expected)
+
+
+def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
+    whole = columns.of_stock({device("a"): 8}, MODEL, workload(), max_staleness=2)
+    halves = columns.of_stock({device("a"): 4, device("b"): 4}, MODEL, workload(), max_staleness=2)
+    mixed = [part for plan in halves.plans for part in plan.parts if len(plan.parts) > 1]
+    assert mixed, "gradients may meet across the halves"
+    assert rate(halves) <= rate(whole) * (1 + 2 * GAP)
+
+
+def test_a_choice_that_is_dominated_is_never_missed() -> None:
+    spec = workload()
+    built = columns.of_stock({device(): 4}, MODEL, spec, max_staleness=1)
+    engines = list(columns._engines(device(), 4, MODEL, spec))
+    every = tuple(
+        columns.costs.rollout_column(engine, cap)
+        for engine in engines
+        for cap in columns._caps(max(engine.batch(bucket, columns.MAX_BATCH) for bucket in spec.buckets))
+    )
+    assert len(every) > len(built.columns)
+    assert close(rate(built), rate(replace(built, columns=every)))

@@ -350,6 +350,33 @@ def plan(**options: Any) -> None:
     plan(Request(**{key: value for key, value in options.items() if value is not None}))
 
 
+@cli.command(context_settings={"max_content_width": 100})
+@click.option("--out", type=_OutputFile(), required=True, metavar="FILE", help="Write the device to FILE (TOML).")
+@click.option("--key", metavar="NAME", help="Call the device so; made of its title when left out.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Measure with the model in DIR, not one of random weights.",
+)
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="cpu, cuda or cuda:N.")
+@click.option(
+    "--from", "measured", type=click.Path(path_type=Path), metavar="FILE", help="Measurements made elsewhere (JSON)."
+)
+def calibrate(out: Path, key: str | None, model: Path | None, device: str, measured: Path | None) -> None:
+    """Measure this machine for the planner: decoding, prefill, training, copies.
+
+    Takes minutes, on an idle machine. Every other time is held out, predicted from the rest, and compared. Elsewhere,
+    python -m rollover.calibration.measure FILE measures with torch alone, for --from.
+
+    \b
+    rollover calibrate --out mine.toml
+    """
+    from rollover.calibration import job
+
+    job.calibrate(out=out, key=key, model=model, device=device, measured=measured)
+
+
 @cli.group(cls=_Commands, context_settings={"max_content_width": 100})
 def workload() -> None:
     """Response lengths to simulate and plan with."""

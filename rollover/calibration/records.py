@@ -1,0 +1,77 @@
+"""What a calibration measures. Seconds are medians over repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """One decoding iteration."""
+
+    batch: int
+    context: float
+    """Cached tokens of each sample, mean."""
+    seconds: float
+    held_out: bool
+    """Predicted, not fitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """One prompt."""
+
+    tokens: int
+    seconds: float
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One training step over sequences of equal length."""
+
+    sequences: int
+    prompt_tokens: int
+    response_tokens: int
+    seconds: float
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """One machine, one model."""
+
+    title: str
+    """Of the device, as its driver calls it."""
+    model: Mapping[str, Any]
+    """The ``config.json`` of the measured model."""
+    weight_bytes: float
+    """Per parameter in the engine."""
+    kv_bytes: float
+    """Per cached scalar."""
+    memory_bytes: float
+    flops: float
+    """Of the largest product of two matrices, in the engine's number format."""
+    copy_bytes_per_s: float
+    """Read and written, of a copy within the device's memory."""
+    link_bytes_per_s: float
+    """One way, to another device of this machine, or to the host where there is none."""
+    link_latency_s: float
+    decodes: tuple[Decode, ...]
+    prefills: tuple[Prefill, ...]
+    steps: tuple[Step, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurements:
+        lists = {
+            "decodes": tuple(Decode(**entry) for entry in data["decodes"]),
+            "prefills": tuple(Prefill(**entry) for entry in data["prefills"]),
+            "steps": tuple(Step(**entry) for entry in data["steps"]),
+        }
+        return cls(**{**data, **lists})

@@ -66,7 +66,11 @@ def needs_no_torch(module: Path) -> bool:
     place = module.relative_to(ROOT / "rollover").parts
     if place == ("__main__.py",):
         return False  # a program, not a library
-    return len(place) == 1 or place[0] in ("rollout", "report", "tasks", "workload", "frontier") or module.name == "config.py"
+    return (
+        len(place) == 1
+        or place[0] in ("rollout", "report", "tasks", "workload", "frontier")
+        or module.name == "config.py"
+    )
 
 
 def test_a_config_loads_without_torch() -> None:

@@ -60,14 +60,16 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def iteration_times(load: Load, batch_sizes: list[int], rounds: int = 2, timed: int = 64) -> dict[int, float]:
-    """Median seconds of one decode iteration of so many samples in mid-response; ``CONTEXT`` is the mean."""
+def iteration_times(
+    load: Load, batch_sizes: list[int], rounds: int = 2, timed: int = 64, context: int = CONTEXT
+) -> dict[int, float]:
+    """Median seconds of one decode iteration of so many samples in mid-response, with ``context`` tokens each."""
     times: dict[int, list[float]] = {batch: [] for batch in batch_sizes}
     for _ in range(rounds):
         for batch in batch_sizes:
             core = EngineCore(Path(load.model), config_of(load))
             for i in range(batch):
-                core.add(request(f"b{i}", CONTEXT - timed // 2 - 4))
+                core.add(request(f"b{i}", context - timed // 2 - 4))
             while core.stats().decode_iterations < 4 or any(s.num_missing for s in core.scheduler.running):
                 core.step()
             times[batch] += [seconds(core.step) for _ in range(timed)]

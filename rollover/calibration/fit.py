@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares, minimize_scalar
 
 from rollover import toml
@@ -133,7 +134,8 @@ def _plain(measured: Measurements, key: str, model: ModelShape) -> Device:
 
 
 def _set(device: Device, **efficiency: float) -> Device:
-    return replace(device, efficiency=replace(device.efficiency, **efficiency))
+    reached: dict[str, Any] = dict(efficiency)
+    return replace(device, efficiency=replace(device.efficiency, **reached))
 
 
 def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Device:
@@ -141,19 +143,19 @@ def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Devi
     known = [d for d in measured.decodes if not d.held_out]
     least_s = min(d.seconds for d in known)
 
-    def with_values(values: Sequence[float]) -> Device:
+    def with_values(values: Iterable[float]) -> Device:
         bandwidth, decode, step_s = values
         return _set(device, bandwidth=bandwidth, decode=decode, step_s=step_s)
 
-    def errors(values: Sequence[float]) -> list[float]:
-        found = with_values(values)
+    def errors(values: npt.NDArray[np.float64], /) -> list[float]:
+        found = with_values(values.tolist())
         return [math.log(_decode_s(found, model, measured, d) / d.seconds) for d in known]
 
     lower, upper = np.array([1e-3, 1e-3, 0.0]), np.array([1.0, 1.0, least_s])
     starts = [np.clip(start, lower + 1e-9, upper - 1e-9) for start in _STARTS]
     fits = [least_squares(errors, start, bounds=(lower, upper), x_scale=(1, 1, least_s)) for start in starts]
     best = min(fits, key=lambda found: float(found.cost))
-    return with_values([float(value) for value in best.x])
+    return with_values(best.x.tolist())
 
 
 def _one(name: str, predicted_s: Callable[[Device, Point], float], device: Device, points: Sequence[Point]) -> Device:

@@ -40,7 +40,7 @@ class Sizes:
 
     scratch: ScratchConfig
     """The model, where none is given: its weights should not fit into a cache."""
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    batches: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     context_tokens: int = 256
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
     sequences: tuple[int, ...] = (4, 8, 16)
@@ -59,7 +59,7 @@ GPU = Sizes(
     scratch=ScratchConfig(
         hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=6144, max_position=4096
     ),
-    batches=(1, 4, 16, 32, 64, 128, 256),
+    batches=(1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256),
     context_tokens=1024,
     prompts=(256, 512, 1024, 2048),
     sequences=(8, 16, 32),

@@ -155,7 +155,7 @@ def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], dema
     found = milp(
         cost,
         constraints=LinearConstraint(np.array(rows), lower, upper),
-        integrality=np.ones(len(options)),
+        integrality=np.ones(len(options), dtype=np.int64),
         bounds=Bounds(0, max(len(islands) for _, islands in classes)),
     )
     if found.x is None:

@@ -22,11 +22,11 @@ _FLEET = (
     "Every square is a device; its number is the pipeline (T) or replica that it belongs to. Devices of one colour run"
     " the same role in the same shape; grey ones are idle and need not be rented."
 )
-_LENGTHS = "Samples by response length, and which replicas decode them"
+_LENGTHS = "Samples by response length, and which replicas decode them."
 _ALTERNATIVES = (
     "The same model, workload and staleness bound on other fleets or splits; the cost counts devices in use."
 )
-_ROUNDS = "Assumed by the optimiser → found on the links of the placement"
+_ROUNDS = "What the optimiser assumed → what was found on the links of the placement; it is told, and asked again."
 
 
 def plan_table(plan: Plan) -> Table:
@@ -115,13 +115,12 @@ def render_plan(plan: Plan) -> str:
             _ALTERNATIVES,
             page.figure("Trained tokens per second", _bars(plan), ""),
             f'<div class="card">{table(_rows(plan), heads)}</div>',
+            layout="column",
         )
-    page.section(
-        "Lengths and links",
-        "",
-        page.figure(_LENGTHS, _lengths(plan), ""),
-        f'<div class="card"><h3>{escape(_ROUNDS)}</h3>{table(_round_rows(plan), _ROUND_HEADS)}</div>',
-    )
+    if plan.routing == "length":
+        page.section("Lengths", _LENGTHS, page.figure("", _lengths(plan), ""), layout="column")
+    rounds = f'<div class="card">{table(_round_rows(plan), _ROUND_HEADS)}</div>'
+    page.section("Links", _ROUNDS, rounds, layout="column")
     return page.render()
 
 
@@ -229,13 +228,11 @@ def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
 def _lengths(plan: Plan) -> Figure:
     """Stacked shares of samples over length buckets."""
     rate = plan.solution.steps_per_s * plan.workload.batch_size
-    weights = [bucket.share for bucket in plan.workload.buckets]
     ends = [bucket.max_tokens for bucket in plan.workload.buckets]
     names = [f"{low:,}–{high:,}" for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False)]
     data = []
     for c, column in enumerate(plan.problem.columns):
-        rates = plan.solution.rates[c]
-        shares = [x / rate for x in rates] if plan.routing == "length" else [rates[0] / rate * w for w in weights]
+        shares = [x / rate for x in plan.solution.rates[c]]
         name = f"{column.device}, tp {column.tp}, batch {column.batch_cap}"
         trace = bar([], shares, name, _colour(c)) | {"x": names, "hovertemplate": "%{y:.1%}"}
         data.append(trace)

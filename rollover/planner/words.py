@@ -160,6 +160,8 @@ def _limit(plan: Plan, binding: Binding) -> str:
 
 def _staleness(plan: Plan) -> Iterator[str]:
     needed, bound = plan.solution.staleness_needed, plan.problem.max_staleness
+    if any(shadow.subject == "max_staleness" and shadow.gain > 0 for shadow in plan.shadows):
+        return
     if needed < bound and not any(b.row in ("staleness", "tail") for b in plan.solution.bindings):
         yield f"On average a staleness of {needed} is enough for this rate; the bound of {bound} covers the tail."
 

@@ -13,6 +13,8 @@ from rollover.report.figures import label as escaped
 
 _COLOURS = ("--blue", "--orange", "--green", "--violet", "--red", "--cyan", "--pink", "--brown", "--yellow", "--soft")
 _CURVE_POINTS = 60
+_MIN_SEEDS = 3
+"""The interval of two seeds says only that two are too few."""
 
 
 def colours(study: Study) -> dict[str, str]:
@@ -26,7 +28,7 @@ def frontier(study: Study) -> Figure:
     data: list[dict[str, Any]] = []
     for strategy, colour in colours(study).items():
         points = sorted(study.of(strategy), key=lambda p: p.lag)
-        margins = [p.gain.margin or 0.0 for p in points]
+        margins = [p.gain.margin or 0.0 for p in points] if study.num_seeds >= _MIN_SEEDS else []
         data.append(
             {
                 **line([p.lag for p in points], [p.gain.mean for p in points], strategy, colour),
@@ -40,8 +42,9 @@ def frontier(study: Study) -> Figure:
     longest = max([p.lag for p in study.points] + [1.0])
     data += _closed_form(study, longest)
     data.append(_mark(study.current, "in use" if study.setup.is_in_use else "usual setting", "square-open"))
-    for advice in study.advice:
-        data.append(_mark(advice.chosen, "recommended", "star"))
+    chosen = dict.fromkeys(study.points.index(advice.chosen) for advice in study.advice)
+    for place, index in enumerate(chosen):
+        data.append({**_mark(study.points[index], "recommended", "star"), "showlegend": place == 0})
     ceiling = study.setup.ceiling / study.sync.mean("tokens_per_s")
     tallest = max(p.gain.mean for p in study.points)
     shown = ceiling < 2.5 * tallest

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from rollover.frontier import figures
-from rollover.frontier.advice import Advice
+from rollover.frontier.advice import Advice, bound
 from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import Point
@@ -127,17 +127,18 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
     page.add(header("Rollover simulation: nothing here was measured", study.setup.name, [headline(study), *extra]))
     page.add(tiles(_key_numbers(study)))
     cards = [
-        f'<div class="card"><p>{escape(recommendation(a))}</p><pre>{escape(a.toml())}</pre></div>' for a in study.advice
+        f'<div class="card"><p>{escape(recommendation(a))}</p><br><pre>{escape(a.toml())}</pre></div>'
+        for a in study.advice
     ]
     page.section("Recommendation", "Ready to paste into a run's config.", *cards)
-    page.section("Throughput against lag", _FRONTIER, page.figure("", figures.frontier(study), ""), layout="column")
     head = [name.format(unit=study.setup.unit) for name in HEAD]
-    page.add(f'<section><div class="card">{table([cells for _, cells in rows(study)], head)}')
-    page.add(f'<p class="caption">{escape(legend())}</p></div></section>')
+    numbers = f"{table([cells for _, cells in rows(study)], head)}<p class='caption'>{escape(legend())}</p>"
+    drawn = page.figure("", figures.frontier(study), "")
+    page.section("Throughput against lag", _FRONTIER, drawn, f'<div class="card">{numbers}</div>', layout="column")
     _timelines(page, study)
     page.section("Samples decoding", _ACTIVE, page.figure("", figures.active(study), ""), layout="column")
-    drawn = [page.figure(title, drawn, "") for title, drawn in figures.sensitivity(study)]
-    page.section("What it depends on", _SENSITIVITY, *drawn)
+    changes = [page.figure(title, changed, "") for title, changed in figures.sensitivity(study)]
+    page.section("What it depends on", _SENSITIVITY, *changes)
     notes = "".join(f"<li>{escape(note)}</li>" for note in assumptions(study))
     page.add(f'<section><h2>Assumptions</h2><div class="card"><ul>{notes}</ul></div></section>')
     return page.render()
@@ -155,8 +156,10 @@ def assumptions(study: Study) -> list[str]:
 def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
     advice, sync, theory = study.advice[-1], study.sync, study.theory
     ceiling = study.setup.ceiling / sync.mean("tokens_per_s")
+    strategy, _, value = label(advice.config).partition(" ")
+    value = value.replace("=", " = ") or "on-policy"
     return [
-        ("Recommended", label(advice.config), "", f"max_staleness = {advice.chosen.max_lag} was never exceeded"),
+        ("Recommended", value, "", f"{strategy}; max_staleness = {bound(advice.chosen)} was never in its way"),
         ("Gain", f"{advice.chosen.gain.mean:.2f}", "× sync", f"{advice.share:.0%} of the fastest setting's gain"),
         ("Lag", f"{advice.chosen.lag:.2f}", "versions", f"{advice.best.lag:.2f} at the fastest setting"),
         ("Ceiling", f"{ceiling:.2f}", "× sync", "engines that only read caches, a trainer that never waits"),
@@ -170,7 +173,7 @@ def _timelines(page: Page, study: Study) -> None:
     length_s = max(w.end_s - w.start_s for w in windows)
     cards = [
         page.figure(
-            f"{label(picture.config)}: {window.end_s - window.start_s:,.4g} {study.setup.unit}",
+            f"{label(picture.config)}: {_time(window.end_s - window.start_s)} {study.setup.unit}",
             gantt(
                 picture.timeline,
                 window,
@@ -183,6 +186,10 @@ def _timelines(page: Page, study: Study) -> None:
         for picture, window in zip(study.pictures, windows, strict=True)
     ]
     page.section("Timelines", _TIMELINES, *cards, layout="column")
+
+
+def _time(span: float) -> str:
+    return f"{span:,.0f}" if span >= 100 else f"{span:.3g}"
 
 
 def study_json(study: Study) -> str:

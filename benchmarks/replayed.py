@@ -1,0 +1,225 @@
+"""Rollouts whose lengths are known beforehand: the production driver over the embedded engine, decoding for real, and
+the simulator over a model of it. Both take lengths from the same ``Workload``, so that they are paired.
+
+What it keeps true: a sample ends at its workload's length, whatever is sampled; both say what they did in the records
+of ``rollover.sim.result``, step by step; between steps the engine's weights are really others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollover.clock import SystemClock
+from rollover.engine.base import Capabilities, Chunk, Engine, EngineStats, GenerateRequest
+from rollover.engine.embedded import EmbeddedConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.rollout.config import Limits, RolloutConfig
+from rollover.rollout.driver import RolloutDriver
+from rollover.rollout.events import CheckpointSaved
+from rollover.rollout.ledger import Ledger, Tokens
+from rollover.rollout.scheduler import EachSample
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategy import Strategy
+from rollover.sim.models import ReplicaModel
+from rollover.sim.result import Meter, StepRecord, Window, step_record
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from rollover.types import Prompt, Trajectory
+from rollover.workload.base import Workload
+from rollover.workload.trace import Replay, Trace, TracePrompt
+
+MAX_RUNNING = 128
+"""More than any setting has in flight: what is started is the strategy's decision alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A strategy with its options, and what happens to caches."""
+
+    name: str
+    config: RolloutConfig
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+
+    @property
+    def strategy(self) -> Strategy:
+        return STRATEGIES[self.config.strategy].from_config(self.config, max_running=MAX_RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a rollout came to, real or simulated."""
+
+    steps: tuple[StepRecord, ...]
+    tokens: Tokens
+    """Account of the whole run."""
+
+    def after(self, warmup: int) -> Window:
+        return Window(self.steps[warmup:])
+
+
+def read_lengths(file: Path, group_size: int, scale: float, prompt_tokens: int) -> Trace:
+    """Response lengths from a list of lists, divided by ``scale``. A longer row makes several prompts, which follow one
+    another after all rows have had their first."""
+    rows: list[list[int]] = json.loads(file.read_text())
+    starts = range(0, min(map(len, rows)) - group_size + 1, group_size)
+    groups = [tuple(max(1, round(n / scale)) for n in row[i : i + group_size]) for i in starts for row in rows]
+    prompts = [
+        TracePrompt(prompt_id=str(i), prompt_tokens=prompt_tokens, lengths=group) for i, group in enumerate(groups)
+    ]
+    return Trace(name=str(file), cap_tokens=max(map(max, groups)), prompts=tuple(prompts))
+
+
+def mean_context(trace: Trace) -> float:
+    """Cached tokens of a sample in mid-response, mean over decoded tokens."""
+    lengths, _, _ = trace.columns()
+    return float(trace.prompts[0].prompt_tokens + (lengths * (lengths + 1) / 2).sum() / lengths.sum())
+
+
+# -- for real ----------------------------------------------------------------------------------------------------
+
+
+class Replayed:
+    """An engine whose samples end where the workload says and never by themselves. Needs a strategy that discards
+    nothing, so that groups are numbered as prompts are."""
+
+    def __init__(self, engine: Engine, workload: Workload, config: RolloutConfig) -> None:
+        self._engine = engine
+        self._workload = workload
+        self._samples_per_prompt = config.group_size
+        self._samples_per_group = config.group_size // config.num_siblings
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    def length(self, sample_key: str) -> int:
+        group, index = map(int, re.findall(r"\d+", sample_key))
+        prompt, sample = divmod(group * self._samples_per_group + index, self._samples_per_prompt)
+        return self._workload.group_lengths(prompt, self._samples_per_prompt)[sample]
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        params = replace(request.params, max_new_tokens=self.length(request.sample_key))
+        return self._engine.generate(replace(request, params=params))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        await self._engine.abort(request_ids)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class RandomPrompts:
+    """Prompts of random tokens, as long as the workload's."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def prompt(self, index: int) -> Prompt:
+        token_ids = np.random.default_rng([1, index]).integers(2, 2000, self._workload.prompt_tokens(index))
+        return Prompt(
+            prompt_id=self._workload.prompt_id(index), token_ids=tuple(token_ids.tolist()), text="", source="replayed"
+        )
+
+
+class ConstantReward:
+    async def score(self, trajectory: Trajectory) -> float:
+        return 1.0
+
+
+async def swap(engine: EmbeddedEngine, version: int, weights: Mapping[str, Any]) -> None:
+    """Put weights into the engine as the publisher does."""
+    await engine.pause()
+    try:
+        await engine.load(version, weights)
+    finally:
+        await engine.resume()
+
+
+async def roll(
+    setting: Setting, workload: Workload, folder: Path, weights: Sequence[Mapping[str, Any]], steps: int
+) -> Run:
+    """Roll out ``steps`` batches; version v has ``weights[v % len(weights)]``. A step ends with its weights in place;
+    training takes no time."""
+    config = setting.config
+    embedded = EmbeddedConfig(
+        device="cpu", dtype="float32", max_running=MAX_RUNNING, kv_cache_bytes=2**30, kv_on_update=setting.kv_on_update
+    )
+    engine = EmbeddedEngine.from_folder(folder, embedded)
+    strategy, ledger, clock = setting.strategy, Ledger(), SystemClock()
+    driver = RolloutDriver(
+        engine=Replayed(engine, workload, config),
+        strategy=strategy,
+        source=EachSample(RandomPrompts(workload), config.num_siblings),
+        scorer=ConstantReward(),
+        sampling=config.sampling(),
+        seed=0,
+        clock=clock,
+        ledger=ledger,
+        limits=Limits.from_config(config),
+    )
+    records: list[StepRecord] = []
+    start_s = clock.now_s()
+    before = Meter()
+    try:
+        for _ in range(steps):
+            batch = await driver.next_batch()
+            consumed_s = clock.now_s() - start_s
+            version = batch.step + 1
+            await driver.update_weights(version, lambda v=version: swap(engine, v, weights[v % len(weights)]))
+            driver.record(CheckpointSaved(time_s=clock.now_s(), step=version))
+            stats, end_s = engine.stats(), clock.now_s() - start_s
+            meter = Meter(
+                now_s=end_s,
+                iterations=stats.decode_iterations,
+                sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * end_s,
+                prefilled_tokens=stats.prefilled_tokens,
+                decoded_tokens=ledger.tokens.decoded,
+            )
+            used, before = meter.since(before), meter
+            records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=end_s))
+        await driver.stop()
+    finally:
+        await engine.close()
+    return Run(steps=tuple(records), tokens=ledger.tokens)
+
+
+# -- foretold ----------------------------------------------------------------------------------------------------
+
+
+def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: int) -> Run:
+    """The same by the simulator."""
+    scenario = Scenario(
+        replicas=(replace(model, max_running=MAX_RUNNING),), kv_on_update=setting.kv_on_update, accuracy=1.0
+    )
+    found = simulate(setting.strategy, workload, scenario, steps=steps)
+    return Run(steps=found.steps, tokens=found.tokens)
+
+
+def target_for(lag: float, ours: Setting, workload: Workload, model: ReplicaModel, steps: int, warmup: int) -> Setting:
+    """``ours`` with the highest lag target of a grid whose simulated lag is not above ``lag``; the lowest if none is."""
+    options = [
+        replace(ours, config=replace(ours.config, lag_target=round(share * lag, 3)))
+        for share in np.arange(1.0, 0.19, -0.05).tolist()
+    ]
+    for option in options:
+        if foretell(option, workload, model, steps).after(warmup).lag <= lag:
+            return option
+    return options[-1]
+
+
+def trained_length_drift(window: Window, workload: Replay, config: RolloutConfig) -> float:
+    """Mean trained length over that of the prompts which the window's steps train where nothing overtakes, minus 1."""
+    size = config.rollout_batch_size
+    prompts = range(window.steps[0].step * size, (window.steps[-1].step + 1) * size)
+    lengths = [n for i in prompts for n in workload.group_lengths(i, config.group_size)]
+    return window.mean_length / (sum(lengths) / len(lengths)) - 1

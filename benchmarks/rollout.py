@@ -1,0 +1,270 @@
+"""Strategies over the embedded engine, decoding for real, beside what the simulator says of them.
+
+    python benchmarks/rollout.py            # four minutes on a quiet machine
+    python benchmarks/rollout.py --small    # seconds, to see that it works
+
+First the engine is measured: iteration time against batch size at the mean context of this load, prefill, weight swap.
+These, and nothing from the runs, are what the simulator is told; once with the line c0 (1 + B / B0), once with the
+measured times themselves. Then each strategy is run, one after another, with lengths replayed from ``--lengths``, the
+same for all and other ones in each repeat. Batches have so many groups that samples per batch are 2.4 B0, as in the
+published setup of APRIL (arXiv 2509.18521). Throughput is trained tokens per second of rollout and weight swap,
+training left out, from the first step after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import machine
+from measures import config_of, fit, iteration_times, prefill_rate
+from replayed import Run, Setting, foretell, mean_context, read_lengths, roll, swap, target_for, trained_length_drift
+from safetensors.torch import load_file
+from workload import Load, make_model
+
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import ReplicaModel
+from rollover.workload.trace import Replay, Trace
+
+HERE = Path(__file__).parent
+LOAD_OF_B0 = 2.4
+"""Samples per batch over B0."""
+BOUND = 8
+"""Staleness bound of all strategies that have one."""
+Result = dict[str, Any]
+
+
+# -- the engine --------------------------------------------------------------------------------------------------
+
+
+def measure_engine(folder: Path, context: int, sizes: list[int]) -> Result:
+    """Before any rollout."""
+    load = Load(
+        name="rollout", model=str(folder), dtype="float32", prompts=[], num_new_tokens=[], max_running=128,
+        max_context_tokens=2048,
+    )  # fmt: skip
+    times = iteration_times(load, sizes, context=context)
+    return {
+        "context_tokens": context,
+        "iteration_s": times,
+        "fit": fit(times),
+        "prefill_tokens_per_s": prefill_rate(load, 16, context),
+        "swap_s": asyncio.run(swap_time(load)),
+    }
+
+
+async def swap_time(load: Load, repeats: int = 7) -> float:
+    """Median seconds of a weight swap from memory."""
+    engine = EmbeddedEngine.from_folder(Path(load.model), config_of(load))
+    tensors = load_file(Path(load.model) / "model.safetensors")
+    found = []
+    for version in range(repeats):
+        start_s = time.perf_counter()
+        await swap(engine, version, tensors)
+        found.append(time.perf_counter() - start_s)
+    await engine.close()
+    return statistics.median(found)
+
+
+def models(measured: Result) -> dict[str, ReplicaModel]:
+    """What the simulator is told: the fitted line, and the measured times."""
+    line = ReplicaModel(
+        c0_s=measured["fit"]["c0_s"],
+        b0=measured["fit"]["B0"],
+        prefill_tokens_per_s=measured["prefill_tokens_per_s"],
+        swap_pause_s=measured["swap_s"],
+    )
+    return {"line": line, "table": replace(line, iteration_table=tuple(sorted(measured["iteration_s"].items())))}
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def settings(batch: int, group: int, cap: int) -> list[Setting]:
+    """The first is what the others are compared with; ``rollover`` still wants its targets."""
+
+    def setting(name: str, strategy: str, keep: bool = True, **options: Any) -> Setting:
+        bound = {} if strategy == "sync" else {"max_staleness": BOUND}
+        config = RolloutConfig(
+            strategy=strategy,  # type: ignore[arg-type]
+            rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound, **options,
+        )  # fmt: skip
+        return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute")
+
+    samples, twice = batch * group, {"over_sampling_batch_size": 2 * batch}
+    ours = {"unit": "sample", "lag_target": 2.0}
+    return [
+        setting("sync", "sync"),
+        setting("april, recompute", "april", keep=False, **twice),
+        setting("april", "april", **twice),
+        setting("concurrency, C = NG", "concurrency", num_running=samples),
+        setting("concurrency, C = 1.5 NG", "concurrency", num_running=3 * samples // 2),
+        setting("rollover, april's lag, recompute", "rollover", keep=False, **ours),
+        setting("rollover, april's lag", "rollover", **ours),
+        setting("rollover, lag 2", "rollover", **ours),
+    ]
+
+
+def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: int, warmup: int) -> list[Setting]:
+    """``rollover`` is to have the lag of ``april`` with the same caches, in simulation."""
+    workload = trace.workload()
+    april = {s.kv_on_update: s for s in chosen if s.config.strategy == "april"}
+
+    def aim(setting: Setting) -> Setting:
+        if "april's lag" not in setting.name:
+            return setting
+        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag
+        return target_for(lag, setting, workload, model, steps, warmup)
+
+    return [aim(setting) for setting in chosen]
+
+
+# -- a repeat ----------------------------------------------------------------------------------------------------
+
+
+def figures(run: Run, workload: Replay, setting: Setting, warmup: int) -> Result:
+    window = run.after(warmup)
+    return {
+        "tokens_per_s": window.tokens_per_s,
+        "seconds": window.seconds,
+        "iterations": window.iterations,
+        "lag": window.lag,
+        "lag_p95": window.lag_quantile(0.95),
+        "lag_max": window.max_lag,
+        "length_drift": trained_length_drift(window, workload, setting.config),
+        "prefilled_tokens": window.prefilled_tokens,
+        "reprefilled_tokens": run.tokens.reprefilled,
+        "wasted_tokens": sum(run.tokens.wasted.values()),
+        "decoded_tokens": run.tokens.decoded,
+    }
+
+
+def repeat(
+    chosen: Sequence[Setting],
+    workload: Replay,
+    folder: Path,
+    told: Mapping[str, ReplicaModel],
+    args: argparse.Namespace,
+) -> dict[str, Result]:
+    """Each setting once: measured, and foretold by each model."""
+    tensors = load_file(folder / "model.safetensors")
+    weights = (tensors, {name: 0.999 * tensor for name, tensor in tensors.items()})
+    steps = args.warmup_steps + args.steps
+    found: dict[str, Result] = {}
+    for setting in chosen:
+        run = asyncio.run(roll(setting, workload, folder, weights, steps))
+        entry = {"measured": figures(run, workload, setting, args.warmup_steps)}
+        for name, model in told.items():
+            entry[name] = figures(foretell(setting, workload, model, steps), workload, setting, args.warmup_steps)
+        found[setting.name] = entry
+        print(f"  {setting.name}: {entry['measured']['tokens_per_s']:.0f} tokens/s", file=sys.stderr, flush=True)
+    return found
+
+
+def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
+    """Over the repeats: gains over the first setting of the same repeat, measured and foretold, and means."""
+    base, *_ = repeats[0]
+
+    def gains(name: str, who: str) -> list[float]:
+        return [r[name][who]["tokens_per_s"] / r[base][who]["tokens_per_s"] for r in repeats]
+
+    def entry(name: str) -> Result:
+        measured = gains(name, "measured")
+        foretold = {who: statistics.fmean(gains(name, who)) for who in repeats[0][name] if who != "measured"}
+        mean = {
+            key: statistics.fmean(r[name]["measured"][key] for r in repeats) for key in repeats[0][name]["measured"]
+        }
+        gain = statistics.fmean(measured)
+        return {
+            "gain": gain,
+            "gains": measured,
+            "foretold": foretold,
+            "measured_over_foretold": {who: gain / value for who, value in foretold.items()},
+            "mean": mean,
+        }
+
+    return {name: entry(name) for name in repeats[0]}
+
+
+def show(found: Mapping[str, Result]) -> None:
+    print(
+        f"{'':34s} {'tok/s':>6s} {'gain':>5s} {'from..to':>10s} | {'line':>5s} {'ratio':>5s} | {'table':>5s} {'ratio':>5s} |"
+        f" lag {'mean':>5s} {'p95':>4s} {'max':>4s} | {'waste':>5s} {'re-prefill':>10s} {'length':>7s}"
+    )
+    for name, entry in found.items():
+        mean, said, ratio = entry["mean"], entry["foretold"], entry["measured_over_foretold"]
+        spread = f"{min(entry['gains']):.2f}..{max(entry['gains']):.2f}"
+        print(
+            f"{name:34s} {mean['tokens_per_s']:6.0f} {entry['gain']:5.2f} {spread:>10s}"
+            f" | {said['line']:5.2f} {ratio['line']:5.2f} | {said['table']:5.2f} {ratio['table']:5.2f} |"
+            f"     {mean['lag']:5.2f} {mean['lag_p95']:4.1f} {mean['lag_max']:4.1f}"
+            f" | {mean['wasted_tokens']:5.0f} {mean['reprefilled_tokens']:10.0f} {mean['length_drift']:+7.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--lengths", type=Path, default=HERE / "lengths.json", help="JSON: a list of lengths per prompt"
+    )
+    parser.add_argument("--scale", type=float, default=3.0, help="divides the lengths")
+    parser.add_argument("--group", type=int, default=4, help="samples per prompt")
+    parser.add_argument("--batch", type=int, help="prompts per step; default: what makes 2.4 B0 samples")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48,64", help="at which iterations are timed")
+    parser.add_argument("--warmup-steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")
+    args = parser.parse_args()
+    if args.small:
+        vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,2,4", warmup_steps=1, steps=3, repeats=1)
+    trace = read_lengths(args.lengths, args.group, args.scale, args.prompt_tokens)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_model("3M", Path(temporary) / "model", "float32")
+        sizes = [int(size) for size in args.batch_sizes.split(",")]
+        measured = measure_engine(folder, max(48, round(mean_context(trace))), sizes)
+        print(json.dumps(measured), flush=True)
+        told = models(measured)
+        batch = args.batch or round(LOAD_OF_B0 * told["line"].b0 / args.group)
+        steps = args.warmup_steps + args.steps
+        chosen = aimed(
+            settings(batch, args.group, trace.cap_tokens), trace, told["table"], 4 * steps, args.warmup_steps
+        )
+        repeats = [repeat(chosen, trace.workload(seed), folder, told, args) for seed in range(args.repeats)]
+    found = summary(repeats)
+    print(f"N = {batch} prompts of G = {args.group}, N G / B0 = {batch * args.group / told['line'].b0:.2f}")
+    show(found)
+    record = {
+        "command": sys.argv,
+        "date": str(date.today()),
+        "threads": torch.get_num_threads(),
+        "machine": machine() | {"load_average": os.getloadavg()},
+        "versions": {"torch": torch.__version__},
+        "engine": measured,
+        "batch": batch,
+        "steps": {"warmup": args.warmup_steps, "counted": args.steps},
+        "settings": {s.name: asdict(s) for s in chosen},
+        "summary": found,
+        "repeats": repeats,
+    }
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"recorded in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

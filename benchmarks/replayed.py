@@ -206,7 +206,7 @@ def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: i
 
 
 def target_for(lag: float, ours: Setting, workload: Workload, model: ReplicaModel, steps: int, warmup: int) -> Setting:
-    """``ours`` with the highest lag target of a grid whose simulated lag is not above ``lag``; the lowest if none is."""
+    """``ours`` with the highest lag target of a grid whose simulated lag is at most ``lag``; the lowest if none is."""
     options = [
         replace(ours, config=replace(ours.config, lag_target=round(share * lag, 3)))
         for share in np.arange(1.0, 0.19, -0.05).tolist()

@@ -200,9 +200,10 @@ def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
 
 
 def show(found: Mapping[str, Result]) -> None:
+    said = " | ".join(f"{who:>5s} {'ratio':>5s}" for who in ("line", "table"))
     print(
-        f"{'':34s} {'tok/s':>6s} {'gain':>5s} {'from..to':>10s} | {'line':>5s} {'ratio':>5s} | {'table':>5s} {'ratio':>5s} |"
-        f" lag {'mean':>5s} {'p95':>4s} {'max':>4s} | {'waste':>5s} {'re-prefill':>10s} {'length':>7s}"
+        f"{'':34s} {'tok/s':>6s} {'gain':>5s} {'from..to':>10s} | {said} | lag {'mean':>5s} {'p95':>4s} {'max':>4s}"
+        f" | {'waste':>5s} {'re-prefill':>10s} {'length':>7s}"
     )
     for name, entry in found.items():
         mean, said, ratio = entry["mean"], entry["foretold"], entry["measured_over_foretold"]

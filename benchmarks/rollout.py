@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48,64", help="at which iterations are timed")
     parser.add_argument("--warmup-steps", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")

@@ -12,8 +12,10 @@ from rollover.errors import ConfigError
 from rollover.frontier.report import render_study, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
-from rollover.frontier.sweep import Estimate, Length, Outcome, Trial, run_trial, run_trials, workers
+from rollover.frontier.sweep import Estimate, Length, Outcome, Trial, run_trial, run_trials, strategy_of, workers
 from rollover.rollout.config import RolloutConfig
+from rollover.sim.models import Latency
+from rollover.sim.run import simulate
 from tests.frontier.kit import small
 
 LENGTH = Length(steps=15, warmup=5)
@@ -39,6 +41,17 @@ def test_gains_are_over_synchronous_rollout_on_the_same_lengths(found: Study) ->
     ratios = [o.tokens_per_s / b.tokens_per_s for o, b in zip(april.outcomes, april.baseline, strict=True)]
     assert april.gain.mean == pytest.approx(statistics.fmean(ratios))
     assert april.gain.mean > 1.1
+
+
+def test_a_trial_draws_lengths_and_latencies_from_its_seed() -> None:
+    scenario = replace(small().scenario, trainer=Latency(base_s=1.0, sigma=0.5))
+    setup = small(scenario=scenario)
+    config = setting("april", setup, 2.0)
+    for seed in (0, 3):
+        trial = Trial(config=config, seed=seed, lengths=setup.lengths, scenario=scenario)
+        workload = setup.lengths.workload(seed)
+        run = simulate(strategy_of(config, scenario), workload, scenario, steps=LENGTH.steps, seed=seed)
+        assert run_trial(trial, length=LENGTH) == Outcome.of(run, LENGTH)
 
 
 def test_nothing_lies_above_the_ceiling_and_lag_costs_what_it_should(found: Study) -> None:

@@ -1,14 +1,15 @@
 """Strategies over the embedded engine, decoding for real, beside what the simulator says of them.
 
-    python benchmarks/rollout.py            # four minutes on a quiet machine
+    python benchmarks/rollout.py            # five minutes on a quiet machine
     python benchmarks/rollout.py --small    # seconds, to see that it works
 
-First the engine is measured: iteration time against batch size at the mean context of this load, prefill, weight swap.
-These, and nothing from the runs, are what the simulator is told; once with the line c0 (1 + B / B0), once with the
-measured times themselves. Then each strategy is run, one after another, with lengths replayed from ``--lengths``, the
-same for all and other ones in each repeat. Batches have so many groups that samples per batch are 2.4 B0, as in the
-published setup of APRIL (arXiv 2509.18521). Throughput is trained tokens per second of rollout and weight swap,
-training left out, from the first step after the warm-up.
+The engine is measured first: prefill, weight swap, and how long an iteration takes with B samples of this load's mean
+context, by itself and, before each repeat, as the driver is served (responses of equal length). The latter, and nothing
+from the strategies' runs, is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured times
+themselves. Then each strategy is run, one after another, with lengths replayed from ``--lengths``, the same for all and
+others in each repeat. Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL
+(arXiv 2509.18521). Throughput is trained tokens per second of rollout and weight swap, training left out, from the
+first step after the warm-up.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from workload import Load, make_model
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
-from rollover.workload.trace import Replay, Trace
+from rollover.workload.trace import Replay, Trace, TracePrompt
 
 HERE = Path(__file__).parent
 LOAD_OF_B0 = 2.4
 """Samples per batch over B0."""
+PROMPT_TOKENS = 16
 BOUND = 8
 """Staleness bound of all strategies that have one."""
 Result = dict[str, Any]
@@ -50,20 +52,39 @@ Result = dict[str, Any]
 # -- the engine --------------------------------------------------------------------------------------------------
 
 
-def measure_engine(folder: Path, context: int, sizes: list[int]) -> Result:
-    """Before any rollout."""
+def measure_engine(folder: Path, context: int, sizes: Sequence[int]) -> Result:
+    """The engine by itself, before any rollout."""
     load = Load(
         name="rollout", model=str(folder), dtype="float32", prompts=[], num_new_tokens=[], max_running=128,
         max_context_tokens=2048,
     )  # fmt: skip
-    times = iteration_times(load, sizes, context=context)
+    times = iteration_times(load, list(sizes), context=context)
+    rate = prefill_rate(load, 16, context)
+    short = PROMPT_TOKENS / prefill_rate(load, 1, PROMPT_TOKENS)  # with an iteration in it
     return {
         "context_tokens": context,
-        "iteration_s": times,
-        "fit": fit(times),
-        "prefill_tokens_per_s": prefill_rate(load, 16, context),
+        "by_itself": {"iteration_s": times, "fit": fit(times)},
+        "prefill_tokens_per_s": rate,
+        "prefill_call_s": max(0.0, short - PROMPT_TOKENS / rate - times[min(times)]),
         "swap_s": asyncio.run(swap_time(load)),
     }
+
+
+def served_times(folder: Path, measured: Result, sizes: Sequence[int]) -> dict[int, float]:
+    """Mean seconds of an iteration of so many samples with this load's mean context, below the driver: steps of as many
+    responses of one length, without their prompt and the weight swap."""
+    weights = (load_file(folder / "model.safetensors"),)
+    length = 2 * (measured["context_tokens"] - PROMPT_TOKENS)
+    prefill_s = measured["prefill_call_s"] + PROMPT_TOKENS / measured["prefill_tokens_per_s"]
+
+    def iteration_s(samples: int) -> float:
+        prompt = TracePrompt(prompt_id="0", prompt_tokens=PROMPT_TOKENS, lengths=(length,) * samples)
+        workload = Trace(name="equal lengths", cap_tokens=length, prompts=(prompt,)).workload()
+        config = RolloutConfig(strategy="sync", rollout_batch_size=1, group_size=samples, max_new_tokens=length)
+        run = asyncio.run(roll(Setting(name="equal", config=config), workload, folder, weights, 4))
+        return (run.after(1).seconds / 3 - prefill_s - measured["swap_s"]) / length
+
+    return {size: iteration_s(size) for size in sizes}
 
 
 async def swap_time(load: Load, repeats: int = 7) -> float:
@@ -79,15 +100,18 @@ async def swap_time(load: Load, repeats: int = 7) -> float:
     return statistics.median(found)
 
 
-def models(measured: Result) -> dict[str, ReplicaModel]:
+def models(measured: Result, calibrations: Sequence[Mapping[int, float]]) -> dict[str, ReplicaModel]:
     """What the simulator is told: the fitted line, and the measured times."""
+    times = {size: statistics.median(c[size] for c in calibrations) for size in calibrations[0]}
+    fitted = fit(times)
     line = ReplicaModel(
-        c0_s=measured["fit"]["c0_s"],
-        b0=measured["fit"]["B0"],
+        c0_s=fitted["c0_s"],
+        b0=fitted["B0"],
         prefill_tokens_per_s=measured["prefill_tokens_per_s"],
+        prefill_call_s=measured["prefill_call_s"],
         swap_pause_s=measured["swap_s"],
     )
-    return {"line": line, "table": replace(line, iteration_table=tuple(sorted(measured["iteration_s"].items())))}
+    return {"line": line, "table": replace(line, iteration_table=tuple(sorted(times.items())))}
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -152,26 +176,28 @@ def figures(run: Run, workload: Replay, setting: Setting, warmup: int) -> Result
     }
 
 
-def repeat(
-    chosen: Sequence[Setting],
-    workload: Replay,
-    folder: Path,
-    told: Mapping[str, ReplicaModel],
-    args: argparse.Namespace,
-) -> dict[str, Result]:
-    """Each setting once: measured, and foretold by each model."""
+def repeat(chosen: Sequence[Setting], workload: Replay, folder: Path, args: argparse.Namespace) -> dict[str, Result]:
+    """Each setting once."""
     tensors = load_file(folder / "model.safetensors")
     weights = (tensors, {name: 0.999 * tensor for name, tensor in tensors.items()})
-    steps = args.warmup_steps + args.steps
     found: dict[str, Result] = {}
     for setting in chosen:
-        run = asyncio.run(roll(setting, workload, folder, weights, steps))
-        entry = {"measured": figures(run, workload, setting, args.warmup_steps)}
-        for name, model in told.items():
-            entry[name] = figures(foretell(setting, workload, model, steps), workload, setting, args.warmup_steps)
-        found[setting.name] = entry
-        print(f"  {setting.name}: {entry['measured']['tokens_per_s']:.0f} tokens/s", file=sys.stderr, flush=True)
+        run = asyncio.run(roll(setting, workload, folder, weights, args.warmup_steps + args.steps))
+        found[setting.name] = {"measured": figures(run, workload, setting, args.warmup_steps)}
+        print(f"  {setting.name}: {found[setting.name]['measured']['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
     return found
+
+
+def foretold(
+    chosen: Sequence[Setting], workload: Replay, told: Mapping[str, ReplicaModel], args: argparse.Namespace
+) -> dict[str, Result]:
+    """The same of each setting by each model."""
+
+    def by(setting: Setting, model: ReplicaModel) -> Result:
+        run = foretell(setting, workload, model, args.warmup_steps + args.steps)
+        return figures(run, workload, setting, args.warmup_steps)
+
+    return {setting.name: {name: by(setting, model) for name, model in told.items()} for setting in chosen}
 
 
 def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
@@ -183,7 +209,7 @@ def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
 
     def entry(name: str) -> Result:
         measured = gains(name, "measured")
-        foretold = {who: statistics.fmean(gains(name, who)) for who in repeats[0][name] if who != "measured"}
+        said = {who: statistics.fmean(gains(name, who)) for who in repeats[0][name] if who != "measured"}
         mean = {
             key: statistics.fmean(r[name]["measured"][key] for r in repeats) for key in repeats[0][name]["measured"]
         }
@@ -191,8 +217,8 @@ def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
         return {
             "gain": gain,
             "gains": measured,
-            "foretold": foretold,
-            "measured_over_foretold": {who: gain / value for who, value in foretold.items()},
+            "foretold": said,
+            "measured_over_foretold": {who: gain / value for who, value in said.items()},
             "mean": mean,
         }
 
@@ -224,29 +250,37 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=3.0, help="divides the lengths")
     parser.add_argument("--group", type=int, default=4, help="samples per prompt")
     parser.add_argument("--batch", type=int, help="prompts per step; default: what makes 2.4 B0 samples")
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48,64", help="at which iterations are timed")
+    parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48", help="at which iterations are timed")
     parser.add_argument("--warmup-steps", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")
     args = parser.parse_args()
     if args.small:
-        vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,2,4", warmup_steps=1, steps=3, repeats=1)
-    trace = read_lengths(args.lengths, args.group, args.scale, args.prompt_tokens)
+        vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,32", warmup_steps=1, steps=3, repeats=1)
+    trace = read_lengths(args.lengths, args.group, args.scale, PROMPT_TOKENS)
+    workloads = [trace.workload(seed) for seed in range(args.repeats)]
+    calibrations: list[dict[int, float]] = []
+    repeats: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model("3M", Path(temporary) / "model", "float32")
         sizes = [int(size) for size in args.batch_sizes.split(",")]
-        measured = measure_engine(folder, max(48, round(mean_context(trace))), sizes)
-        print(json.dumps(measured), flush=True)
-        told = models(measured)
-        batch = args.batch or round(LOAD_OF_B0 * told["line"].b0 / args.group)
-        steps = args.warmup_steps + args.steps
-        chosen = aimed(
-            settings(batch, args.group, trace.cap_tokens), trace, told["table"], 4 * steps, args.warmup_steps
-        )
-        repeats = [repeat(chosen, trace.workload(seed), folder, told, args) for seed in range(args.repeats)]
+        measured = measure_engine(folder, max(64, round(mean_context(trace))), sizes)
+        for workload in workloads:
+            calibrations.append(served_times(folder, measured, sizes))
+            if not repeats:
+                told = models(measured, calibrations)
+                print(measured | {"line": told["line"]}, file=sys.stderr)
+                batch = args.batch or round(LOAD_OF_B0 * told["line"].b0 / args.group)
+                steps = args.warmup_steps + args.steps
+                chosen = settings(batch, args.group, trace.cap_tokens)
+                chosen = aimed(chosen, trace, told["table"], 4 * steps, args.warmup_steps)
+            repeats.append(repeat(chosen, workload, folder, args))
+    told = models(measured, calibrations)
+    for workload, runs in zip(workloads, repeats, strict=True):
+        for name, entry in foretold(chosen, workload, told, args).items():
+            runs[name] |= entry
     found = summary(repeats)
     print(f"N = {batch} prompts of G = {args.group}, N G / B0 = {batch * args.group / told['line'].b0:.2f}")
     show(found)
@@ -256,7 +290,8 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "machine": machine() | {"load_average": os.getloadavg()},
         "versions": {"torch": torch.__version__},
-        "engine": measured,
+        "engine": measured
+        | {"served_iteration_s": calibrations, "told": {name: asdict(m) for name, m in told.items()}},
         "batch": batch,
         "steps": {"warmup": args.warmup_steps, "counted": args.steps},
         "settings": {s.name: asdict(s) for s in chosen},

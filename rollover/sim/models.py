@@ -21,6 +21,8 @@ class ReplicaModel:
     """Batch at which an iteration takes twice that."""
     prefill_tokens_per_s: float = math.inf
     """Decoding stands still while prompts and lost caches are computed."""
+    prefill_call_s: float = 0.0
+    """What that takes beside its tokens, once for all that are prefilled at the same moment."""
     kv_tokens: float = math.inf
     """Room of the key-value cache. When it is full, parked caches go first, then the youngest sample waits."""
     max_running: int = 2**31
@@ -37,8 +39,9 @@ class ReplicaModel:
         for key in ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key} must be above 0, got {getattr(self, key)}")
-        if not self.swap_pause_s >= 0:
-            raise ValueError(f"swap_pause_s must be at least 0 seconds, got {self.swap_pause_s}")
+        for key in ("prefill_call_s", "swap_pause_s"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key} must be at least 0 seconds, got {getattr(self, key)}")
         if len(self.iteration_table) == 1 or any(not seconds > 0 for _, seconds in self.iteration_table):
             raise ValueError(
                 f"iteration_table must have two points or more, each above 0 seconds, got {self.iteration_table}"

@@ -72,6 +72,8 @@ class Replica:
         """Running and queued."""
         self._now_s = 0.0
         self._stall_s = 0.0
+        self._prefilled_at_s = -1.0
+        """When something was prefilled last."""
         self._running: dict[SampleId, Call] = {}
         self._queue: deque[Call] = deque()
         """Calls that wait for room."""
@@ -189,6 +191,9 @@ class Replica:
         self.prefill(sum({c.prompt: c.prompt_tokens for c in self._running.values()}.values()))
 
     def prefill(self, num_tokens: int) -> None:
+        if num_tokens and self._prefilled_at_s != self._now_s:
+            self._prefilled_at_s = self._now_s
+            self._stall_s += self.model.prefill_call_s
         self.prefilled_tokens += num_tokens
         self._stall_s += num_tokens / self.model.prefill_tokens_per_s
 

@@ -159,6 +159,14 @@ def test_no_token_is_lost_or_made_up_whatever_the_room(
     assert replica._base_tokens == pytest.approx(0, abs=1e-6)
 
 
+def test_what_is_prefilled_at_the_same_moment_shares_the_call() -> None:
+    replica = replica_with([call(0, 10), call(1, 10)], prefill_tokens_per_s=10, prefill_call_s=3.0, b0=1e9)
+    replica.advance(5.0 + 4.0)
+    replica.add(call(2, 10))
+    # 3 s and twice 1 s, 4 iterations; then 3 s and 1 s, 6 iterations and 4 more.
+    assert drain(replica) == pytest.approx({0: 19.0, 1: 19.0, 2: 23.0})
+
+
 TABLE = ((1, 2.0), (3, 3.0), (5, 7.0))
 
 

@@ -1,0 +1,156 @@
+"""Draws the figures of ``theory.md`` and prints its table: simulated runs of each preset beside the closed forms.
+
+``python docs/generate_theory.py`` takes a few minutes. One pooled engine in units of c0: B0 = 256, prefill at 1600
+tokens per c0, 32 groups of 8, 90 steps of which 20 are warm-up, no training time, caches lost at each update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import STRATEGIES
+from rollover.sim.models import ReplicaModel
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from rollover.sim.theory import StepModel
+from rollover.workload.presets import PRESETS
+
+IMAGES = Path(__file__).with_name("images")
+B0, PREFILL, BATCH, GROUP = 256.0, 1600.0, 32, 8
+STEPS, WARM_UP = 90, 20
+NAMES = ("r1-16k", "qwen3-16k", "heavy-32k")
+RATIOS = (1.25, 1.5, 2, 2.5, 3)
+CONCURRENCIES = (128, 256, 384, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The steady state of a run."""
+
+    label: str
+    tokens_per_c0: float
+    iterations: float
+    prefill: float
+    lag: float
+    mean_length: float
+
+
+def model_of(preset: str) -> StepModel:
+    workload = PRESETS[preset].workload()
+    lengths_PG = [workload.group_lengths(i, GROUP) for i in range(20_000)]
+    return StepModel.of_lengths(lengths_PG, batch_size=BATCH, b0=B0)
+
+
+def play(preset: str, name: Literal["sync", "april", "concurrency"], label: str, **options: Any) -> Point:
+    config = RolloutConfig(
+        strategy=name,
+        rollout_batch_size=BATCH,
+        group_size=GROUP,
+        max_new_tokens=PRESETS[preset].cap_tokens,
+        max_staleness=0 if name == "sync" else 99,
+        **options,
+    )
+    strategy = STRATEGIES[name].from_config(config, max_running=2**20)
+    replica = ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL)
+    window = simulate(strategy, PRESETS[preset].workload(), Scenario(replicas=(replica,)), steps=STEPS).after(WARM_UP)
+    return Point(
+        label=label,
+        tokens_per_c0=window.tokens_per_s,
+        iterations=window.iterations,
+        prefill=window.prefilled_tokens / PREFILL / len(window.steps),
+        lag=window.lag,
+        mean_length=window.mean_length,
+    )
+
+
+def points_of(preset: str) -> dict[str, list[Point]]:
+    """Runs by strategy."""
+    bursts = [play(preset, "april", f"r = {r:g}", over_sampling_batch_size=int(r * BATCH)) for r in RATIOS]
+    refills = [play(preset, "concurrency", f"C = {c}", num_running=c) for c in CONCURRENCIES]
+    return {"sync": [play(preset, "sync", "sync")], "april": bursts, "concurrency": refills}
+
+
+def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
+    """Gain over sync against lag: the curve, and the runs with their prefill taken out and left in."""
+    figure, axes = plt.subplots(1, len(models), figsize=(13, 4.2))
+    for axis, (preset, model) in zip(axes, models.items(), strict=True):
+        lags = np.linspace(0.35, 5.2, 200)
+        axis.plot(lags, [model.gain_at_lag(x) for x in lags], color="#334", label="closed form, whole groups")
+        by_sample = [model.gain_at_lag(x, whole_groups=False) for x in lags]
+        axis.plot(lags, by_sample, color="#334", ls=":", label="closed form, single samples")
+        axis.axhline(model.ceiling, color="#999", lw=1, ls="--", label="ceiling")
+        sync = runs[preset]["sync"][0]
+        for name, color in (("april", "#c33"), ("concurrency", "#27a")):
+            points = runs[preset][name]
+            kept = [model.gain(p.iterations) for p in points]
+            axis.plot([p.lag for p in points], kept, "o", color=color, label=f"{name}, caches kept")
+            lost = [p.tokens_per_c0 / sync.tokens_per_c0 for p in points]
+            axis.plot([p.lag for p in points], lost, "o", mfc="none", color=color, label=f"{name}, caches lost")
+            place, side = ((-4, 5), "right") if name == "april" else ((4, -11), "left")
+            for point, height in zip(points, kept, strict=True):
+                at = (point.lag, height)
+                axis.annotate(point.label, at, place, textcoords="offset points", fontsize=7, ha=side)
+        axis.set(title=preset, xlabel="lag (mean age of trained tokens, versions)", xlim=(0, 5.2), ylim=(0.8, None))
+    axes[0].set_ylabel("throughput / synchronous")
+    axes[0].legend(fontsize=7, loc="lower right")
+    _save(figure, path)
+
+
+def draw_hyperbola(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
+    """Lag times K over kappa, against lag."""
+    figure, axis = plt.subplots(figsize=(6.5, 3.8))
+    for (preset, model), marker in zip(models.items(), "osD", strict=True):
+        for name, color in (("april", "#c33"), ("concurrency", "#27a")):
+            points = runs[preset][name]
+            ratio = [p.lag * p.iterations / model.kappa for p in points]
+            axis.plot([p.lag for p in points], ratio, marker, color=color, label=f"{name}, {preset}")
+    axis.axhline(1, color="#334", lw=1)
+    axis.set(xlabel="lag (versions)", ylabel="lag K / kappa", ylim=(0, 1.2))
+    axis.legend(fontsize=7, ncol=2)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """The same figure gives the same file."""
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def print_table(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]]) -> None:
+    print("| preset | run | gain | K | P | lag | lag K | lag K / kappa | (K + X/B0 + P) / T | E[L] / sync |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for preset, model in models.items():
+        sync = runs[preset]["sync"][0]
+        for point in [p for points in runs[preset].values() for p in points]:
+            tokens = BATCH * GROUP * point.mean_length
+            product = point.lag * point.iterations
+            predicted = point.iterations + tokens / B0 + point.prefill
+            cells = (
+                f"{point.tokens_per_c0 / sync.tokens_per_c0:.2f} | {point.iterations:.0f} | {point.prefill:.0f}"
+                f" | {point.lag:.2f} | {product:.0f} | {product / model.kappa:.2f}"
+                f" | {predicted / (tokens / point.tokens_per_c0):.4f} | {point.mean_length / sync.mean_length:.3f}"
+            )
+            print(f"| {preset} | {point.label} | {cells} |")
+
+
+if __name__ == "__main__":
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "theory",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    all_models = {name: model_of(name) for name in NAMES}
+    all_runs = {name: points_of(name) for name in NAMES}
+    draw_frontier(all_models, all_runs, IMAGES / "theory-frontier.svg")
+    draw_hyperbola(all_models, all_runs, IMAGES / "theory-kappa.svg")
+    print_table(all_models, all_runs)

@@ -85,7 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     spec = workload.load(WORKLOAD, num_groups=NUM_GROUPS, group_size=GROUP_SIZE)
     models = ["7B"] if options.sensitivity else options.models
-    found = []
+    found: list[Compared] = []
+    out = options.out or RESULTS / ("sensitivity.json" if options.sensitivity else "claim.json")
     for name in options.fleets:
         base = _packaged(name)
         for variation, changed in _variations(base) if options.sensitivity else [("as is", base)]:
@@ -94,7 +95,11 @@ def main() -> None:
                 result = _compare(name, variation, changed, model, spec, simulate=options.simulate)
                 found.append(result)
                 print(_line(result), flush=True)
-    out = options.out or RESULTS / ("sensitivity.json" if options.sensitivity else "claim.json")
+                _write(out, found)
+
+
+def _write(out: Path, found: list[Compared]) -> None:
+    """After every row: a run that is stopped has recorded what it found."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
 

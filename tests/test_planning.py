@@ -96,7 +96,7 @@ def test_a_fleets_mistakes_are_named_with_file_and_line(refused: Callable[..., s
     said = refused(fleet=FLEET.replace("gbit_s = 100", "gbit_s = -1"))
     assert "fleet.toml:1" in said
     assert "must be above zero, got -1" in said
-    assert "fleet.toml:1:" in refused(fleet="network = {")
+    assert "fleet.toml:5:" in refused(fleet=FLEET.replace("num_devices = 4", "num_devices = = 4"))
     assert "unknown key" in refused(fleet=FLEET + "\nnodez = 1\n")
 
 

@@ -37,6 +37,8 @@ from rollover.workload.trace import Replay, Trace, TracePrompt
 
 MAX_RUNNING = 128
 """More than any setting has in flight: what is started is the strategy's decision alone."""
+KV_CACHE_BYTES = 2**28
+"""More than any setting fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,52 +147,64 @@ async def swap(engine: EmbeddedEngine, version: int, weights: Mapping[str, Any])
         await engine.resume()
 
 
-async def roll(
-    setting: Setting, workload: Workload, folder: Path, weights: Sequence[Mapping[str, Any]], steps: int
-) -> Run:
-    """Roll out ``steps`` batches; version v has ``weights[v % len(weights)]``. A step ends with its weights in place;
-    training takes no time."""
-    config = setting.config
-    embedded = EmbeddedConfig(
-        device="cpu", dtype="float32", max_running=MAX_RUNNING, kv_cache_bytes=2**30, kv_on_update=setting.kv_on_update
-    )
-    engine = EmbeddedEngine.from_folder(folder, embedded)
-    strategy, ledger, clock = setting.strategy, Ledger(), SystemClock()
-    driver = RolloutDriver(
-        engine=Replayed(engine, workload, config),
-        strategy=strategy,
-        source=EachSample(RandomPrompts(workload), config.num_siblings),
-        scorer=ConstantReward(),
-        sampling=config.sampling(),
-        seed=0,
-        clock=clock,
-        ledger=ledger,
-        limits=Limits.from_config(config),
-    )
-    records: list[StepRecord] = []
-    start_s = clock.now_s()
-    before = Meter()
-    try:
-        for _ in range(steps):
-            batch = await driver.next_batch()
-            consumed_s = clock.now_s() - start_s
-            version = batch.step + 1
-            await driver.update_weights(version, lambda v=version: swap(engine, v, weights[v % len(weights)]))
-            driver.record(CheckpointSaved(time_s=clock.now_s(), step=version))
-            stats, end_s = engine.stats(), clock.now_s() - start_s
-            meter = Meter(
-                now_s=end_s,
-                iterations=stats.decode_iterations,
-                sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * end_s,
-                prefilled_tokens=stats.prefilled_tokens,
-                decoded_tokens=ledger.tokens.decoded,
-            )
-            used, before = meter.since(before), meter
-            records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=end_s))
-        await driver.stop()
-    finally:
-        await engine.close()
-    return Run(steps=tuple(records), tokens=ledger.tokens)
+class Rolling:
+    """A rollout that goes on step by step, at rest in between, so that several can take turns on one machine. Version v
+    has ``weights[v % len(weights)]``. A step ends with its weights in place; training takes no time, and what others do
+    between two steps is not counted."""
+
+    def __init__(
+        self, setting: Setting, workload: Workload, folder: Path, weights: Sequence[Mapping[str, Any]]
+    ) -> None:
+        config = setting.config
+        embedded = EmbeddedConfig(
+            device="cpu",
+            dtype="float32",
+            max_running=MAX_RUNNING,
+            kv_cache_bytes=KV_CACHE_BYTES,
+            kv_on_update=setting.kv_on_update,
+        )
+        self.setting = setting
+        self._engine = EmbeddedEngine.from_folder(folder, embedded)
+        self._weights = weights
+        self._ledger = Ledger()
+        self._clock = SystemClock()
+        self._driver = RolloutDriver(
+            engine=Replayed(self._engine, workload, config),
+            strategy=setting.strategy,
+            source=EachSample(RandomPrompts(workload), config.num_siblings),
+            scorer=ConstantReward(),
+            sampling=config.sampling(),
+            seed=0,
+            clock=self._clock,
+            ledger=self._ledger,
+            limits=Limits.from_config(config),
+        )
+        self._records: list[StepRecord] = []
+        self._meter = Meter()
+
+    async def step(self) -> None:
+        start_s = self._clock.now_s()
+        batch = await self._driver.next_batch()
+        consumed_s = self._clock.now_s()
+        version = batch.step + 1
+        weights = self._weights[version % len(self._weights)]
+        await self._driver.update_weights(version, lambda: swap(self._engine, version, weights))
+        self._driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=version))
+        took_s, before, stats = self._clock.now_s() - start_s, self._meter, self._engine.stats()
+        self._meter = Meter(
+            now_s=before.now_s + took_s,
+            iterations=stats.decode_iterations,
+            sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * (before.now_s + took_s),
+            prefilled_tokens=stats.prefilled_tokens,
+            decoded_tokens=self._ledger.tokens.decoded,
+        )
+        used, consumed_s = self._meter.since(before), before.now_s + consumed_s - start_s
+        self._records.append(step_record(batch, self._ledger, used, consumed_s=consumed_s, end_s=self._meter.now_s))
+
+    async def close(self) -> Run:
+        await self._driver.stop()
+        await self._engine.close()
+        return Run(steps=tuple(self._records), tokens=self._ledger.tokens)
 
 
 # -- foretold ----------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@
     python benchmarks/rollout.py --small    # seconds, to see that it works
 
 The engine is measured first: prefill, weight swap, and how long an iteration takes with B samples of this load's mean
-context, by itself and, before each repeat, as the driver is served (responses of equal length). The latter, and nothing
-from the strategies' runs, is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured times
-themselves. Then each strategy is run, one after another, with lengths replayed from ``--lengths``, the same for all and
-others in each repeat. Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL
-(arXiv 2509.18521). Throughput is trained tokens per second of rollout and weight swap, training left out, from the
-first step after the warm-up.
+context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits all alike, with
+lengths replayed from ``--lengths``, the same for all and others in each repeat. Every few turns, steps of equal lengths
+tell how long iterations take below the driver under these very conditions. That, and nothing from the strategies' runs,
+is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured times themselves. Batches have so
+many groups that samples per batch are 2.4 B0, as in the published setup of APRIL (arXiv 2509.18521). Throughput is
+trained tokens per second of rollout and weight swap, training left out, from the first step after the warm-up.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ from typing import Any
 
 import torch
 from engine import machine
-from measures import config_of, fit, iteration_times, prefill_rate
-from replayed import Run, Setting, foretell, mean_context, read_lengths, roll, swap, target_for, trained_length_drift
+from measures import config_of, fit, iteration_times, request, seconds
+from replayed import (
+    Rolling,
+    Run,
+    Setting,
+    foretell,
+    mean_context,
+    read_lengths,
+    swap,
+    target_for,
+    trained_length_drift,
+)
 from safetensors.torch import load_file
 from workload import Load, make_model
 
+from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
@@ -44,6 +55,8 @@ HERE = Path(__file__).parent
 LOAD_OF_B0 = 2.4
 """Samples per batch over B0."""
 PROMPT_TOKENS = 16
+TIMED_TURNS = 5
+"""In which iterations are timed; the first is not counted."""
 BOUND = 8
 """Staleness bound of all strategies that have one."""
 Result = dict[str, Any]
@@ -59,32 +72,31 @@ def measure_engine(folder: Path, context: int, sizes: Sequence[int]) -> Result:
         max_context_tokens=2048,
     )  # fmt: skip
     times = iteration_times(load, list(sizes), context=context)
-    rate = prefill_rate(load, 16, context)
-    short = PROMPT_TOKENS / prefill_rate(load, 1, PROMPT_TOKENS)  # with an iteration in it
+    many = 2048 // context
+    one_s, many_s = prefill_time(load, 1, PROMPT_TOKENS), prefill_time(load, many, context)
+    rate = (many * context - PROMPT_TOKENS) / (many_s - one_s)
     return {
         "context_tokens": context,
-        "by_itself": {"iteration_s": times, "fit": fit(times)},
+        "iteration_s": times,
+        "fit": fit(times),
         "prefill_tokens_per_s": rate,
-        "prefill_call_s": max(0.0, short - PROMPT_TOKENS / rate - times[min(times)]),
+        "prefill_call_s": max(0.0, one_s - PROMPT_TOKENS / rate),
         "swap_s": asyncio.run(swap_time(load)),
     }
 
 
-def served_times(folder: Path, measured: Result, sizes: Sequence[int]) -> dict[int, float]:
-    """Mean seconds of an iteration of so many samples with this load's mean context, below the driver: steps of as many
-    responses of one length, without their prompt and the weight swap."""
-    weights = (load_file(folder / "model.safetensors"),)
-    length = 2 * (measured["context_tokens"] - PROMPT_TOKENS)
-    prefill_s = measured["prefill_call_s"] + PROMPT_TOKENS / measured["prefill_tokens_per_s"]
-
-    def iteration_s(samples: int) -> float:
-        prompt = TracePrompt(prompt_id="0", prompt_tokens=PROMPT_TOKENS, lengths=(length,) * samples)
-        workload = Trace(name="equal lengths", cap_tokens=length, prompts=(prompt,)).workload()
-        config = RolloutConfig(strategy="sync", rollout_batch_size=1, group_size=samples, max_new_tokens=length)
-        run = asyncio.run(roll(Setting(name="equal", config=config), workload, folder, weights, 4))
-        return (run.after(1).seconds / 3 - prefill_s - measured["swap_s"]) / length
-
-    return {size: iteration_s(size) for size in sizes}
+def prefill_time(load: Load, num_prompts: int, num_tokens: int, repeats: int = 9) -> float:
+    """Median seconds that an iteration with prefill takes longer than the next one, which has none."""
+    core = EngineCore(Path(load.model), config_of(load))
+    found = []
+    for i in range(repeats):
+        for k in range(num_prompts):
+            core.add(request(f"p{i}.{k}", num_tokens, 3))
+        with_prefill_s = seconds(core.step)
+        found.append(with_prefill_s - seconds(core.step))
+        while core.has_work:
+            core.step()
+    return statistics.median(found)
 
 
 async def swap_time(load: Load, repeats: int = 7) -> float:
@@ -100,10 +112,9 @@ async def swap_time(load: Load, repeats: int = 7) -> float:
     return statistics.median(found)
 
 
-def models(measured: Result, calibrations: Sequence[Mapping[int, float]]) -> dict[str, ReplicaModel]:
-    """What the simulator is told: the fitted line, and the measured times."""
-    times = {size: statistics.median(c[size] for c in calibrations) for size in calibrations[0]}
-    fitted = fit(times)
+def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaModel]:
+    """What the simulator is told: the line fitted to the iteration ``times``, and the times."""
+    fitted = fit(dict(times))
     line = ReplicaModel(
         c0_s=fitted["c0_s"],
         b0=fitted["B0"],
@@ -112,6 +123,20 @@ def models(measured: Result, calibrations: Sequence[Mapping[int, float]]) -> dic
         swap_pause_s=measured["swap_s"],
     )
     return {"line": line, "table": replace(line, iteration_table=tuple(sorted(times.items())))}
+
+
+def equal_lengths(samples: int, length: int) -> tuple[Setting, Trace]:
+    """Steps in which so many samples run from the first iteration to the last."""
+    prompt = TracePrompt(prompt_id="0", prompt_tokens=PROMPT_TOKENS, lengths=(length,) * samples)
+    config = RolloutConfig(strategy="sync", rollout_batch_size=1, group_size=samples, max_new_tokens=length)
+    return Setting(name=f"{samples} of {length}", config=config), Trace(name="", cap_tokens=length, prompts=(prompt,))
+
+
+def iteration_time(run: Run, measured: Result) -> float:
+    """Seconds of an iteration in a run of ``equal_lengths``, without its first step, its prompt and the swaps."""
+    apart_s = measured["prefill_call_s"] + PROMPT_TOKENS / measured["prefill_tokens_per_s"] + measured["swap_s"]
+    window = run.after(1)
+    return (window.seconds - len(window.steps) * apart_s) / (len(window.steps) * window.iterations)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -176,16 +201,27 @@ def figures(run: Run, workload: Replay, setting: Setting, warmup: int) -> Result
     }
 
 
-def repeat(chosen: Sequence[Setting], workload: Replay, folder: Path, args: argparse.Namespace) -> dict[str, Result]:
-    """Each setting once."""
+async def take_turns(
+    chosen: Sequence[Setting], workload: Replay, folder: Path, measured: Result, args: argparse.Namespace
+) -> tuple[dict[str, Result], dict[int, float]]:
+    """Each setting once, and iteration times below the driver."""
     tensors = load_file(folder / "model.safetensors")
     weights = (tensors, {name: 0.999 * tensor for name, tensor in tensors.items()})
-    found: dict[str, Result] = {}
-    for setting in chosen:
-        run = asyncio.run(roll(setting, workload, folder, weights, args.warmup_steps + args.steps))
-        found[setting.name] = {"measured": figures(run, workload, setting, args.warmup_steps)}
-        print(f"  {setting.name}: {found[setting.name]['measured']['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
-    return found
+    length = 2 * (measured["context_tokens"] - PROMPT_TOKENS)
+    equal = [equal_lengths(size, length) for size in measured["iteration_s"]]
+    timed = [Rolling(setting, trace.workload(), folder, weights) for setting, trace in equal]
+    runs = [Rolling(setting, workload, folder, weights) for setting in chosen]
+    steps = args.warmup_steps + args.steps
+    for turn in range(steps):
+        for rolling in timed if turn % max(1, steps // TIMED_TURNS) == 0 else ():
+            await rolling.step()
+        for rolling in runs:
+            await rolling.step()
+    times = {r.setting.config.group_size: iteration_time(await r.close(), measured) for r in timed}
+    found = {
+        r.setting.name: {"measured": figures(await r.close(), workload, r.setting, args.warmup_steps)} for r in runs
+    }
+    return found, times
 
 
 def foretold(
@@ -260,29 +296,24 @@ def main() -> None:
     if args.small:
         vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,32", warmup_steps=1, steps=3, repeats=1)
     trace = read_lengths(args.lengths, args.group, args.scale, PROMPT_TOKENS)
-    workloads = [trace.workload(seed) for seed in range(args.repeats)]
-    calibrations: list[dict[int, float]] = []
-    repeats: list[dict[str, Result]] = []
+    steps = args.warmup_steps + args.steps
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model("3M", Path(temporary) / "model", "float32")
         sizes = [int(size) for size in args.batch_sizes.split(",")]
         measured = measure_engine(folder, max(64, round(mean_context(trace))), sizes)
-        for workload in workloads:
-            calibrations.append(served_times(folder, measured, sizes))
-            if not repeats:
-                told = models(measured, calibrations)
-                print(measured | {"line": told["line"]}, file=sys.stderr)
-                batch = args.batch or round(LOAD_OF_B0 * told["line"].b0 / args.group)
-                steps = args.warmup_steps + args.steps
-                chosen = settings(batch, args.group, trace.cap_tokens)
-                chosen = aimed(chosen, trace, told["table"], 4 * steps, args.warmup_steps)
-            repeats.append(repeat(chosen, workload, folder, args))
-    told = models(measured, calibrations)
+        before = models(measured, measured["iteration_s"])["table"]
+        batch = args.batch or round(LOAD_OF_B0 * before.b0 / args.group)
+        chosen = settings(batch, args.group, trace.cap_tokens)
+        chosen = aimed(chosen, trace, before, 4 * steps, args.warmup_steps)
+        workloads = [trace.workload(seed) for seed in range(args.repeats)]
+        turns = [asyncio.run(take_turns(chosen, workload, folder, measured, args)) for workload in workloads]
+    repeats = [runs for runs, _ in turns]
+    told = models(measured, {size: statistics.fmean(times[size] for _, times in turns) for size in sizes})
     for workload, runs in zip(workloads, repeats, strict=True):
         for name, entry in foretold(chosen, workload, told, args).items():
             runs[name] |= entry
     found = summary(repeats)
-    print(f"N = {batch} prompts of G = {args.group}, N G / B0 = {batch * args.group / told['line'].b0:.2f}")
+    print(f"N = {batch} prompts of G = {args.group}, N G / B0 = {batch * args.group / before.b0:.2f}")
     show(found)
     record = {
         "command": sys.argv,
@@ -290,8 +321,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "machine": machine() | {"load_average": os.getloadavg()},
         "versions": {"torch": torch.__version__},
-        "engine": measured
-        | {"served_iteration_s": calibrations, "told": {name: asdict(m) for name, m in told.items()}},
+        "engine": measured | {"told": {name: asdict(m) for name, m in told.items()}},
         "batch": batch,
         "steps": {"warmup": args.warmup_steps, "counted": args.steps},
         "settings": {s.name: asdict(s) for s in chosen},

@@ -10,7 +10,7 @@ for what they tell, the others of its source for the rest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollover.types import Baseline, Prompt
 
@@ -43,20 +43,20 @@ class _Moments:
         return max(0.0, self.squares / self.weight - self.mean**2) if self.weight else 0.0
 
 
+@dataclass(slots=True)
 class RewardHistory:
     """Rewards by source and by row, as the ledger saw them come in."""
 
-    def __init__(self) -> None:
-        self._sources: dict[str, _Moments] = {}
-        self._rows: dict[str, _Moments] = {}
+    sources: dict[str, _Moments] = field(default_factory=dict)
+    rows: dict[str, _Moments] = field(default_factory=dict)
 
     def add(self, prompt: Prompt, reward: float) -> None:
-        self._sources.setdefault(prompt.source, _Moments()).add(reward, _MEMORY)
-        self._rows.setdefault(_row(prompt), _Moments()).add(reward, 16 * _PRIOR)
+        self.sources.setdefault(prompt.source, _Moments()).add(reward, _MEMORY)
+        self.rows.setdefault(_row(prompt), _Moments()).add(reward, 16 * _PRIOR)
 
     def baseline(self, prompt: Prompt) -> Baseline:
         """For a sample of ``prompt`` that begins now."""
-        source, row = self._sources.get(prompt.source, _Moments()), self._rows.get(_row(prompt), _Moments())
+        source, row = self.sources.get(prompt.source, _Moments()), self.rows.get(_row(prompt), _Moments())
         mean = (_PRIOR * source.mean + row.total) / (_PRIOR + row.weight)
         return Baseline(mean=mean, std=math.sqrt(source.variance))
 

@@ -55,7 +55,7 @@ HERE = Path(__file__).parent
 LOAD_OF_B0 = 2.4
 """Samples per batch over B0."""
 PROMPT_TOKENS = 16
-TIMED_TURNS = 5
+TIMED_TURNS = 3
 """In which iterations are timed; the first is not counted."""
 BOUND = 8
 """Staleness bound of all strategies that have one."""
@@ -283,13 +283,13 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=Path, default=HERE / "lengths.json", help="JSON: a list of lengths per prompt"
     )
-    parser.add_argument("--scale", type=float, default=3.0, help="divides the lengths")
+    parser.add_argument("--scale", type=float, default=1.5, help="divides the lengths")
     parser.add_argument("--group", type=int, default=4, help="samples per prompt")
     parser.add_argument("--batch", type=int, help="prompts per step; default: what makes 2.4 B0 samples")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48", help="at which iterations are timed")
     parser.add_argument("--warmup-steps", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")
     args = parser.parse_args()

@@ -248,7 +248,7 @@ class Trainer:
         device = self.device
         if self.dp == 1:
             return 0.0, 0.0
-        size = BF16_BYTES * self.model.parameters
+        size: float = BF16_BYTES * self.model.parameters
         if self.dp * self.tp * self.pp <= device.node_size:
             link, size = device.link, size / (self.tp * self.pp)
         else:  # all shards of a node share its network

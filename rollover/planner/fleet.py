@@ -218,7 +218,7 @@ class _Reader:
 
     def _links(self) -> tuple[tuple[str, str, Link], ...]:
         """Links between pairs of nodes, each pair once; a later entry goes before an earlier one."""
-        members = {name: (name,) for entry in self.content.nodes for name in entry.names}
+        members: dict[str, tuple[str, ...]] = {name: (name,) for entry in self.content.nodes for name in entry.names}
         members |= {entry.name or entry.device: entry.names for entry in self.content.nodes}
         links: dict[tuple[str, ...], Link] = {}
         for i, entry in enumerate(self.content.links):

@@ -137,7 +137,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         ModelError, match=r"nowhere: no such folder; give a folder with a config\.json, or an id such as"
     ):
         model.load("nowhere")
-    with pytest.raises(ModelError, match="no such file; a model folder has a config.json"):
+    with pytest.raises(ModelError, match=r"no such file; a model folder has a config\.json"):
         model.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not a readable JSON file"):

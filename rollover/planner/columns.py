@@ -92,7 +92,7 @@ def _engines(device: Device, count: int, model: ModelShape, workload: WorkloadSp
 
 def _caps(largest: int) -> list[int]:
     """Batch caps to choose from: the largest, and powers of two (of four below 16) under it."""
-    return sorted({largest, *(c for c in (1, 4, 16, 32, 64, 128, 256, 512) if c < largest)})
+    return sorted({largest, *(c for c in (4, 16, 32, 64, 128, 256, 512) if c < largest)})
 
 
 def undominated(columns: Sequence[RolloutColumn], workload: WorkloadSpec) -> list[RolloutColumn]:

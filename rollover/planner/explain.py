@@ -115,7 +115,7 @@ def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time
         assert solution.cost_per_hour is not None
         assert better.cost_per_hour is not None
         gain = 1 - better.cost_per_hour / solution.cost_per_hour
-    return gain if gain > 2 * gap else 0.0
+    return gain if gain > gap else 0.0
 
 
 def in_words(price: ShadowPrice, problem: Problem) -> str:

@@ -2,13 +2,13 @@
 
 Weight updates cost replicas time in proportion to the rate that is being looked for. Let T(l) be the optimum with
 updates charged at rate l. T falls continuously in l, so the true optimum is the one rate with T(l) = l, and a rate l
-can be beaten only if T(l) > l. ``_Search`` climbs: it lets the rate of the replicas and the trainer found so far come true,
+can be beaten only if T(l) > l. ``_Search`` climbs: it lets the rate of the replicas and the trainer so far come true,
 asks for a point that is better by the gap with updates charged at that better rate, and is done when there is none.
 
 Training plans that cannot reach the rate asked for are left out before each solve: a handful of linear programmes over
 ever smaller sets of plans find them, and what remains is mostly a choice of replicas for one or two trainers.
 
-Later passes keep the rate within ``TOLERANCE`` of the optimum and choose among ties: least cost, then fewest kinds of
+Later passes keep the rate within the gap and choose among ties: least cost, then fewest kinds of
 replica, then the least staleness. Equal problems give equal plans, bit for bit, whatever the order and names of types.
 """
 
@@ -26,10 +26,10 @@ from rollover.errors import PlanError
 from rollover.planner.program import Floats, OutOfTime, Point, Program
 from rollover.planner.records import Binding, Problem, Solution, Supply
 
-GAP = 1e-3
-"""Proved distance to the optimum at which a search ends."""
+GAP = 2e-3
+"""Proved distance to the optimum, relative."""
 TOLERANCE = 1e-3
-"""Part of the rate that later passes may give up for a cheaper or simpler plan."""
+"""Part of the rate that a lower staleness bound may cost and still be called enough."""
 TIME_LIMIT_S = 60.0
 _ROUGH = 1e-2
 """Gap of solves whose result is only a start, or a choice among ties."""
@@ -43,14 +43,19 @@ _TIGHT = 2e-3
 def solve(
     problem: Problem, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S, simplify: bool = True
 ) -> Solution | None:
-    """The optimum, or ``None`` where nothing satisfies the problem (``explain`` says why).
+    """The optimum, or ``None`` where nothing satisfies the problem (``explain`` says why). Raises ``PlanError`` when
+    time is up before there is any.
 
     ``simplify`` runs the later passes; without it the first optimum found is the answer.
     """
     began = time.perf_counter()
     order = _canonical(problem)
     search = _Search(order.problem, gap, began + time_limit_s)
-    found = search.fastest() if problem.target_steps_per_s is None else search.cheapest(problem.target_steps_per_s)
+    target = problem.target_steps_per_s
+    try:
+        found = search.fastest() if target is None else search.cheapest(target)
+    except OutOfTime:
+        raise PlanError(f"no plan was found in {time_limit_s:g} s, nor was it shown that there is none") from None
     if found is None:
         return None
     if simplify:
@@ -74,12 +79,14 @@ class _Search:
 
     def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
         self.problem = problem
-        self.gap = gap
+        self.gap = gap / 2  # one half for the proof, one for what the later passes give up
         self.deadline = deadline
         self.unit_s = min(plan.cycle_s for plan in problem.plans)
+        self.missed = [math.inf] * len(problem.plans)
+        """Lowest rate known to be out of each plan's reach."""
 
-    def left_s(self, part: float = 1.0) -> float:
-        return part * (self.deadline - time.perf_counter())
+    def left_s(self) -> float:
+        return self.deadline - time.perf_counter()
 
     # --- Aim A ----------------------------------------------------------------------------------------------------
 
@@ -105,50 +112,80 @@ class _Search:
         return replace(best, bound=bound, gap=max(0.0, bound / best.rate - 1))
 
     def _start(self, hoped: float) -> _Found | None:
-        """Some good point: the plan that promises most, at a rate that a plan can promise."""
+        """A good point, at a rate that some plan can promise."""
         guess = 0.85 * hoped
         while True:
+            best: _Found | None = None
             program = Program(self.problem, guess)
-            promises = self._promising(program, guess)
-            for _, plan in sorted(promises, key=lambda promise: (-promise[0], promise[1])):
-                program.allow([plan])
-                point = program.minimise(-program.rate_row(), gap=_ROUGH, time_limit_s=self.left_s())
-                rate = self._settled(point) if point is not None else 0.0
-                if point is not None and rate * self.unit_s > _EXACT:
-                    return _Found(point=point, rate=rate, bound=math.inf, gap=math.inf)
-            if guess == 0:
-                return None
+            for promise, plan in self._promising(program, guess):
+                if best is not None and promise <= best.rate:
+                    break
+                found = self._rounded(program, plan)
+                if found is not None and (best is None or found.rate > best.rate):
+                    best = found
+            if best is not None or guess == 0:
+                return best
             guess = guess / 2 if guess > hoped / 50 else 0.0
 
     def _beyond(self, rate: float) -> _Found | None:
-        """A point that reaches ``rate`` or more, close to the best; ``None`` where it is proved that there is none."""
+        """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none.
+
+        Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
+        times faster than to look for the best."""
         program = Program(self.problem, rate)
-        plans = [plan for _, plan in self._promising(program, rate)]
-        if not plans:
-            return None
-        program.allow(plans)
+        promises = self._promising(program, rate)
         program.demand(rate)
-        point = program.minimise(-program.rate_row(), gap=self.gap, time_limit_s=self.left_s())
-        if point is None:
+        left = []
+        for _, plan in promises:
+            shared = program.copy()
+            shared.allow([plan])
+            shared.share_caps()
+            if shared.minimise(shared.nothing, time_limit_s=self.left_s()) is None:
+                continue
+            found = self._rounded(program, plan)
+            if found is not None:
+                return found
+            left.append(plan)
+        for plan in left:
+            program.allow([plan])
+            point = program.minimise(program.nothing, time_limit_s=self.left_s())
+            if point is not None:
+                return _Found(point=point, rate=max(rate, self._settled(point)), bound=math.inf, gap=math.inf)
+        return None
+
+    def _rounded(self, program: Program, plan: int) -> _Found | None:
+        """A good point of one plan: the best with shared caps, each replica then given one."""
+        program = program.copy()
+        program.allow([plan])
+        program.share_caps()
+        shared = program.minimise(-program.rate_row(), gap=self.gap, time_limit_s=self.left_s())
+        if shared is None:
             return None
-        return _Found(point=point, rate=max(rate, self._settled(point)), bound=math.inf, gap=math.inf)
+        program.round_caps(shared)
+        point = program.minimise(-program.rate_row(), gap=self.gap, time_limit_s=self.left_s())
+        rate = 0.0 if point is None else self._settled(point)
+        if point is None or rate * self.unit_s <= _EXACT:
+            return None
+        return _Found(point=point, rate=rate, bound=math.inf, gap=math.inf)
 
     def _promising(self, program: Program, rate: float) -> list[tuple[float, int]]:
-        """Plans that may reach ``rate``, with what they cannot exceed: halving the plans, and leaving a half alone
-        whose relaxed optimum is less."""
+        """Plans that may reach ``rate``, with what they cannot exceed, the most promising first: halving the plans, and
+        leaving a half alone whose relaxed optimum is less."""
         found = []
-        halves = [list(range(len(self.problem.plans)))]
+        halves = [[plan for plan, missed in enumerate(self.missed) if rate < missed]]
         while halves:
             plans = halves.pop()
-            promise = program.relaxed_rate(plans)
+            promise = program.relaxed_rate(plans) if plans else 0.0
             if promise < rate * (1 - _EXACT) or promise == 0:
+                for plan in plans:
+                    self.missed[plan] = rate
                 continue
             if len(plans) == 1:
                 found.append((promise, plans[0]))
             else:
                 middle = len(plans) // 2
                 halves += [plans[middle:], plans[:middle]]
-        return found
+        return sorted(found, key=lambda promise: (-promise[0], promise[1]))
 
     # --- Aim B and the passes after it ----------------------------------------------------------------------------
 
@@ -157,26 +194,20 @@ class _Search:
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
             raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
-        program = Program(self.problem, target)
-        point = self._least(program, program.cost_row(program.costs), target, gap=self.gap)
+        point = self._least_cost(target, None)
         if point is None:
             return None
         rate = max(target, self._settled(point))
-        gap = max(0.0, 1 - point.bound / point.objective) if point.objective else 0.0
-        return _Found(point=point, rate=rate, bound=rate, gap=gap)
+        return _Found(point=point, rate=rate, bound=rate, gap=self.gap)
 
     def simplified(self, found: _Found) -> _Found:
         """Least cost at (almost) the rate found, then fewest kinds of column at that cost."""
         target = self.problem.target_steps_per_s
-        floor = found.rate * (1 - TOLERANCE) if target is None else target
-        program = Program(self.problem, floor)
-        costs = program.cost_row(program.costs)
+        floor = found.rate * (1 - self.gap) if target is None else target
         point = found.point
         try:
             if target is None:
-                cheaper = self._least(program, costs, floor, gap=max(self.gap, _CHEAP), part=0.5)
-                if cheaper is not None and _value(program, costs, cheaper) < _value(program, costs, point):
-                    point = cheaper
+                point = self._least_cost(floor, point) or point
             point = self._fewest_kinds(point, floor)
         except OutOfTime:
             pass
@@ -187,16 +218,30 @@ class _Search:
             return replace(found, point=point, rate=max(rate, target), bound=max(rate, target))
         return replace(found, point=point, rate=rate, gap=max(0.0, found.bound / rate - 1))
 
-    def _least(
-        self, program: Program, objective: Floats, rate: float, *, gap: float, part: float = 1.0
-    ) -> Point | None:
-        """The least ``objective`` of points that reach ``rate``."""
-        plans = [plan for _, plan in self._promising(program, rate)]
-        if not plans:
-            return None
-        program.allow(plans)
+    def _least_cost(self, rate: float, known: Point | None) -> Point | None:
+        """The cheapest point that reaches ``rate``, proved to the gap; with a ``known`` one, what is cheaper by more
+        than ``_CHEAP``. Each promising plan on its own, unless sharing caps would not do."""
+        program = Program(self.problem, rate)
+        costs = program.cost_row(program.costs)
+        promises = self._promising(program, rate)
         program.demand(rate * (1 - _EXACT))
-        return program.minimise(objective, gap=gap, time_limit_s=self.left_s(part))
+        best, least = known, math.inf if known is None else _value(program, costs, known)
+        gap = self.gap if known is None else _CHEAP
+        if known is not None:
+            program.limit(costs, least * (1 - gap))
+        for _, plan in promises:
+            program.allow([plan])
+            shared = program.copy()
+            shared.share_caps()
+            if shared.minimise(shared.nothing, time_limit_s=self.left_s()) is None:
+                continue
+            if best is not None and program.minimise(program.nothing, time_limit_s=self.left_s()) is None:
+                continue
+            point = program.minimise(costs, gap=gap, time_limit_s=self.left_s())
+            if point is not None:
+                best, least = point, _value(program, costs, point)
+                program.limit(costs, least * (1 - gap))
+        return best
 
     def _fewest_kinds(self, point: Point, rate: float) -> Point:
         """The same trainer, at the same cost, with fewer of the kinds of column in use."""

@@ -30,7 +30,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +42,12 @@ from scipy.sparse import coo_array
 from rollover.planner.records import Problem
 
 Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
 
 USABLE = 1e-3
 """Replicas that weight updates leave less of their time are not used."""
 _INFEASIBLE = 2
+_EXACT = 1e-9
 
 
 class OutOfTime(Exception):
@@ -59,7 +63,7 @@ class Point:
     busy: Floats
     """(plans,)"""
     y: Floats
-    """(columns,), whole"""
+    """(columns,), whole unless caps are shared"""
     z: Floats
     """(plans,), whole"""
     used: Floats
@@ -118,6 +122,10 @@ class Program:
         held = np.array([c.kv_byte_s for c in columns]) / np.array([[c.kv_bytes] for c in columns])
         self.cache_time = per_cycle * held * (running_s / rho + workload.held_s) / (running_s + workload.held_s)
         self.sizes = np.array([c.num_devices for c in columns], dtype=np.float64)
+        kinds: dict[tuple[str, int, int], list[int]] = {}
+        for index, column in enumerate(columns):
+            kinds.setdefault((column.device, column.tp, column.pp), []).append(index)
+        self.shapes = [sorted(members, key=lambda i: columns[i].batch_cap) for members in kinds.values()]
 
     def _read_plans(self) -> None:
         problem = self.problem
@@ -131,6 +139,11 @@ class Program:
         stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
         self.stock = np.full_like(stock, np.inf) if self.relaxed.stock else stock
         self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])
+
+    @property
+    def nothing(self) -> Floats:
+        """No objective: any point will do."""
+        return np.zeros(self.num_variables)
 
     @property
     def costs(self) -> Floats:
@@ -152,6 +165,7 @@ class Program:
             "z": num_plans,
             "used": num_columns * num_buckets * tailed,
             "kinds": num_columns,
+            "shapes": len(self.shapes),
             "extra": num_types,
             "staleness": 1,
         }
@@ -163,15 +177,16 @@ class Program:
         self.num_variables = end
         top = np.full(end, np.inf)
         top[self.at["x"]] = np.where(self.usable, np.inf, 0.0).ravel()
-        for name in ("busy", "z", "used", "kinds"):
+        for name in ("busy", "z", "used"):
             top[self.at[name]] = 1
         top[self.at["y"]] = self._most_replicas()
         top[self.at["extra"]] = np.inf if self.relaxed.stock else 0
+        top[self.at["kinds"]] = 0  # until they are counted
         self.top, self.bottom = top, np.zeros(end)
         if not self.relaxed.staleness:
             self.top[self.at["staleness"]] = self.bottom[self.at["staleness"]] = problem.max_staleness
-        self.whole = np.zeros(end)
-        for name in ("y", "z", "used", "kinds", "extra", "staleness"):
+        self.whole = np.zeros(end, dtype=np.int64)
+        for name in ("y", "z", "used", "kinds", "shapes", "extra", "staleness"):
             self.whole[self.at[name]] = 1
 
     def _most_replicas(self) -> Floats:
@@ -185,36 +200,34 @@ class Program:
     # --- Rows -----------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        self._rows: list[tuple[npt.NDArray[np.int64], Floats]] = []
-        self._limits: list[tuple[float, float]] = []
+        self._blocks: list[tuple[Places, Floats, Floats]] = []
         at, problem = self.at, self.problem
-        x = at["x"].reshape(self.shape)
-        for w in range(self.shape[1]):  # (1)
-            self._add(np.r_[x[:, w], at["busy"]], np.r_[np.ones(self.shape[0]), -self.speeds], low=0)
-        for c, y in enumerate(at["y"]):  # (2)
-            self._add(np.r_[x[c], y], np.r_[self.replica_time[c], -1.0], high=0)
-        self._add(at["z"], np.ones(len(at["z"])), low=1, high=1)  # (3)
-        for busy, z in zip(at["busy"], at["z"], strict=True):
-            self._add(np.array([busy, z]), np.array([1.0, -1.0]), high=0)
+        x, y = at["x"].reshape(self.shape), at["y"][:, None]
+        buckets, plans = self.shape[1], len(at["z"])
+        made = np.ones((buckets, self.shape[0])), np.tile(-self.speeds, (buckets, 1))
+        self._add(np.hstack([x.T, np.tile(at["busy"], (buckets, 1))]), np.hstack(made), low=0)  # (1)
+        self._add(np.hstack([x, y]), np.hstack([self.replica_time, -np.ones(y.shape)]), high=0)  # (2)
+        self._add(at["z"], np.ones(plans), low=1, high=1)  # (3)
+        self._add(np.stack([at["busy"], at["z"]], axis=1), np.tile([1.0, -1.0], (plans, 1)), high=0)
         self._add_stock()
         if problem.budget_per_hour is not None and not self.relaxed.budget:  # (5)
             spent = self.cost_row(self.prices)
             self._add(np.flatnonzero(spent), spent[np.flatnonzero(spent)] / problem.budget_per_hour, high=1)
         away = (self.longest * self.ell).ravel()  # (6)
-        self._add(np.r_[at["x"], at["busy"], at["staleness"]], np.r_[away, np.ones(len(at["busy"])), -1.0], high=1)
-        if problem.workload.held_s:  # (7)
-            for c, y in enumerate(at["y"]):
-                self._add(np.r_[x[c], y], np.r_[self.cache_time[c], -1.0], high=0)
+        self._add(np.r_[at["x"], at["busy"], at["staleness"]], np.r_[away, np.ones(plans), -1.0], high=1)
+        if problem.workload.held_s:  # (7); otherwise it follows from (2)
+            self._add(np.hstack([x, y]), np.hstack([self.cache_time, -np.ones(y.shape)]), high=0)
         if problem.tail != "none":
             self._add_tail()
+        for shape, members in zip(at["shapes"], self.shapes, strict=True):  # replicas by shape, whatever their cap
+            self._add(np.r_[at["y"][members], shape], np.r_[np.ones(len(members)), -1.0], low=0, high=0)
 
     def _add_stock(self) -> None:
         """(4), and the limits of each role."""
         at = self.at
         for g, supply in enumerate(self.problem.supplies):
             rolling, training = self.sizes * self.kinds[g], self.training[:, g]
-            both = np.r_[at["y"], at["z"]], np.r_[rolling, training]
-            self._add(np.r_[both[0], at["extra"][g]], np.r_[both[1], -1.0], high=supply.count)
+            self._add(np.r_[at["y"], at["z"], at["extra"][g]], np.r_[rolling, training, -1.0], high=supply.count)
             if supply.max_rollout is not None:
                 self._add(at["y"], rolling, high=supply.max_rollout)
             if supply.max_training is not None:
@@ -222,20 +235,20 @@ class Program:
 
     def _add_tail(self) -> None:
         """(8), with the least constants that make a row void."""
-        at, shape = self.at, self.shape
+        at = self.at
         limit = self.problem.max_staleness + (self.problem.tail == "soft")
         fastest = float(self.speeds.max())
-        for c, w in np.ndindex(*shape):
-            used, x = at["used"].reshape(shape)[c, w], at["x"].reshape(shape)[c, w]
-            late = self.ell_max[c, w] * self.speeds + 1
+        for ell, used, x in zip(self.ell_max.ravel(), at["used"], at["x"], strict=True):
+            late = ell * self.speeds + 1
             void = max(0.0, float(late.max()) - limit)
             self._add(np.r_[at["busy"], used], np.r_[late, void], high=limit + void)
             self._add(np.array([x, used]), np.array([1.0, -fastest]), high=0)
 
-    def _add(self, where: npt.NDArray[np.int64], values: Floats, *, low: float = -np.inf, high: float = np.inf) -> None:
-        self._rows.append((where, values))
+    def _add(self, where: Places, values: Floats, *, low: float = -np.inf, high: float = np.inf) -> None:
+        """A row, or a block of rows with the same limits."""
+        where, values = np.atleast_2d(where), np.atleast_2d(values)
+        self._blocks.append((where, values, np.tile([low, high], (len(where), 1))))
         self._matrix: LinearConstraint | None = None
-        self._limits.append((low, high))
 
     def cost_row(self, prices: Floats) -> Floats:
         """Cost per hour as a function of all variables."""
@@ -279,6 +292,7 @@ class Program:
 
     def count_kinds(self) -> None:
         """``kinds`` are 1 for the columns in use."""
+        self.top[self.at["kinds"]] = 1
         for c, y in enumerate(self.at["y"]):
             if self.top[y] > 0:
                 self._add(np.array([y, self.at["kinds"][c]]), np.array([1.0, -self.top[y]]), high=0)
@@ -287,6 +301,21 @@ class Program:
         """Only these training plans."""
         self.top[self.at["z"]] = 0
         self.top[self.at["z"][list(plans)]] = 1
+
+    def share_caps(self) -> None:
+        """A shape's replicas may divide their time between batch caps: whole numbers are then few, and the optimum,
+        which is found at once, is a bound close to the true one."""
+        self.whole[self.at["y"]] = 0
+
+    def round_caps(self, point: Point) -> None:
+        """As many replicas of each shape as in ``point``, where they share caps; each with one of the caps it used or
+        a neighbour of them."""
+        self.whole[self.at["y"]] = 1
+        for shape, members in zip(self.at["shapes"], self.shapes, strict=True):
+            used = np.flatnonzero(point.y[members] > _EXACT)
+            near = {members[i] for at in used for i in (at - 1, at, at + 1) if 0 <= i < len(members)}
+            self.top[self.at["y"][[i for i in members if i not in near]]] = 0
+            self.bottom[shape] = self.top[shape] = np.round(point.y[members].sum())
 
     def fix(self, point: Point) -> None:
         """Replicas and trainer as they are in ``point``."""
@@ -305,13 +334,13 @@ class Program:
         """The best point, or ``None`` where there is none; raises ``OutOfTime`` before either is known."""
         if self._matrix is None:
             self._matrix = self._constraints()
-        options: dict[str, float] = {"mip_rel_gap": gap}
+        options: Any = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.05)
         with _hushed():
             found = milp(
                 objective,
-                integrality=self.whole if whole else np.zeros(self.num_variables),
+                integrality=self.whole if whole else np.zeros_like(self.whole),
                 bounds=Bounds(self.bottom, self.top),
                 constraints=self._matrix,
                 options=options,
@@ -323,13 +352,21 @@ class Program:
         bound = found.mip_dual_bound if whole and found.mip_dual_bound is not None else found.fun
         return self._point(found.x, float(found.fun), float(bound))
 
+    def copy(self) -> Program:
+        """The same rows, with bounds of its own."""
+        other = copy(self)
+        other.top, other.bottom, other.whole = self.top.copy(), self.bottom.copy(), self.whole.copy()
+        other._blocks = list(self._blocks)
+        return other
+
     def _constraints(self) -> LinearConstraint:
-        sizes = [len(where) for where, _ in self._rows]
+        sizes = np.concatenate([np.full(len(where), where.shape[1]) for where, _, _ in self._blocks])
         index = np.repeat(np.arange(len(sizes)), sizes)
-        where = np.concatenate([where for where, _ in self._rows])
-        values = np.concatenate([values for _, values in self._rows])
+        where = np.concatenate([where.ravel() for where, _, _ in self._blocks])
+        values = np.concatenate([values.ravel() for _, values, _ in self._blocks])
         matrix = coo_array((values, (index, where)), shape=(len(sizes), self.num_variables)).tocsr()
-        low, high = np.array(self._limits).T
+        matrix.eliminate_zeros()
+        low, high = np.concatenate([limits for _, _, limits in self._blocks]).T
         return LinearConstraint(matrix, low, high)
 
     def _point(self, values: Floats, objective: float, bound: float) -> Point:
@@ -337,7 +374,7 @@ class Program:
         return Point(
             x=np.maximum(values[at["x"]], 0).reshape(self.shape),
             busy=np.maximum(values[at["busy"]], 0),
-            y=np.round(values[at["y"]]),
+            y=np.round(values[at["y"]]) if self.whole[at["y"]].all() else np.maximum(values[at["y"]], 0),
             z=np.round(values[at["z"]]),
             used=np.round(values[at["used"]]),
             extra=np.round(values[at["extra"]]),

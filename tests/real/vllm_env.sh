@@ -16,13 +16,17 @@ trap 'rm -rf "$download"' EXIT
 "$folder/bin/python" - "$download" <<'PYTHON' > "$download/requirements.txt"
 import email, pathlib, re, sys, zipfile
 
+from pip._vendor.packaging.requirements import Requirement
+
 (wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl")
 with zipfile.ZipFile(wheel) as archive:
     (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     required = email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
 for line in required:
-    if "extra ==" not in line and not re.match(r"torch(audio|vision|codec)\b", line):
-        print(line)
+    wanted = Requirement(line)
+    here = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+    if here and not re.match(r"torch(audio|vision|codec)\b", line):
+        print(line.partition(";")[0])
 PYTHON
 torch_for_cpu "$(grep -o '^torch==[^ ;]*' "$download/requirements.txt")"
 packages -r "$download/requirements.txt"

@@ -111,7 +111,7 @@ def main() -> None:
                 took_s = t.list_s + t.solve_s
                 print(
                     f"{devices:5} devices, {types} types, staleness {bound}: {t.columns:4} columns, {t.plans:4} plans, "
-                    f"{took_s:6.2f} s of {limit_s:g} ({t.cpu_s:.2f} s CPU), gap {t.gap:.1e}, {t.steps_per_h:.2f} steps/h",
+                    f"{took_s:6.2f} s of {limit_s:g}, gap {t.gap:.1e}, {t.steps_per_h:.2f} steps/h",
                     flush=True,
                 )
     if options.out:

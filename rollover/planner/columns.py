@@ -225,7 +225,7 @@ def _no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec
         has = device.efficiency.memory * device.hbm_bytes
         lines.append(
             f"  {device.name}: {needs / 2**30:.1f} GiB per device needed even with {shape}, "
-            f"{has / 2**30:.1f} of {device.hbm_bytes / 2**30:.0f} GiB usable"
+            f"{has / 2**30:.1f} of {device.hbm_bytes / 2**30:.1f} GiB usable"
         )
     lines.append("add devices of a type, or take ones with more memory, a smaller model or shorter responses")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rollover.errors import PlanError
@@ -109,9 +109,8 @@ def at_random(problem: Problem, *, seed: int = 0, gap: float = GAP, time_limit_s
     return _split(problem, "random", training, gap, time_limit_s)
 
 
-def _taken(problem: Problem, order: object, count: int) -> dict[str, int]:
+def _taken(problem: Problem, order: Callable[[Supply], float], count: int) -> dict[str, int]:
     """``count`` devices, type by type in ``order``."""
-    assert callable(order)
     training = {}
     for supply in sorted(problem.supplies, key=order):
         training[supply.device] = min(supply.count, count)

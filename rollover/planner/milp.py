@@ -33,8 +33,6 @@ TOLERANCE = 1e-3
 TIME_LIMIT_S = 60.0
 _ROUGH = 1e-2
 """Gap of solves whose result is only a start, or a choice among ties."""
-_CHEAP = 5e-3
-"""Gap of the cost among plans of equal rate."""
 _EXACT = 1e-9
 _TIGHT = 2e-3
 """Relative slack below which a limit binds: a little over what the passes give away."""
@@ -120,9 +118,7 @@ class _Search:
             for promise, plan in self._promising(program, guess):
                 if best is not None and promise <= best.rate:
                     break
-                found = self._rounded(program, plan)
-                if found is not None and (best is None or found.rate > best.rate):
-                    best = found
+                best = self._rounded(program, plan, best.rate if best else 0.0) or best
             if best is not None or guess == 0:
                 return best
             guess = guess / 2 if guess > hoped / 50 else 0.0
@@ -153,20 +149,31 @@ class _Search:
                 return _Found(point=point, rate=max(rate, self._settled(point)), bound=math.inf, gap=math.inf)
         return None
 
-    def _rounded(self, program: Program, plan: int) -> _Found | None:
-        """A good point of one plan: the best with shared caps, each replica then given one."""
+    def _rounded(self, program: Program, plan: int, known: float = 0.0) -> _Found | None:
+        """A good point of one plan: the best with shared caps, each replica then given one; ``None`` where it is not
+        better than ``known`` steps/s.
+
+        What a programme promises, or its own rate where that is more, its points do not exceed once their rate has
+        come true."""
+        point = self._with_caps(program, plan, -program.rate_row(), -known * self.unit_s)
+        if point is None or max(-point.objective / self.unit_s, program.rate) <= known:
+            return None
+        rate = self._settled(point)
+        if rate <= known or rate * self.unit_s <= _EXACT:
+            return None
+        return _Found(point=point, rate=rate, bound=math.inf, gap=math.inf)
+
+    def _with_caps(self, program: Program, plan: int, objective: Floats, known: float) -> Point | None:
+        """A good point of one plan by rounding its shared caps; not always the best. ``None`` where shared caps do no
+        better than an objective of ``known``."""
         program = program.copy()
         program.allow([plan])
         program.share_caps()
-        shared = program.minimise(-program.rate_row(), gap=self.gap, time_limit_s=self.left_s())
-        if shared is None:
+        shared = program.minimise(objective, gap=self.gap, time_limit_s=self.left_s())
+        if shared is None or shared.objective >= known:
             return None
         program.round_caps(shared)
-        point = program.minimise(-program.rate_row(), gap=self.gap, time_limit_s=self.left_s())
-        rate = 0.0 if point is None else self._settled(point)
-        if point is None or rate * self.unit_s <= _EXACT:
-            return None
-        return _Found(point=point, rate=rate, bound=math.inf, gap=math.inf)
+        return program.minimise(objective, gap=self.gap, time_limit_s=self.left_s())
 
     def _promising(self, program: Program, rate: float) -> list[tuple[float, int]]:
         """Plans that may reach ``rate``, with what they cannot exceed, the most promising first: halving the plans, and
@@ -194,7 +201,7 @@ class _Search:
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
             raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
-        point = self._least_cost(target, None)
+        point = self._least_cost(target)
         if point is None:
             return None
         rate = max(target, self._settled(point))
@@ -207,7 +214,7 @@ class _Search:
         point = found.point
         try:
             if target is None:
-                point = self._least_cost(floor, point) or point
+                point = self._cheaper(point, floor)
             point = self._fewest_kinds(point, floor)
         except OutOfTime:
             pass
@@ -218,30 +225,45 @@ class _Search:
             return replace(found, point=point, rate=max(rate, target), bound=max(rate, target))
         return replace(found, point=point, rate=rate, gap=max(0.0, found.bound / rate - 1))
 
-    def _least_cost(self, rate: float, known: Point | None) -> Point | None:
-        """The cheapest point that reaches ``rate``, proved to the gap; with a ``known`` one, what is cheaper by more
-        than ``_CHEAP``. Each promising plan on its own, unless sharing caps would not do."""
+    def _least_cost(self, target: float) -> Point | None:
+        """The cheapest point that reaches ``target``, proved to the gap: each promising plan on its own, unless sharing
+        caps would not do."""
+        program = Program(self.problem, target)
+        costs = program.cost_row(program.costs)
+        promises = self._promising(program, target)
+        program.demand(target * (1 - _EXACT))
+        best, least = None, math.inf
+        for _, plan in promises:
+            point = self._with_caps(program, plan, costs, least)
+            if point is not None and _value(program, costs, point) < least:
+                best, least = point, _value(program, costs, point)
+        for _, plan in promises:
+            if best is not None:
+                program.limit(costs, least * (1 - self.gap))
+            program.allow([plan])
+            shared = program.copy()
+            shared.share_caps()
+            for asked in (shared, program):
+                if asked.minimise(asked.nothing, time_limit_s=self.left_s()) is None:
+                    break
+            else:
+                point = program.minimise(costs, gap=self.gap, time_limit_s=self.left_s())
+                if point is not None:
+                    best, least = point, _value(program, costs, point)
+        return best
+
+    def _cheaper(self, point: Point, rate: float) -> Point:
+        """A point of almost the same rate that costs less, where rounding finds one."""
         program = Program(self.problem, rate)
         costs = program.cost_row(program.costs)
         promises = self._promising(program, rate)
         program.demand(rate * (1 - _EXACT))
-        best, least = known, math.inf if known is None else _value(program, costs, known)
-        gap = self.gap if known is None else _CHEAP
-        if known is not None:
-            program.limit(costs, least * (1 - gap))
         for _, plan in promises:
-            program.allow([plan])
-            shared = program.copy()
-            shared.share_caps()
-            if shared.minimise(shared.nothing, time_limit_s=self.left_s()) is None:
-                continue
-            if best is not None and program.minimise(program.nothing, time_limit_s=self.left_s()) is None:
-                continue
-            point = program.minimise(costs, gap=gap, time_limit_s=self.left_s())
-            if point is not None:
-                best, least = point, _value(program, costs, point)
-                program.limit(costs, least * (1 - gap))
-        return best
+            least = _value(program, costs, point)
+            other = self._with_caps(program, plan, costs, least * (1 - self.gap))
+            if other is not None and _value(program, costs, other) < least:
+                point = other
+        return point
 
     def _fewest_kinds(self, point: Point, rate: float) -> Point:
         """The same trainer, at the same cost, with fewer of the kinds of column in use."""

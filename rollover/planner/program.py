@@ -91,6 +91,7 @@ class Program:
 
     def __init__(self, problem: Problem, rate: float, relaxed: Relaxation | None = None) -> None:
         self.problem = problem
+        self.rate = rate
         self.relaxed = relaxed or Relaxation()
         self.unit_s = min(plan.cycle_s for plan in problem.plans)
         self.shape = len(problem.columns), len(problem.workload.buckets)

@@ -1,0 +1,114 @@
+"""Infeasible problems name what would lift them, and that does lift them; shadow prices are real differences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from rollover.planner import columns, homogeneous
+from rollover.planner.explain import in_words, shadow_prices, why_infeasible
+from rollover.planner.milp import solve
+from rollover.planner.records import Fleet, Node, Problem, ShadowPrice
+from tests.planner.kit import MODEL, device, workload
+
+A, B = device("a"), device("b", flops=100e12, price_per_hour=1.0)
+
+
+def problem(**changes: object) -> Problem:
+    built = columns.of_stock({A: 4, B: 4}, MODEL, workload(), max_staleness=2)
+    return replace(built, **changes)  # type: ignore[arg-type]
+
+
+def fastest(here: Problem) -> float:
+    solution = solve(here, simplify=False)
+    assert solution is not None
+    return solution.steps_per_s
+
+
+def test_a_budget_too_small_is_named_with_one_that_would_do() -> None:
+    target = 0.8 * fastest(problem())
+    short = problem(target_steps_per_s=target, budget_per_hour=2.0)
+    assert solve(short) is None
+    text = why_infeasible(short)
+    found = re.search(r"budget: ([\d.]+) an hour would do, 2 are given", text)
+    assert found, text
+    assert solve(replace(short, budget_per_hour=float(found[1]) + 0.01)) is not None
+    assert solve(replace(short, budget_per_hour=float(found[1]) * 0.99)) is None
+    assert text.splitlines()[0].endswith("steps/h:")
+
+
+def test_a_stock_too_small_is_named_with_the_devices_that_would_do() -> None:
+    built = problem()
+    fewer = tuple(replace(s, count=1) for s in built.supplies)
+    short = replace(built, supplies=fewer, target_steps_per_s=0.95 * fastest(built))
+    assert solve(short) is None
+    text = why_infeasible(short)
+    more = {name: int(n) for n, name in re.findall(r"(\d+) more (\w)", text)}
+    assert more, text
+    enough = tuple(replace(s, count=s.count + more.get(s.device, 0)) for s in fewer)
+    assert solve(replace(short, supplies=enough)) is not None
+
+
+def test_a_bound_too_tight_is_named_with_one_that_would_do() -> None:
+    slow = replace(problem(), workload=workload(reward_s=60.0))
+    slow = columns.of_stock({A: 4, B: 4}, MODEL, slow.workload, max_staleness=0)
+    target = 0.5 * fastest(replace(slow, max_staleness=50))
+    short = replace(slow, target_steps_per_s=target)
+    assert solve(short) is None
+    found = re.search(r"staleness: max_staleness (\d+) would do, 0 is given", why_infeasible(short))
+    assert found
+    assert solve(replace(short, max_staleness=int(found[1]))) is not None
+    assert solve(replace(short, max_staleness=int(found[1]) - 1)) is None
+
+
+def test_what_no_single_limit_forbids_is_said_too() -> None:
+    built = problem()
+    quickest = min(plan.cycle_s for plan in built.plans)
+    text = why_infeasible(replace(built, target_steps_per_s=2 / quickest))
+    assert "the fastest trainer that fits this fleet takes" in text
+    assert "cannot be reached; the fastest plan gives" in text
+
+
+def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
+    here = columns.of_stock({A: 3}, MODEL, workload(reward_s=20.0), max_staleness=1)
+    here = replace(here, budget_per_hour=6.0)
+    solution = solve(here)
+    assert solution is not None
+    prices = {p.subject: p for p in shadow_prices(here, solution)}
+    assert set(prices) == {"max_staleness", "budget", "a"}
+    more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
+    assert more > 0.05, "staleness binds here"
+    assert prices["max_staleness"].gain == pytest.approx(more)
+    assert in_words(prices["max_staleness"], here) == f"staleness binds: 1 more gives {more:.1%} more steps"
+    assert prices["budget"].unit == 2.0
+    free = ShadowPrice(subject="a", unit=1.0, gain=0.0)
+    assert in_words(free, here) == "a: 1 more brings nothing"
+
+
+def fleet() -> Fleet:
+    nodes = (Node(name="x", device=A, num_devices=4), Node(name="y", device=B, num_devices=4))
+    return Fleet(name="f", nodes=nodes, links=(), currency="USD", budget_per_hour=None)
+
+
+def test_splits_by_rule_are_plans_of_the_same_fleet_and_never_better() -> None:
+    best = fastest(problem()) * (1 + 3e-3)
+    rule = homogeneous.by_rule(problem(), fleet())
+    assert rule.problem is not None
+    assert {s.device: (s.max_training, s.max_rollout) for s in rule.problem.supplies} == {"a": (2, 2), "b": (0, 4)}
+    for baseline in (rule, homogeneous.greedy(problem(), fleet()), homogeneous.at_random(problem(), seed=3)):
+        assert baseline.solution is None or 0 < baseline.solution.steps_per_s <= best
+    assert homogeneous.at_random(problem(), seed=3).problem == homogeneous.at_random(problem(), seed=3).problem
+
+
+def test_a_fleet_of_one_type_is_what_the_budget_buys() -> None:
+    found = homogeneous.best_homogeneous(fleet(), MODEL, workload(), budget_per_hour=6.0, max_staleness=2)
+    counts = {b.name: b.problem.supplies[0].count for b in found if b.problem}
+    assert counts == {"only a": 3, "only b": 6}
+    rates = [b.solution.steps_per_s for b in found if b.solution]
+    assert rates == sorted(rates, reverse=True)
+    three = columns.of_stock({A: 3}, MODEL, workload(), max_staleness=2)
+    only_a = next(b.solution for b in found if b.name == "only a")
+    assert only_a is not None
+    assert only_a.steps_per_s == pytest.approx(fastest(three), rel=3e-3)

@@ -28,13 +28,13 @@ def close(a: float, b: float, tolerance: float = 2 * GAP) -> bool:
     return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_the_optimum_is_that_of_trying_everything(problem: Problem) -> None:
     assert close(rate(problem), best_by_enumeration(problem))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problems(updates=True, most=2))
 def test_with_costly_weight_updates_too(problem: Problem) -> None:
     assert close(rate(problem), best_by_enumeration(problem))

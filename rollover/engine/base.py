@@ -94,6 +94,10 @@ class EngineStats:
     reprefilled_tokens: int = 0
     """Those whose cache had existed before and was lost (park without room, weight update, eviction)."""
     decode_iterations: int = 0
+    drafted_tokens: int = 0
+    """Guessed before they were computed."""
+    accepted_tokens: int = 0
+    """Of those, the ones that were right: decoded in the iteration of the token before them."""
     busy_s: float = 0.0
     """Time spent in prefill and decode."""
     kv_bytes: int = 0

@@ -48,7 +48,7 @@ class Sizes:
     max_context: int
     """Positions."""
     max_decoded: int
-    """Sequences decoded at the same time."""
+    """Rows decoded at the same time."""
     max_prefilled: int
     """Tokens prefilled at the same time."""
 
@@ -72,7 +72,8 @@ class Compute(Protocol):
         self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         """Write to the cache too, and draw one token of each sequence, with its log-prob, from the logits of its only
-        new one."""
+        new one. Rows may be tokens of one sequence that follow each other, over the same blocks: within a layer all
+        keys and values are written before any query reads them."""
         ...
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:

@@ -28,6 +28,10 @@ class EmbeddedConfig:
     kv_cache_bytes: int = 512 * 2**20
     """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
     evicted first, then the youngest running one is preempted, and both are computed again later."""
+    draft_rows: int = 0
+    """Rows of a decode iteration that guesses may fill up: with B samples decoding, fewer than this, each gets
+    ``(draft_rows - B) // B`` guesses at its next tokens, more where others have none. What is sampled stays the same;
+    the last, longest samples get ready sooner where answers repeat each other. 0 switches it off."""
     block_size_tokens: int = 32
     """Tokens per cache block. Smaller wastes less at the end of each sample, larger costs less per step."""
     prefill_chunk_tokens: int = 2048
@@ -60,6 +64,11 @@ class EmbeddedConfig:
         for key in positive:
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if not 0 <= self.draft_rows <= self.max_running:
+            raise ValueError(
+                f"draft_rows must be from 0 to max_running = {self.max_running}, the most rows of an iteration, "
+                f"got {self.draft_rows}"
+            )
         if self.max_context_tokens is not None and self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, got {self.max_context_tokens}")
         for key, allowed in (

@@ -1,6 +1,8 @@
 """The synchronous engine: requests in, chunks out, one iteration per ``step``.
 
-An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready.
+An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready, or several
+where few are left and what comes next was guessed (``drafts``). A guess is computed as a token that follows; the token
+drawn before it decides whether it does. So guesses change when tokens are drawn, not which.
 All that an iteration or a command produces is returned as ``Output`` records; the core never calls out.
 
 What it keeps true: each chunk has one policy version (a weight load flushes what was sampled before it); a
@@ -20,6 +22,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.cache import BlockManager
 from rollover.engine.embedded.compute import MakeCompute, Sizes, Tokens, TorchCompute
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.drafts import Drafts, Guess
 from rollover.engine.embedded.graphs import GraphCompute
 from rollover.engine.embedded.native import NativeCompute, compiled
 from rollover.engine.embedded.pages import Ints
@@ -92,7 +96,8 @@ class EngineCore:
         self._open: dict[str, Sequence] = {}
         self._seen: set[str] = set()
         self._stop_strings: StopStrings | None = None
-        self._decoded_tokens = self._decode_iterations = 0
+        self._drafts = Drafts() if config.draft_rows else None
+        self._decoded_tokens = self._decode_iterations = self._drafted_tokens = self._accepted_tokens = 0
         self._busy_s = 0.0
 
     @property
@@ -122,6 +127,8 @@ class EngineCore:
         self._seen.add(request.request_id)
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
+        if self._drafts:
+            self._drafts.follow(sequence)
         return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
@@ -170,6 +177,8 @@ class EngineCore:
             prefilled_tokens=scheduler.prefilled_tokens,
             reprefilled_tokens=scheduler.reprefilled_tokens,
             decode_iterations=self._decode_iterations,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
             busy_s=self._busy_s,
             kv_bytes=scheduler.blocks.num_used * self._block_bytes,
         )
@@ -187,7 +196,8 @@ class EngineCore:
         if sequences := self.scheduler.next_decode():
             if self._compute.scans_pool:
                 self._copy(self.scheduler.compact())
-            outputs = self._account(sequences, *self._decode(sequences))
+            guesses = self._guesses(sequences)
+            outputs = self._account(sequences, guesses, *self._decode(sequences, guesses))
             self._decode_iterations += 1
         self._busy_s += time.perf_counter() - start_s
         return outputs
@@ -232,13 +242,22 @@ class EngineCore:
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._compute.prefill(Tokens(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _decode(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs, one per sequence."""
-        lengths_B = np.array([s.num_cached for s in sequences])
-        last_B = np.array([s.token_ids[-1] for s in sequences])
-        noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
-        tokens = Tokens(last_B, self._tables(sequences, lengths_B + 1), lengths_B, np.ones_like(lengths_B))
-        return self._compute.decode(tokens, [s.request.params for s in sequences], noise_B)
+    def _guesses(self, sequences: list[Sequence]) -> list[Guess]:
+        num_rows = self._config.draft_rows - len(sequences)
+        if self._drafts is None or num_rows < 1:
+            return [Guess()] * len(sequences)
+        rooms = [min(self.scheduler.room(s), s.max_tokens - s.num_tokens - 1) for s in sequences]
+        return self._drafts.propose(sequences, rooms, num_rows)
+
+    def _decode(self, sequences: list[Sequence], guesses: list[Guess]) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs: of each sequence the one after its last token, then those after its guesses."""
+        rows = [(s, i) for s, guess in zip(sequences, guesses, strict=True) for i in range(1 + len(guess.token_ids))]
+        ids = [t for s, guess in zip(sequences, guesses, strict=True) for t in (s.token_ids[-1], *guess.token_ids)]
+        lengths_R = np.array([s.num_cached + i for s, i in rows])
+        noise_R = uniforms([s.request.seed for s, _ in rows], [s.num_tokens - s.num_prompt + i for s, i in rows])
+        tables_RN = self._tables([s for s, _ in rows], lengths_R + 1)
+        tokens = Tokens(np.array(ids), tables_RN, lengths_R, np.ones_like(lengths_R))
+        return self._compute.decode(tokens, [s.request.params for s, _ in rows], noise_R)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
         """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
@@ -249,9 +268,27 @@ class EngineCore:
             row[: len(table)] = table
         return tables_BN
 
-    def _account(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Output]:
-        outputs = []
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+    def _account(
+        self, sequences: list[Sequence], guesses: list[Guess], tokens: list[int], logprobs: list[float]
+    ) -> list[Output]:
+        """Take the tokens drawn: of each sequence the first, and those after guesses that were right."""
+        outputs: list[Output] = []
+        drawn = zip(tokens, logprobs, strict=True)
+        for sequence, guess in zip(sequences, guesses, strict=True):
+            rows = list(islice(drawn, 1 + len(guess.token_ids)))
+            right = takewhile(lambda pair: pair[0][0] == pair[1], zip(rows, guess.token_ids, strict=False))
+            num_right = sum(1 for _ in right)
+            num_taken = self._take(sequence, rows[: num_right + 1], outputs)
+            self._decoded_tokens += num_taken
+            if self._drafts and guess.token_ids:
+                self._drafted_tokens += len(guess.token_ids)
+                self._accepted_tokens += num_taken - 1
+                self._drafts.odds.learn(guess, num_right)
+        return outputs
+
+    def _take(self, sequence: Sequence, rows: list[tuple[int, float]], outputs: list[Output]) -> int:
+        """Append tokens until one of them ends the call; how many that were."""
+        for number, (token, logprob) in enumerate(rows, 1):
             if not math.isfinite(logprob):
                 raise EngineError(
                     f"the model of version {self.policy_version} gave logits that are not finite for request "
@@ -260,10 +297,10 @@ class EngineCore:
             sequence.append(token, logprob)
             if (reason := self._finish_reason(sequence)) is not None:
                 outputs.append(self._finish(sequence, reason))
-            elif sequence.num_pending >= self._config.stream_interval_tokens:
+                return number
+            if sequence.num_pending >= self._config.stream_interval_tokens:
                 outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
-        self._decoded_tokens += len(sequences)
-        return outputs
+        return len(rows)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

@@ -118,6 +118,10 @@ class Scheduler:
                     self.num_preempted += 1
         return [s for s in self.running if len(s.token_ids) == s.num_cached + 1]
 
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that fit behind its last one into its last block. When it can decode, that block is its own."""
+        return len(sequence.blocks) * self.blocks.block_size - sequence.num_tokens
+
     def compact(self) -> list[BlockCopy]:
         """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted
         apart, since decoding reads the pool up to the last of them; what must be copied first."""

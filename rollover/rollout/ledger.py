@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollover.rollout.burst import Lengths
 from rollover.rollout.events import (
     BatchConsumed,
     CheckpointSaved,
@@ -34,7 +35,17 @@ from rollover.rollout.events import (
     WasteCause,
 )
 from rollover.rollout.history import RewardHistory
-from rollover.types import Baseline, Batch, FinishReason, Group, Prompt, SampleId, Trajectory
+from rollover.types import (
+    Baseline,
+    Batch,
+    FinishReason,
+    Group,
+    Prompt,
+    SampleId,
+    Segment,
+    Trajectory,
+    append_segment,
+)
 
 
 class SampleState(StrEnum):
@@ -46,8 +57,11 @@ class SampleState(StrEnum):
     FAILED = "failed"
 
 
-_SETTLED = (SampleState.SCORED, SampleState.FAILED)
-_STARTABLE = (SampleState.WAITING, SampleState.PARKED)
+# Looked up several times per event: a name of the module is found in a tenth of the time of an enum's attribute.
+_WAITING, _RUNNING, _PARKED, _FINISHED, _SCORED, _FAILED = SampleState
+_ABORT = FinishReason.ABORT
+_SETTLED = (_SCORED, _FAILED)
+_STARTABLE = (_WAITING, _PARKED)
 
 
 class GroupState(StrEnum):
@@ -61,12 +75,24 @@ class GroupState(StrEnum):
 class SampleEntry:
     """One sample's place in the ledger."""
 
-    trajectory: Trajectory
-    state: SampleState = SampleState.WAITING
+    sample_id: SampleId
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)
+    reward: float | None = None
+    state: SampleState = _WAITING
     num_tokens: int = 0
     sum_of_versions: int = 0
     """Over its tokens."""
+    num_stops: int = 0
+    """How often it was parked, or sent back to wait."""
     failure: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The record of it as it stands."""
+        return Trajectory(
+            sample_id=self.sample_id, prompt=self.prompt, segments=tuple(self.segments), reward=self.reward
+        )
 
 
 @dataclass(slots=True)
@@ -88,18 +114,18 @@ class GroupEntry:
 
     @property
     def num_scored(self) -> int:
-        return sum(s.state is SampleState.SCORED for s in self.samples)
+        return sum(s.state is _SCORED for s in self.samples)
 
     @property
     def rewards_G(self) -> tuple[float, ...]:
-        return tuple(s.trajectory.reward for s in self.samples if s.trajectory.reward is not None)
+        return tuple(s.reward for s in self.samples if s.reward is not None)
 
     def group(self) -> Group:
         """The record the trainer gets: scored samples only."""
         return Group(
             group_id=self.group_id,
             prompt=self.prompt,
-            trajectories=tuple(s.trajectory for s in self.samples if s.state is SampleState.SCORED),
+            trajectories=tuple(s.trajectory for s in self.samples if s.state is _SCORED),
             baseline=self.baseline,
         )
 
@@ -120,19 +146,18 @@ class Tokens:
 
 @dataclass(slots=True)
 class Lag:
-    """Mean ages of what was trained lately, in versions; recent batches count most."""
+    """Mean ages of the tokens of trained batches, in versions; earlier batches count less and less."""
 
-    tokens: float = 0.0
-    """Of tokens."""
-    heads: float = 0.0
-    """Of the starts of groups."""
+    total: float = 0.0
+    weight: float = 0.0
+    """Batches that ``total`` is the sum over, as far as they still count."""
 
-    def add(self, tokens: float, heads: float) -> None:
-        self.tokens += (tokens - self.tokens) * _LAG_WEIGHT
-        self.heads += (heads - self.heads) * _LAG_WEIGHT
+    def add(self, age: float) -> None:
+        self.total = self.total * _LAG_KEPT + age
+        self.weight = self.weight * _LAG_KEPT + 1
 
 
-_LAG_WEIGHT = 0.25
+_LAG_KEPT = 1 - 1 / 64
 
 
 class Ledger:
@@ -148,6 +173,7 @@ class Ledger:
         self.next_group_id = 0
         self.tokens = Tokens()
         self.lag = Lag()
+        self.lengths = Lengths()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
         self.open: dict[int, GroupEntry] = {}
@@ -205,7 +231,7 @@ class Ledger:
         for group_id in self._startable:
             for sample in self.groups[group_id].samples:
                 if sample.state in _STARTABLE:
-                    yield sample.trajectory.sample_id
+                    yield sample.sample_id
 
     def unconsumed(self) -> Iterator[GroupEntry]:
         """Open and ready groups in order of opening."""
@@ -236,7 +262,7 @@ class Ledger:
                 sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
-                self._settle(sample_id, SampleState.FAILED)
+                self._settle(sample_id, _FAILED)
             case GroupDropped():
                 self._drop(event)
             case BatchConsumed(step=step, group_ids=group_ids):
@@ -260,17 +286,14 @@ class Ledger:
         entry = GroupEntry(
             group_id=event.group_id,
             prompt=event.prompt,
-            samples=[
-                SampleEntry(Trajectory(sample_id=SampleId(event.group_id, i), prompt=event.prompt))
-                for i in range(event.group_size)
-            ],
+            samples=[SampleEntry(SampleId(event.group_id, i), event.prompt) for i in range(event.group_size)],
             num_unsettled=event.group_size,
             num_startable=event.group_size,
             baseline=self._history.baseline(event.prompt) if event.group_size == 1 else None,
         )
         self.groups[event.group_id] = self.open[event.group_id] = entry
         self._startable.append(event.group_id)
-        self.waiting.update(dict.fromkeys(s.trajectory.sample_id for s in entry.samples))
+        self.waiting.update(dict.fromkeys(s.sample_id for s in entry.samples))
         self.next_group_id += 1
         self.num_admitted += 1
         self.cursor = max(self.cursor, event.cursor)
@@ -280,46 +303,51 @@ class Ledger:
         sample = group.samples[sample_id.index]
         assert sample.state in _STARTABLE, f"{sample_id} is {sample.state}"
         self._unqueue(sample_id, sample, group)
-        sample.state = SampleState.RUNNING
+        sample.state = _RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
             group.start_version = version
             self.starts_of_open[version] += 1
 
     def _segment(self, event: SegmentEnded) -> None:
-        sample_id, segment = event.sample_id, event.segment
-        sample = self.sample(sample_id)
-        assert sample.state is SampleState.RUNNING, f"{sample_id} is {sample.state}, not running"
-        num_tokens = len(segment.token_ids)
-        sample.trajectory = sample.trajectory.extended(segment)
+        _, sample_id, segment = event
+        group_id, index = sample_id
+        sample = self.groups[group_id].samples[index]
+        assert sample.state is _RUNNING, f"{sample_id} is {sample.state}, not running"
+        num_tokens, reason = len(segment.token_ids), segment.finish_reason
+        assert num_tokens == len(segment.rollout_logprobs), (
+            f"{sample_id} has {num_tokens} tokens, not as many log-probs"
+        )
+        append_segment(sample.segments, segment)
         sample.num_tokens += num_tokens
         sample.sum_of_versions += num_tokens * segment.policy_version
         self.tokens.decoded += num_tokens
         self.tokens.reprefilled += segment.num_prefilled_tokens
-        if segment.finish_reason is None:
+        if reason is None:
             return
         del self.running[sample_id]
-        if segment.finish_reason is not FinishReason.ABORT:
-            sample.state = SampleState.FINISHED
-            self.unscored[sample_id] = None
-        else:
+        if reason is _ABORT:
+            sample.num_stops += 1
             self._park(sample_id, sample)
+        else:
+            sample.state = _FINISHED
+            self.unscored[sample_id] = None
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
-        assert sample.state is SampleState.FINISHED, f"{sample_id} is {sample.state}, not finished"
+        assert sample.state is _FINISHED, f"{sample_id} is {sample.state}, not finished"
         if group.baseline is not None:
             self._history.add(group.prompt, event.reward)
         del self.unscored[sample_id]
-        sample.trajectory = sample.trajectory.scored(event.reward)
+        sample.reward = event.reward
         self.num_scored += 1
-        self._settle(sample_id, SampleState.SCORED)
+        self._settle(sample_id, _SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """A sample stopped before its first token has nothing to resume: it waits again."""
-        sample.state = SampleState.PARKED if sample.num_tokens else SampleState.WAITING
+        sample.state = _PARKED if sample.num_tokens else _WAITING
         (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
         group = self.groups[sample_id.group]
         group.num_startable += 1
@@ -328,15 +356,15 @@ class Ledger:
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """Take the sample out of the place where those of its state are."""
-        if sample.state is SampleState.FINISHED:
+        if sample.state is _FINISHED:
             del self.unscored[sample_id]
-        elif sample.state is SampleState.RUNNING:
+        elif sample.state is _RUNNING:
             del self.running[sample_id]
         elif sample.state in _STARTABLE:
             self._unqueue(sample_id, sample, self.groups[sample_id.group])
 
     def _unqueue(self, sample_id: SampleId, sample: SampleEntry, group: GroupEntry) -> None:
-        del (self.waiting if sample.state is SampleState.WAITING else self.parked)[sample_id]
+        del (self.waiting if sample.state is _WAITING else self.parked)[sample_id]
         group.num_startable -= 1
         if group.num_startable == 0:
             del self._startable[bisect_left(self._startable, sample_id.group)]
@@ -363,8 +391,8 @@ class Ledger:
         if group.start_version is not None:
             places[1][group.start_version] -= 1
         for sample in group.samples:
-            self._leave(sample.trajectory.sample_id, sample)
-            if sample.state is not SampleState.FAILED:
+            self._leave(sample.sample_id, sample)
+            if sample.state is not _FAILED:
                 self.tokens.wasted[event.cause] += sample.num_tokens
         del self.groups[event.group_id]
         group.state = GroupState.DROPPED
@@ -385,26 +413,28 @@ class Ledger:
                 if group.start_version is not None:  # else each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
-            self._measure_lag(step, group_ids)
+            self._measure(step, group_ids)
         self._account(step, +1)
         self.next_step += 1
 
-    def _measure_lag(self, step: int, group_ids: tuple[int, ...]) -> None:
+    def _measure(self, step: int, group_ids: tuple[int, ...]) -> None:
         groups = [self.groups[i] for i in group_ids]
-        samples = [s for g in groups for s in g.samples if s.state is SampleState.SCORED]
+        samples = [s for g in groups for s in g.samples if s.state is _SCORED]
         num_tokens = sum(s.num_tokens for s in samples)
-        heads = [step - g.start_version for g in groups if g.start_version is not None]
-        if num_tokens and heads:
-            self.lag.add(step - sum(s.sum_of_versions for s in samples) / num_tokens, sum(heads) / len(heads))
+        if num_tokens:
+            self.lag.add(step - sum(s.sum_of_versions for s in samples) / num_tokens)
+        self.lengths = self.lengths.followed_by(
+            [tuple(s.num_tokens for s in g.samples if s.state is _SCORED) for g in groups]
+        )
 
     def _account(self, step: int, sign: int) -> None:
         """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""
         for group_id in self.batches[step]:
             for sample in self.groups[group_id].samples:
-                if sample.state is SampleState.SCORED:
+                if sample.state is _SCORED:
                     self.tokens.trained += sign * sample.num_tokens
                     self.num_samples_trained += sign
-                    self.num_resumes_trained += sign * sample.trajectory.num_resumes
+                    self.num_resumes_trained += sign * sample.num_stops
         self.num_consumed += sign * len(self.batches[step])
 
     def _restart(self, event: Restarted) -> None:
@@ -429,10 +459,10 @@ class Ledger:
             AssertionError: naming the group or the account that does not add up.
         """
         places = {
-            SampleState.WAITING: self.waiting,
-            SampleState.RUNNING: self.running,
-            SampleState.PARKED: self.parked,
-            SampleState.FINISHED: self.unscored,
+            _WAITING: self.waiting,
+            _RUNNING: self.running,
+            _PARKED: self.parked,
+            _FINISHED: self.unscored,
         }
         counts: Counter[SampleState] = Counter()
         live = 0
@@ -440,12 +470,13 @@ class Ledger:
             unsettled = 0
             for sample in group.samples:
                 counts[sample.state] += 1
-                assert sample.num_tokens == sample.trajectory.num_tokens
+                assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
                 unsettled += sample.state not in _SETTLED
                 for state, place in places.items():
-                    sample_id = sample.trajectory.sample_id
-                    assert (sample_id in place) == (sample.state is state), f"{sample_id} is not only {sample.state}"
-                if sample.state is not SampleState.FAILED and group.state is not GroupState.CONSUMED:
+                    assert (sample.sample_id in place) == (sample.state is state), (
+                        f"{sample.sample_id} is not only {sample.state}"
+                    )
+                if sample.state is not _FAILED and group.state is not GroupState.CONSUMED:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
             startable = sum(s.state in _STARTABLE for s in group.samples)
@@ -460,9 +491,7 @@ class Ledger:
         consumed = [i for ids in self.batches.values() for i in ids]
         assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
-        live += sum(
-            s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SampleState.SCORED
-        )
+        live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is _SCORED)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
         assert self.num_admitted == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())

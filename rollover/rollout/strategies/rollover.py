@@ -1,13 +1,15 @@
-"""Our own: as much over-sampling as a lag target allows, in bursts that begin with the weights.
+"""Our own: the user states a lag, and bursts are found that reach it with the fewest decode iterations.
 
 What moves the curve of throughput against lag, and what this does about it (``docs/theory.md``):
 
-* A burst. New work starts when new weights do, so that it decodes a whole step before it ages; a constant refill starts
-  it at any moment. Below a lag of 2 that is worth a quarter and more.
+* Several batches from one collection share its tail. ``best_burst`` weighs that against stopping early and carrying
+  the rest over, as APRIL (arXiv 2509.18521) does, with the lengths that were seen lately: where many responses reach
+  the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them.
+* The longest responses are trained first. A token's age counts, so the few tokens of short responses are those that
+  wait while the batches of a burst are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
   lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).
-* The over-sampling follows from the target. Groups leave at N a step, so that their starts are W / N = r - 1 versions
-  old in the mean (Little's law), and tokens somewhat less or more: that ratio is measured as the run goes on.
+* Lag that was not used lately may be used now: the target is a mean.
 
 Nothing is discarded, carried-over work goes first, and the staleness bound is a theorem as for ``april``.
 """
@@ -17,17 +19,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.burst import Burst, best_burst
+from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.strategies.configured import Configured
-from rollover.rollout.strategy import OnFull
+from rollover.rollout.strategy import OnFull, Strategy
 
-_RAMP_STEPS = 5
-"""Over-sampling grows over the first steps: a sudden surplus would fill the first batches with short responses."""
+_MOST_OVER = 1.5
+"""A single burst may exceed the target by this factor, while the mean keeps to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollover(Configured):
-    """``April`` whose over-sampling is what reaches ``target_lag``."""
+    """Bursts whose tokens are ``target_lag`` versions old in the mean."""
 
     target_lag: float
     """Mean age of trained tokens, in versions."""
@@ -35,11 +38,39 @@ class Rollover(Configured):
     on_full = OnFull.PARK
 
     def groups_to_open(self, ledger: Ledger) -> int:
-        return min(self.launched(ledger) - ledger.num_unconsumed, self.headroom(ledger))
+        if _is_collected(ledger, self.batch_size):
+            return 0
+        burst = self.burst(ledger)
+        launched = math.ceil(self.batch_size * burst.num_batches * burst.ratio)
+        return max(0, min(launched - ledger.num_unconsumed, self.headroom(ledger)))
 
-    def launched(self, ledger: Ledger) -> int:
-        """Groups in flight at the start of a round."""
-        heads_per_token = ledger.lag.heads / ledger.lag.tokens if ledger.lag.tokens > 0 else 1.0
-        surplus = min(self.target_lag * heads_per_token, self.max_staleness)
-        ramp = min(1.0, (ledger.next_step + 1) / _RAMP_STEPS)
-        return math.ceil(self.batch_size * (1 + ramp * surplus))
+    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
+        if len(ledger.ready) < self.batch_size:
+            return None
+        collected = _is_collected(ledger, self.batch_size)
+        if not collected and len(ledger.ready) < self.batch_size * self.burst(ledger).num_batches:
+            return None
+        return Strategy.select_batch(self, ledger)
+
+    def preference(self, group: GroupEntry) -> int:
+        return -sum(s.num_tokens for s in group.samples)
+
+    def burst(self, ledger: Ledger) -> Burst:
+        """What is collected now. It changes only when a batch is consumed."""
+        spare = self.target_lag * ledger.lag.weight - ledger.lag.total
+        for max_lag in (self.target_lag * _MOST_OVER, self.target_lag):
+            found = best_burst(
+                ledger.lengths,
+                max_lag=max_lag,
+                max_staleness=self.max_staleness,
+                batch_size=self.batch_size,
+                num_running=self.num_running,
+            )
+            if found.num_batches * (found.lag - self.target_lag) <= spare:
+                return found
+        return found
+
+
+def _is_collected(ledger: Ledger, batch_size: int) -> bool:
+    """Whether a burst has been collected and is being trained: nothing runs, and there is a batch."""
+    return not ledger.running and len(ledger.ready) >= batch_size

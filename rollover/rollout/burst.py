@@ -1,0 +1,124 @@
+"""How much to collect at a time, and how far to let it run: bursts, in closed form. ``docs/theory.md`` derives it.
+
+A *burst* collects m batches under one set of weights, stops, trains them one after another, and goes on: what had not
+ended waits in the next burst. Let it run for D decode iterations. A sample of length L then ends in its
+``j = ceil(L / D)``-th burst, so that
+
+* r = E[j] batches' worth of work is in flight for each batch that is trained;
+* an iteration's cost is shared by m batches: K = D / m for each;
+* a token decoded in the i-th burst of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
+  the k-th batch of a burst, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
+  that few tokens wait.
+
+All of that follows from the lengths alone. Throughput only asks for a small K, hence no speed of any machine enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_BATCHES = 64
+"""Of a burst."""
+_LEVELS = np.linspace(0.3, 1.0, 71)
+"""Shares of groups that may end within a burst."""
+_SAME = 1.01
+"""Iterations that differ by less are alike; the younger tokens decide."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Response lengths of the last groups that were trained, in order; equal to itself alone."""
+
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def followed_by(self, groups: list[tuple[int, ...]]) -> Self:
+        """With later groups behind and as many of the earliest forgotten as are too many."""
+        return type(self)((*self.groups, *groups)[-_MEMORY:])
+
+
+_MEMORY = 1024
+"""Groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """A way of collecting, and what it leads to in a steady state."""
+
+    num_batches: int
+    """m: trained from one collection."""
+    iterations: int
+    """D: it is stopped after so many."""
+    ratio: float
+    """r: groups in flight at its start, over the groups it trains."""
+    lag: float
+    """Mean age of trained tokens, in versions."""
+    iterations_per_batch: float
+    """K."""
+
+
+ONE_BY_ONE = Burst(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0)
+"""Synchronous rollout: what can be done before any length is known."""
+
+
+@lru_cache(maxsize=64)
+def best_burst(
+    lengths: Lengths, *, max_lag: float, max_staleness: int, batch_size: int, num_running: float = np.inf
+) -> Burst:
+    """The burst with the fewest iterations per batch among those whose tokens are ``max_lag`` versions old in the mean
+    and ``max_staleness`` at most.
+
+    Args:
+        batch_size: groups of a batch.
+        num_running: samples that can be decoded at the same time; of more, some wait until others end.
+    """
+    if not lengths.groups:
+        return ONE_BY_ONE
+    size = max(map(len, lengths.groups))
+    tokens_PG = np.array([g + (0,) * (size - len(g)) for g in lengths.groups], dtype=np.float64)
+    longest_P, total_P = tokens_PG.max(axis=1), tokens_PG.sum(axis=1)
+    stops = np.unique(np.concatenate([np.quantile(longest_P, _LEVELS), longest_P.max() / np.arange(1, 5)]))
+    stops = np.ceil(stops[stops >= 1])
+    num_batches = np.arange(1, min(max_staleness + 1, _MOST_BATCHES) + 1)
+
+    found = [_carried(tokens_PG, longest_P, stop) for stop in stops]
+    ratio_D, most_D, carried_D = (np.array(column) for column in zip(*found, strict=True))
+    behind_M = np.array([_behind(total_P, m) for m in num_batches])
+    lag_MD = behind_M[:, None] + num_batches[:, None] * carried_D / total_P.sum()
+    pool_MD = num_batches[:, None] * ratio_D * batch_size * size
+    waiting_MD = np.maximum(0.0, pool_MD - num_running) * (total_P.mean() / size)
+    iterations_MD = (stops + waiting_MD / num_running) / num_batches[:, None]
+
+    allowed_MD = (lag_MD <= max_lag) & (num_batches[:, None] * most_D <= max_staleness + 1)
+    if not allowed_MD.any():
+        return ONE_BY_ONE
+    cost_MD = np.where(allowed_MD, iterations_MD, np.inf)
+    alike_MD = cost_MD <= cost_MD.min() * _SAME
+    m, d = np.unravel_index(np.where(alike_MD, lag_MD, np.inf).argmin(), lag_MD.shape)
+    return Burst(
+        num_batches=int(num_batches[m]),
+        iterations=int(stops[d]),
+        ratio=float(ratio_D[d]),
+        lag=float(lag_MD[m, d]),
+        iterations_per_batch=float(iterations_MD[m, d]),
+    )
+
+
+def _carried(tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float) -> tuple[float, float, float]:
+    """Of groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most bursts that
+    one takes part in, and the bursts that lie between decoding and training, summed over tokens."""
+    bursts_P = np.ceil(longest_P / stop)
+    whole_PG, rest_PG = np.divmod(tokens_PG, stop)
+    decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # burst numbers, summed over tokens
+    return bursts_P.mean(), bursts_P.max(), float((bursts_P[:, None] * tokens_PG - decoded_PG).sum())
+
+
+def _behind(total_P: NDArray[np.float64], num_batches: int) -> float:
+    """Mean over tokens of the batches trained before theirs, groups with most tokens first."""
+    ordered_P = -np.sort(-total_P)
+    place_P = (np.arange(len(ordered_P)) + 0.5) / len(ordered_P)
+    return float((ordered_P * np.floor(num_batches * place_P)).sum() / ordered_P.sum())

@@ -20,7 +20,7 @@ from rollover.clock import Clock, SystemClock
 from rollover.config import RunConfig, resolved
 from rollover.consistency import check_capabilities, check_context
 from rollover.engine import open as engine_open
-from rollover.engine.base import Engine
+from rollover.engine.base import Engine, EngineStats
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
 from rollover.engine.proof import TEMPERATURES, prove_logprobs
@@ -35,7 +35,7 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, ledger_metrics
+from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metrics
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
@@ -64,6 +64,7 @@ class Session:
         run: RunDir,
         trainer: Trainer,
         driver: RolloutDriver,
+        engine: Engine,
         journal: Journal,
         publisher: Publisher,
         prove: Callable[[], Awaitable[None]] | None,
@@ -79,6 +80,7 @@ class Session:
         self.driver = driver
         self.timings: defaultdict[str, float] = defaultdict(float)
         self._run = run
+        self._engine = engine
         self._journal = journal
         self._publisher = publisher
         self._prove = prove
@@ -90,7 +92,7 @@ class Session:
         self._saved_version = trainer.version
         self._evaluated_version = trainer.version if trainer.version in evaluated else -1
         self._step_began_s = clock.now_s()
-        self._at_last_step = _Counters.of(driver.ledger, scorer)
+        self._at_last_step = _Counters.of(driver.ledger, scorer, engine)
 
     @property
     def version(self) -> int:
@@ -141,7 +143,7 @@ class Session:
     def log_step(self, batch: Batch, trained: dict[str, float]) -> None:
         """Write the metrics of the step that ends now, and begin the next one."""
         now_s = self._clock.now_s()
-        counters, before = _Counters.of(self.driver.ledger, self._scorer), self._at_last_step
+        counters, before = _Counters.of(self.driver.ledger, self._scorer, self._engine), self._at_last_step
         step_s = now_s - self._step_began_s
         rollout_s = max(self.timings["time/rollout_s"], 1e-9)
         if self.config.rollout.overlaps_training:
@@ -150,6 +152,7 @@ class Session:
             **trained,
             **batch_metrics(batch),
             **ledger_metrics(self.driver.ledger),
+            **draft_metrics(counters.engine, before.engine),
             **self.timings,
             "time/reward_s": counters.reward_s - before.reward_s,
             "time/step_s": step_s,
@@ -196,13 +199,14 @@ class Session:
 class _Counters:
     """Running totals, so that a step's share is a difference."""
 
-    def __init__(self, decoded: int, reward_s: float) -> None:
+    def __init__(self, decoded: int, reward_s: float, engine: EngineStats) -> None:
         self.decoded = decoded
         self.reward_s = reward_s
+        self.engine = engine
 
     @classmethod
-    def of(cls, ledger: Ledger, scorer: Scorer) -> _Counters:
-        return cls(ledger.tokens.decoded, scorer.stats.busy_s)
+    def of(cls, ledger: Ledger, scorer: Scorer, engine: Engine) -> _Counters:
+        return cls(ledger.tokens.decoded, scorer.stats.busy_s, engine.stats())
 
 
 @asynccontextmanager
@@ -258,6 +262,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             run=run,
             trainer=trainer,
             driver=driver,
+            engine=engine,
             journal=journal,
             publisher=Publisher([engine], folders=folders),
             prove=_proof(config, engine, trainer, vocab_size=len(tokenizer)),

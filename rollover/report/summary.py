@@ -34,6 +34,16 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guessing:
+    """What came of an engine's guesses at the next tokens, evaluations included."""
+
+    accepted_fraction: float
+    """Guesses that were right, of those made."""
+    tokens_per_iteration: float
+    """Of each sample, mean over the iterations that decoded it; 1 where no guess is right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One run in numbers."""
 
@@ -59,6 +69,8 @@ class RunSummary:
     trained_tokens_per_s: float | None
     """Trained tokens per second of the whole loop."""
     lag: Lag | None
+    guessing: Guessing | None
+    """``None`` where the engine makes no guesses."""
     resumes_per_sample: float | None
     """Over trained samples."""
     generated: Lengths | None
@@ -105,6 +117,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         rollout_tokens_per_s=timeline.decoded_until(last_s) / rollout_s if rollout_s else None,
         trained_tokens_per_s=trained / loop_s if loop_s else None,
         lag=measures.lag(timeline.steps),
+        guessing=_guessing(rows),
         resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
         generated=generated,
         trained=trained_lengths,
@@ -151,6 +164,15 @@ def _wasted(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, int]:
     return dict(sorted(wasted.items()))
 
 
+def _guessing(rows: Sequence[MetricRow]) -> Guessing | None:
+    decoded, drafted, accepted = (
+        sum(_values(rows, f"engine/{name}_tokens")) for name in ("decoded", "drafted", "accepted")
+    )
+    if not drafted:
+        return None
+    return Guessing(accepted_fraction=accepted / drafted, tokens_per_iteration=decoded / (decoded - accepted))
+
+
 def _phases(rows: Sequence[MetricRow], loop_s: float) -> dict[str, float]:
     spent = {phase: sum(_values(rows, f"time/{phase}_s")) for phase in PHASES}
     other = loop_s - sum(spent.values())
@@ -180,6 +202,7 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ("off-policy tokens", number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
         ("wasted tokens", waste_text(s)),
         ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
+        *((("guessed tokens", guessing_text(s.guessing)),) if s.guessing else ()),
         ("resumes per sample", number(s.resumes_per_sample, ".2f")),
         ("generated lengths", lengths_text(s.generated)),
         ("trained lengths", lengths_text(s.trained)),
@@ -225,6 +248,10 @@ def lengths_text(found: Lengths | None) -> str:
     if found is None:
         return "–"
     return f"mean {found.mean:.1f}, median {found.median}, p95 {found.p95}, max {found.max} tokens"
+
+
+def guessing_text(found: Guessing) -> str:
+    return f"{found.accepted_fraction:.0%} accepted; {found.tokens_per_iteration:.2f} tokens per sample and iteration"
 
 
 def waste_text(s: RunSummary) -> str:

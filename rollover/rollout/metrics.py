@@ -1,10 +1,11 @@
-"""What a batch and the ledger say in numbers. Pure functions; names are those of ``metrics.jsonl``."""
+"""What a batch, the ledger and the engine say in numbers. Pure functions; names are those of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 
+from rollover.engine.base import EngineStats
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, FinishReason
 
@@ -53,6 +54,14 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
         "rollout/unconsumed_groups": ledger.num_unconsumed,
         **{f"rollout/wasted_tokens/{cause}": count for cause, count in sorted(tokens.wasted.items())},
     }
+
+
+def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
+    """What came of guesses between two looks at an engine, evaluations included; nothing if it has made none."""
+    if not now.drafted_tokens:
+        return {}
+    names = ("decoded_tokens", "drafted_tokens", "accepted_tokens")
+    return {f"engine/{name}": getattr(now, name) - getattr(before, name) for name in names}
 
 
 def _quantile(counts: Counter[int], q: float) -> float:

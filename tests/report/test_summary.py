@@ -64,6 +64,17 @@ def test_masked_tokens_come_from_the_trainers_count() -> None:
     assert summarize(rows, Timeline.of(ROLLED_OVER)).wasted_tokens == {"masked_stale": 7}
 
 
+def test_guesses_are_shown_where_the_engine_made_some() -> None:
+    counts = ({"decoded": 50, "drafted": 20, "accepted": 8}, {"decoded": 30, "drafted": 20, "accepted": 12})
+    rows = [_step(i, 8.0, **{f"engine/{k}_tokens": v for k, v in c.items()}) for i, c in enumerate(counts)]
+    s = summarize(rows, Timeline.of(()))
+    assert s.guessing is not None
+    assert (s.guessing.accepted_fraction, s.guessing.tokens_per_iteration) == (0.5, 80 / 60)
+    assert dict(summary_rows(s))["guessed tokens"] == "50% accepted; 1.33 tokens per sample and iteration"
+    plain = summarize(ROWS, Timeline.of(()))
+    assert plain.guessing is None and "guessed tokens" not in dict(summary_rows(plain))
+
+
 def test_a_run_that_measured_nothing_shows_dashes() -> None:
     s = summarize((), Timeline.of(()))
     assert s.accuracy_before is None and s.lag is None and s.trained_tokens_per_s is None

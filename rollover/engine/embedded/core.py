@@ -128,7 +128,7 @@ class EngineCore:
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
         if self._drafts:
-            self._drafts.follow(sequence)
+            self._drafts.start(sequence)
         return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
@@ -145,6 +145,9 @@ class EngineCore:
     def reset(self) -> list[str]:
         """After a failed step: forget all calls and caches; the ids of the calls that were open."""
         ids = list(self._open)
+        if self._drafts:
+            for sequence in self._open.values():
+                self._drafts.end(sequence)
         self._open.clear()
         self.scheduler.reset()
         self._compute.zero_cache()
@@ -229,6 +232,8 @@ class EngineCore:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Output:
         self.scheduler.remove(sequence, park=reason is FinishReason.ABORT)
         del self._open[sequence.request.request_id]
+        if self._drafts:
+            self._drafts.end(sequence)
         return Output(sequence.request.request_id, sequence.flush(self.policy_version, reason))
 
     def _copy(self, copies: list[BlockCopy]) -> None:

@@ -11,7 +11,7 @@ to pay for their rows; what is proposed depends on tokens and counts alone, neve
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as AbstractSequence
 from typing import NamedTuple
 
@@ -28,6 +28,14 @@ class Guess(NamedTuple):
     token_ids: tuple[int, ...] = ()
     match: int = 0
     """Length of the match that it follows."""
+
+
+class Place(NamedTuple):
+    """Behind a match of so many tokens."""
+
+    text: int
+    start: int
+    match: int
 
 
 class _Text:
@@ -65,73 +73,84 @@ class NgramIndex:
             if text.num_indexed < len(text.token_ids) - 1:
                 self._learn(number, text)
 
-    def guess(self, token_ids: AbstractSequence[int], most: int) -> Guess:
-        """Up to ``most`` tokens: those after the last occurrence of the longest match, and where that text ends, what
-        follows the guess so far."""
-        tail, match = list(token_ids[-LONGEST:]), 0
-        found: list[int] = []
-        while len(found) < most:
-            place = self._find((tail + found)[-LONGEST:])
-            if place is None:
-                break
-            number, start, length = place
-            found += self._texts[number].token_ids[start : start + most - len(found)]
-            match = match or length
-        return Guess(tuple(found), match)
-
-    def _find(self, tail: list[int]) -> tuple[int, int, int] | None:
-        """Text, position after the match, length of the match."""
+    def find(self, token_ids: AbstractSequence[int]) -> Place | None:
+        """Where the longest match of the end of ``token_ids`` was last seen."""
+        tail = token_ids[-LONGEST:]
         key = _packed(tail)
         for n in range(len(tail), SHORTEST - 1, -1):
             if (place := self._places[n].get(key & _MASKS[n])) is not None:
-                return place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1, n
+                return Place(place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1, n)
         return None
+
+    def continued(self, place: Place, token_ids: AbstractSequence[int], num_tokens: int) -> list[int]:
+        """So many tokens from there; where that text ends, from where the end of ``token_ids`` and of what has been
+        found was seen."""
+        tail, found = list(token_ids[-LONGEST:]), self._read(place, num_tokens)
+        while len(found) < num_tokens and (more := self.find((tail + found)[-LONGEST:])):
+            found += self._read(more, num_tokens - len(found))
+        return found
+
+    def _read(self, place: Place, num_tokens: int) -> list[int]:
+        return self._texts[place.text].token_ids[place.start : place.start + num_tokens]
 
     def _learn(self, number: int, text: _Text) -> None:
         """N-grams that something follows: all but those at the very end."""
         start, end = text.num_indexed, len(text.token_ids) - 1
         key = _packed(text.token_ids[max(0, start - LONGEST + 1) : start])
         place = (number << _PLACE_BITS) + start
-        entries = [(n, mask, self._places[n]) for n, mask in _MASKS.items()]
-        for length, token in enumerate(text.token_ids[start:end], start + 1):
-            key = (key << _TOKEN_BITS | token) & _MASKS[LONGEST]
+        by_length = [(self._places[n], mask) for n, mask in _MASKS.items()]
+        for token in text.token_ids[start:end]:
+            key = (key << _TOKEN_BITS | token + 1) & _MASKS[LONGEST]
             place += 1
-            for n, mask, places in entries:
-                if n <= length:
-                    places[key & mask] = place
+            for places, mask in by_length:
+                places[key & mask] = place
         text.num_indexed = end
 
 
 class Drafts:
-    """The indices of recent prompts, and how often guesses come true.
+    """The indices of prompts, and how often guesses come true. Prompts with calls open are kept whatever they are.
 
     Args:
-        most_tokens: texts of prompts not asked about lately are dropped when together all are longer than this.
+        most_tokens: of all texts of the other prompts, parked or over; beyond, those whose calls ended first are
+            forgotten. A token takes some 350 bytes.
     """
 
     def __init__(self, most_tokens: int = 2**17) -> None:
         self._most_tokens = most_tokens
-        self._indices: OrderedDict[str, NgramIndex] = OrderedDict()  # least recently used first
-        self._sizes: dict[str, int] = {}
+        self._indices: dict[str, NgramIndex] = {}
+        self._num_open: Counter[str] = Counter()
+        self._idle: OrderedDict[str, int] = OrderedDict()
+        """Tokens of the prompts without an open call, in the order in which the last one ended."""
         self.odds = Odds()
 
-    def follow(self, sequence: Sequence) -> None:
-        """Learn from it, from now on until memory is short, also when it is over."""
+    @property
+    def num_idle_tokens(self) -> int:
+        return sum(self._idle.values())
+
+    def start(self, sequence: Sequence) -> None:
+        """Learn from it as it grows."""
         key = sequence.request.prompt_key
+        self._num_open[key] += 1
+        self._idle.pop(key, None)
         index = self._indices.setdefault(key, NgramIndex())
-        self._indices.move_to_end(key)
         index.follow(sequence.request.sample_key, sequence.token_ids, sequence.num_prompt)
-        self._sizes[key] = index.num_tokens
-        total = sum(self._sizes.values())
-        while total > self._most_tokens and len(self._indices) > 1:
-            dropped, _ = self._indices.popitem(last=False)
-            total -= self._sizes.pop(dropped)
+
+    def end(self, sequence: Sequence) -> None:
+        """It grows no more; what it has said stays of use."""
+        key = sequence.request.prompt_key
+        self._num_open[key] -= 1
+        if self._num_open[key]:
+            return
+        del self._num_open[key]
+        self._idle[key] = self._indices[key].num_tokens
+        while self.num_idle_tokens > self._most_tokens:
+            forgotten, _ = self._idle.popitem(last=False)
+            del self._indices[forgotten]
 
     def propose(self, sequences: list[Sequence], rooms: list[int], num_rows: int) -> list[Guess]:
         """A guess for each, ``num_rows`` tokens in all and none longer than its room: a token for each in turn."""
         for key in dict.fromkeys(s.request.prompt_key for s in sequences):
-            if index := self._indices.get(key):
-                index.catch_up()
+            self._indices[key].catch_up()
         found = [self._guess(s, min(room, num_rows)) for s, room in zip(sequences, rooms, strict=True)]
         lengths, depth = [0] * len(found), 0
         while num_rows and (going := [i for i, guess in enumerate(found) if len(guess.token_ids) > depth]):
@@ -142,11 +161,11 @@ class Drafts:
         return [Guess(g.token_ids[:n], g.match) if n else Guess() for g, n in zip(found, lengths, strict=True)]
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
-        index = self._indices.get(sequence.request.prompt_key)
-        if index is None or most < 1:
+        index = self._indices[sequence.request.prompt_key]
+        if most < 1 or (place := index.find(sequence.token_ids)) is None:
             return Guess()
-        guess = index.guess(sequence.token_ids, most)
-        return Guess(guess.token_ids[: self.odds.depth(guess.match)], guess.match) if guess.match else guess
+        num_tokens = min(most, self.odds.depth(place.match))
+        return Guess(tuple(index.continued(place, sequence.token_ids, num_tokens)), place.match)
 
 
 class Odds:
@@ -176,8 +195,9 @@ class Odds:
             self._chances[guess.match] += self._step * (right - self._chances[guess.match])
 
 
-def _packed(tokens: list[int]) -> int:
+def _packed(tokens: AbstractSequence[int]) -> int:
+    """Side by side, plus one, so that none is like the nothing before a text."""
     key = 0
     for token in tokens:
-        key = key << _TOKEN_BITS | token
+        key = key << _TOKEN_BITS | token + 1
     return key

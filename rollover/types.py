@@ -73,9 +73,11 @@ class Prompt:
     """The row's remaining columns (answer, metadata): JSON values only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Tokens decoded without interruption by one engine under one policy version."""
+class Segment(NamedTuple):
+    """Tokens decoded without interruption by one engine under one policy version.
+
+    A tuple like the events (``rollover.rollout.events``), and for the same reason.
+    """
 
     policy_version: int
     """Version of the weights that sampled these tokens."""
@@ -93,10 +95,6 @@ class Segment:
     num_prefilled_tokens: int = 0
     """Response tokens whose cache had to be computed again before this segment could start."""
 
-    def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.rollout_logprobs):
-            raise ValueError(f"segment has {len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs")
-
     def continues_into(self, later: Segment) -> bool:
         """Whether ``later`` went on without an interruption and under the same weights and cache."""
         return (
@@ -106,13 +104,19 @@ class Segment:
         )
 
     def joined(self, later: Segment) -> Segment:
-        return replace(
-            later,
+        return later._replace(
             token_ids=(*self.token_ids, *later.token_ids),
             rollout_logprobs=(*self.rollout_logprobs, *later.rollout_logprobs),
             start_s=self.start_s,
             num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
         )
+
+
+def append_segment(segments: list[Segment], segment: Segment) -> None:
+    """Put ``segment`` behind the others, joined to the last one where nothing separates them."""
+    if segments and segments[-1].finish_reason is None and segments[-1].continues_into(segment):
+        segment = segments.pop().joined(segment)
+    segments.append(segment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +161,10 @@ class Trajectory:
         return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
 
     def extended(self, segment: Segment) -> Trajectory:
-        """With ``segment`` behind the others, joined to the last one where nothing separates them."""
-        segments = self.segments
-        if segments and segments[-1].finish_reason is None and segments[-1].continues_into(segment):
-            segments, segment = segments[:-1], segments[-1].joined(segment)
-        return Trajectory(
-            sample_id=self.sample_id, prompt=self.prompt, segments=(*segments, segment), reward=self.reward
-        )
-
-    def scored(self, reward: float) -> Trajectory:
-        return Trajectory(sample_id=self.sample_id, prompt=self.prompt, segments=self.segments, reward=reward)
+        """With ``segment`` behind the others, as ``append_segment`` has it."""
+        segments = [*self.segments]
+        append_segment(segments, segment)
+        return replace(self, segments=tuple(segments))
 
 
 class Baseline(NamedTuple):

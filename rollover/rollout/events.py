@@ -1,13 +1,14 @@
 """What can happen to a rollout: the closed set of journal events.
 
 The ledger is the fold of these, the report is drawn from these, and the simulator replays these. Events
-carry facts and no decisions: everything a decision needs is derived by the fold.
+carry facts and no decisions: everything a decision needs is derived by the fold. They are tuples, which Python makes
+in a third of the time of a frozen dataclass: a simulation makes tens of millions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from rollover.types import Prompt, SampleId, Segment
 
@@ -25,8 +26,7 @@ class WasteCause(StrEnum):
     END_OF_RUN = "end_of_run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOpened:
+class GroupOpened(NamedTuple):
     """A prompt was admitted; its samples wait."""
 
     time_s: float
@@ -37,8 +37,7 @@ class GroupOpened:
     """Prompts drawn from the source once this one is: where a restart goes on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleStarted:
+class SampleStarted(NamedTuple):
     """A waiting or parked sample was sent to an engine whose weights were ``policy_version``."""
 
     time_s: float
@@ -46,8 +45,7 @@ class SampleStarted:
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentEnded:
+class SegmentEnded(NamedTuple):
     """Tokens reached us. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked,
     with ``None`` it runs on (the weights changed, or progress was saved)."""
 
@@ -56,15 +54,13 @@ class SegmentEnded:
     segment: Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleScored:
+class SampleScored(NamedTuple):
     time_s: float
     sample_id: SampleId
     reward: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleFailed:
+class SampleFailed(NamedTuple):
     """The sample is out, with its tokens as waste; its siblings go on without it."""
 
     time_s: float
@@ -72,8 +68,7 @@ class SampleFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDropped:
+class GroupDropped(NamedTuple):
     """The group will never be trained; its tokens are waste of ``cause``."""
 
     time_s: float
@@ -83,8 +78,7 @@ class GroupDropped:
     """The prompt goes back to the head of the source."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConsumed:
+class BatchConsumed(NamedTuple):
     """These groups are the batch of ``step``, in this order."""
 
     time_s: float
@@ -92,8 +86,7 @@ class BatchConsumed:
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionPublished:
+class VersionPublished(NamedTuple):
     """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``."""
 
     time_s: float
@@ -101,16 +94,14 @@ class VersionPublished:
     pause_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(NamedTuple):
     """The trainer's state after ``step`` steps is on disk: earlier batches need no replay."""
 
     time_s: float
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restarted:
+class Restarted(NamedTuple):
     """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to what
     was journaled; batches consumed at ``step`` and later will be handed out again as they were."""
 

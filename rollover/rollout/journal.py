@@ -36,17 +36,13 @@ _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
     """(kind, JSON body, blob): the blob holds a segment's token ids (int32) and log-probs (float32)."""
-    body, blob = _shallow(event), b""
+    body, blob = event._asdict(), b""
     if isinstance(event, GroupOpened):
-        body["prompt"] = _shallow(event.prompt)
+        body["prompt"] = {name: getattr(event.prompt, name) for name in event.prompt.__slots__}  # asdict copies tokens
     if isinstance(event, SegmentEnded):
-        segment = body["segment"] = _shallow(event.segment)
+        segment = body["segment"] = event.segment._asdict()
         blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
     return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}  # asdict copies every token
 
 
 def _decode(kind: str, body: str, blob: bytes) -> Event:

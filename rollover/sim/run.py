@@ -21,6 +21,7 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Decision, Scheduler
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.sim.dispatch import Fleet
+from rollover.sim.memory import rare_collections
 from rollover.sim.models import Latency
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
@@ -73,7 +74,8 @@ def simulate(
     Raises:
         RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
     """
-    return _Run(strategy, workload, scenario, seed, observer, limits or Limits()).train(steps)
+    with rare_collections():
+        return _Run(strategy, workload, scenario, seed, observer, limits or Limits()).train(steps)
 
 
 class _Run:

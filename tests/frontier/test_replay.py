@@ -50,7 +50,7 @@ def _with_prompt(event: Event) -> Event:
     """Simulated prompts are but numbers."""
     if not isinstance(event, GroupOpened):
         return event
-    return replace(event, prompt=replace(event.prompt, token_ids=(0,) * LAW.prompt_tokens))
+    return event._replace(prompt=replace(event.prompt, token_ids=(0,) * LAW.prompt_tokens))
 
 
 @pytest.mark.parametrize("strategy", ["sync", "april"])

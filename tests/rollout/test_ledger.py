@@ -305,6 +305,10 @@ IMPOSSIBLE: dict[str, tuple[list[Event], Event]] = {
     "a finished sample started": ([opened(0), started(A), ended(A, 1, STOP)], started(A)),
     "tokens of a waiting sample": ([opened(0)], ended(A, 1, None)),
     "tokens of a parked sample": ([opened(0), started(A), ended(A, 1, ABORT)], ended(A, 1, ABORT)),
+    "tokens without log-probs": (
+        [opened(0), started(A)],
+        ended(A, 2, None)._replace(segment=ended(A, 2, None).segment._replace(rollout_logprobs=(-1.0,))),
+    ),
     "a second finish": ([opened(0), started(A), ended(A, 1, STOP)], ended(A, 1, STOP)),
     "a reward for a running sample": ([opened(0), started(A)], scored(A)),
     "a second reward": (READY, scored(A)),

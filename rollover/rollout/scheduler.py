@@ -119,17 +119,19 @@ class Scheduler:
         if strategy.on_full is not OnFull.KEEP and self.batch_is_full:
             self.collecting = False
             return Decision(stop=strategy.on_full is not OnFull.WAIT)
-        for _ in range(strategy.groups_to_open(ledger)):
-            self._open_group(now_s)
+        if (num_groups := strategy.groups_to_open(ledger)) > 0:
+            takes_returned = strategy.takes_returned(ledger)
+            for _ in range(num_groups):
+                self._open_group(now_s, takes_returned=takes_returned)
         room = self._max_running - len(ledger.running)
-        if room <= 0:
+        if room <= 0 or not (ledger.waiting or ledger.parked):
             return NOTHING
         chosen = list(islice(strategy.samples_to_start(ledger), room))
         return Decision([self._start(sample_id, now_s) for sample_id in chosen]) if chosen else NOTHING
 
-    def _open_group(self, now_s: float) -> None:
+    def _open_group(self, now_s: float, *, takes_returned: bool) -> None:
         ledger = self.ledger
-        if ledger.returned:
+        if takes_returned and ledger.returned:
             prompt, cursor = ledger.returned[0], ledger.cursor
         else:
             prompt, cursor = self._source.prompt(ledger.cursor), ledger.cursor + 1
@@ -224,8 +226,9 @@ class Scheduler:
         assert step - oldest <= self.strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
         self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
+            returned = self.strategy.on_full is OnFull.DISCARD  # like the prompts of the others that were too late
             for group_id in self.strategy.surplus(ledger):
-                self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=False)
+                self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=returned)
         return batch
 
     def _drop(self, group_id: int, cause: WasteCause, now_s: float, *, prompt_returned: bool) -> None:

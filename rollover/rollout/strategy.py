@@ -68,6 +68,10 @@ class Strategy:
         """Groups to admit now."""
         raise NotImplementedError
 
+    def takes_returned(self, ledger: Ledger) -> bool:
+        """Whether prompts of discarded groups are opened now, before new ones are drawn."""
+        return True
+
     def samples_to_start(self, ledger: Ledger) -> Iterable[SampleId]:
         """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
         Oldest group first, and so what was started before what is fresh: no group waits behind a newer one."""

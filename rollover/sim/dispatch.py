@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from rollover.errors import RunError
@@ -19,37 +20,48 @@ class Lane:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = replicas
         self._places = {replica.index: place for place, replica in enumerate(replicas)}
-        self._loads: list[tuple[float, int]] = []
-        """With entries that are out of date."""
+        self._bounds = [math.inf] * len(replicas)
+        """By place: a load that the replica's is not below, and the load of an entry."""
+        self._entries: list[tuple[float, int]] = []
+        """A heap of (load, place); those that are not of the replica's bound are out of date."""
         self._refill()
 
     def least_loaded(self) -> Replica:
         """Raises ``RunError`` when every replica is down."""
         if len(self.replicas) == 1 and self.replicas[0].is_up:
             return self.replicas[0]
-        while self._loads:
-            load, place = self._loads[0]
+        entries, bounds = self._entries, self._bounds
+        while entries:
+            bound, place = entries[0]
             replica = self.replicas[place]
-            if replica.is_up and replica.load == load:
+            if bound != bounds[place] or not replica.is_up:
+                heapq.heappop(entries)
+                if not replica.is_up:
+                    bounds[place] = math.inf
+            elif replica.load == bound:
                 return replica
-            heapq.heapreplace(self._loads, (replica.load, place)) if replica.is_up else heapq.heappop(self._loads)
+            else:
+                bounds[place] = replica.load
+                heapq.heapreplace(entries, (replica.load, place))
         raise RunError("every replica is down: nothing can be decoded")
 
-    def changed(self, replica: Replica) -> None:
-        if len(self.replicas) == 1:
+    def eased(self, replica: Replica) -> None:
+        place, load = self._places[replica.index], replica.load
+        if load >= self._bounds[place]:
             return
-        if len(self._loads) > _STALE * len(self.replicas):
+        self._bounds[place] = load
+        heapq.heappush(self._entries, (load, place))
+        if len(self._entries) > _STALE * len(self.replicas):
             self._refill()
-        elif replica.is_up:
-            heapq.heappush(self._loads, (replica.load, self._places[replica.index]))
 
     def _refill(self) -> None:
-        self._loads = [(r.load, place) for place, r in enumerate(self.replicas) if r.is_up]
-        heapq.heapify(self._loads)
+        self._bounds = [r.load if r.is_up else math.inf for r in self.replicas]
+        self._entries = [(bound, place) for place, bound in enumerate(self._bounds) if bound < math.inf]
+        heapq.heapify(self._entries)
 
 
 class Fleet:
-    """All replicas. Say ``changed`` whenever a replica's calls have."""
+    """All replicas. Say ``eased`` whenever one has fewer calls, or is up again."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = replicas
@@ -71,8 +83,8 @@ class Fleet:
     def parked(self, sample_id: SampleId, replica: Replica) -> None:
         self._parked_on[sample_id] = replica
 
-    def changed(self, replica: Replica) -> None:
-        self._lanes[replica.model.fast_lane].changed(replica)
+    def eased(self, replica: Replica) -> None:
+        self._lanes[replica.model.fast_lane].eased(replica)
 
     def advance(self, now_s: float) -> None:
         for replica in self.replicas:

@@ -63,6 +63,7 @@ class Replica:
         self.index = index
         self.is_up = True
         self._is_bounded = model.kv_tokens < math.inf
+        self._capacity = model.capacity
         self.iterations = 0.0
         self.prefilled_tokens = 0
         self.num_preempted = 0
@@ -143,7 +144,7 @@ class Replica:
 
     @property
     def load(self) -> float:
-        return len(self.calls) / self.model.capacity
+        return len(self.calls) / self._capacity
 
     def can_resume(self, sample_id: SampleId) -> bool:
         """Whether the sample's cache is still here, and a place for it."""

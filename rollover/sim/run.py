@@ -11,7 +11,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any
 
 from rollover.errors import RunError
@@ -29,15 +28,8 @@ from rollover.sim.scenario import Scenario
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 
-
-class _Kind(IntEnum):
-    """What an entry of the agenda is about. Of those at the same time, the first kind comes first."""
-
-    REPLICA = 0
-    SCORED = 1
-    TRAINED = 2
-    FAILS = 3
-    RECOVERS = 4
+# What an entry of the agenda is about. Of those at the same time, the first kind comes first.
+_REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
 
 
 class WorkloadSource:
@@ -119,15 +111,16 @@ class _Run:
 
     def train(self, steps: int) -> Simulation:
         for failure in self._scenario.failures:
-            self._enter(failure.at_s, _Kind.FAILS, failure.replica)
-            self._enter(failure.until_s, _Kind.RECOVERS, failure.replica)
+            self._enter(failure.at_s, _FAILS, failure.replica)
+            self._enter(failure.until_s, _RECOVERS, failure.replica)
         self._scheduler.collecting = True
         self._decide()
+        happen = (self._wake, self._score, self._publish, self._fail, self._recover)  # by kind
         while len(self._records) < steps:
             if not self._agenda:
                 raise RunError(self._stuck())
             self._now_s, kind, _, what = heapq.heappop(self._agenda)
-            self._happen(kind, what)
+            happen[kind](what)
             if not self._trainer_is_busy and len(self._records) < steps:
                 self._collect()
         self._ledger.check()
@@ -142,42 +135,37 @@ class _Run:
 
     # -- what happens ----------------------------------------------------------------------------------------
 
-    def _happen(self, kind: int, what: Any) -> None:
-        match kind:
-            case _Kind.REPLICA:
-                self._wake(self._fleet.replicas[what])
-            case _Kind.SCORED:
-                self._score(what)
-            case _Kind.TRAINED:
-                self._publish(what)
-            case _Kind.FAILS:
-                replica = self._fleet.replicas[what]
-                replica.advance(self._now_s)
-                replica.is_up = False
-                self._end_all(replica)
-                replica.forget()
-                self._decide()
-            case _Kind.RECOVERS:
-                self._fleet.replicas[what].is_up = True
-                self._fleet.changed(self._fleet.replicas[what])
-                self._decide()
-
-    def _wake(self, replica: Replica) -> None:
-        if self._waking[replica.index] != self._now_s:
+    def _wake(self, index: int) -> None:
+        if self._waking[index] != self._now_s:
             return  # it was asked to come earlier or later since
-        self._waking[replica.index] = math.inf
+        self._waking[index] = math.inf
+        replica = self._fleet.replicas[index]
         replica.advance(self._now_s)
         for call in replica.finished():
-            self._fleet.changed(replica)
+            self._fleet.eased(replica)
             self._end(call, replica)
         self._schedule(replica)
+
+    def _fail(self, index: int) -> None:
+        replica = self._fleet.replicas[index]
+        replica.advance(self._now_s)
+        replica.is_up = False
+        self._end_all(replica)
+        replica.forget()
+        self._decide()
+
+    def _recover(self, index: int) -> None:
+        replica = self._fleet.replicas[index]
+        replica.is_up = True
+        self._fleet.eased(replica)
+        self._decide()
 
     def _end(self, call: Call, replica: Replica) -> None:
         """A call that has decoded all it was asked for."""
         sample_id = call.sample_id
         if sample_id not in self._ledger.running:  # stopped by what a sibling's end led to, and reported there
             return
-        self._segment(call, self._reason(call))
+        self._segment(call, self._reason(call), call.num_decoded - call.num_reported)
         if not call.is_whole:
             self._fleet.parked(sample_id, replica)
             self._decide()
@@ -185,7 +173,7 @@ class _Run:
         self._decide()
         reward_s = 0.0 if self._scenario.reward.is_zero else self._latency(self._scenario.reward, sample_id)
         if reward_s:
-            self._enter(self._now_s + reward_s, _Kind.SCORED, sample_id)
+            self._enter(self._now_s + reward_s, _SCORED, sample_id)
         else:
             self._score(sample_id)
 
@@ -199,9 +187,11 @@ class _Run:
     def _collect(self) -> None:
         """Hand a full batch to the trainer."""
         ledger, scheduler = self._ledger, self._scheduler
-        if len(ledger.ready) < self._strategy.batch_size or not scheduler.batch_is_full:
+        if len(ledger.ready) < self._strategy.batch_size:
             return
         if self._strategy.on_full is OnFull.WAIT and (ledger.running or ledger.unscored):
+            return
+        if not scheduler.batch_is_full:
             return
         if self._strategy.on_full in (OnFull.PARK, OnFull.DISCARD):
             scheduler.collecting = False
@@ -211,7 +201,7 @@ class _Run:
         batch = scheduler.consume(self._now_s)
         self._trainer_is_busy = True
         seconds = self._scenario.trainer.seconds(batch.num_tokens, self._rng)
-        self._enter(self._now_s + seconds, _Kind.TRAINED, (batch, self._now_s))
+        self._enter(self._now_s + seconds, _TRAINED, (batch, self._now_s))
 
     def _publish(self, trained: tuple[Batch, float]) -> None:
         """The trainer is done: new weights, and the next round."""
@@ -225,7 +215,8 @@ class _Run:
         self._meter = meter
         for replica in self._fleet.replicas:
             for call in replica.calls.values():
-                self._segment(call, None, num_tokens=replica.num_decoded(call))
+                if num_tokens := replica.num_decoded(call) - call.num_reported:
+                    self._segment(call, None, num_tokens)
                 call.policy_version = version
             if self._scenario.kv_on_update == "recompute":
                 replica.recompute(version)
@@ -272,7 +263,6 @@ class _Run:
                     policy_version=self._ledger.policy_version,
                 )
             )
-            self._fleet.changed(replica)
         for replica in changed.values():
             self._schedule(replica)
 
@@ -289,25 +279,24 @@ class _Run:
         whole: list[SampleId] = []
         for call in replica.stop():
             is_done = call.num_decoded == call.num_tokens
-            self._segment(call, self._reason(call) if is_done else FinishReason.ABORT)
+            reason = self._reason(call) if is_done else FinishReason.ABORT
+            self._segment(call, reason, call.num_decoded - call.num_reported)
             if is_done and call.is_whole:
                 whole.append(call.sample_id)
             else:
                 self._fleet.parked(call.sample_id, replica)
-        self._fleet.changed(replica)
+        self._fleet.eased(replica)
         for sample_id in whole:
             seconds = self._latency(self._scenario.reward, sample_id)
-            self._enter(self._now_s + seconds, _Kind.SCORED, sample_id)
+            self._enter(self._now_s + seconds, _SCORED, sample_id)
 
-    def _segment(self, call: Call, reason: FinishReason | None, *, num_tokens: int | None = None) -> None:
-        num_tokens = (call.num_decoded if num_tokens is None else num_tokens) - call.num_reported
-        if reason is None and not num_tokens:
-            return
+    def _segment(self, call: Call, reason: FinishReason | None, num_tokens: int) -> None:
+        tokens = range(num_tokens)  # as long as the tokens would be, and of no size
         segment = Segment(
             policy_version=call.policy_version,
             kv_version=call.kv_version,
-            token_ids=range(num_tokens),  # as long as the tokens would be, and of no size
-            rollout_logprobs=range(num_tokens),
+            token_ids=tokens,
+            rollout_logprobs=tokens,
             finish_reason=reason,
             start_s=call.start_s,
             end_s=self._now_s,
@@ -329,7 +318,7 @@ class _Run:
 
     # -- the agenda ------------------------------------------------------------------------------------------
 
-    def _enter(self, time_s: float, kind: _Kind, what: Any) -> None:
+    def _enter(self, time_s: float, kind: int, what: Any) -> None:
         self._num_entries += 1
         heapq.heappush(self._agenda, (time_s, kind, self._num_entries, what))
 
@@ -339,7 +328,7 @@ class _Run:
         if next_s != self._waking[replica.index]:
             self._waking[replica.index] = next_s
             if next_s < math.inf:
-                self._enter(next_s, _Kind.REPLICA, replica.index)
+                self._enter(next_s, _REPLICA, replica.index)
 
     def _lengths_of(self, group_id: int) -> tuple[int, ...]:
         """Lengths of a group's responses; drawn when its first sample starts."""

@@ -260,3 +260,31 @@ def test_a_token_budget_parks_what_is_longer() -> None:
     lengths = {tuple(len(s.token_ids) for s in t.segments) for b in batches.values() for t in b.trajectories}
     assert lengths == {(3, 3, 1)}
     assert not waste(rig)
+
+
+def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:
+    """Unfinished groups and whole ones beyond the batch alike; until they fill a batch they wait."""
+    strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
+    ledger = Ledger()
+    scheduler = Scheduler(strategy=strategy, source=Prompts(), ledger=ledger, max_running=9, limits=Limits())
+
+    def play_round(ends: tuple[bool, ...]) -> list[int]:
+        """Rows that a round starts; of its samples those end that ``ends`` says, all at once."""
+        scheduler.collecting = True
+        ids = [start.sample_id for start in scheduler.decide(0.0).starts]
+        rows = [ledger.sample(i).prompt.columns["row"] for i in ids]
+        for i, has_ended in zip(ids, ends, strict=True):
+            event = ended(i, 3, STOP if has_ended else ABORT, version=ledger.policy_version)
+            scheduler.segment_ended(i, event.segment, 0.0)
+            if has_ended:
+                scheduler.scored(i, 1.0, 0.0)
+        scheduler.discard_unfinished(0.0)
+        scheduler.published(scheduler.consume(0.0).step + 1, 0.0, pause_s=0.0)
+        ledger.check()
+        return rows
+
+    assert play_round((True, False, True)) == [0, 1, 2]
+    assert play_round((True, True, True)) == [3, 4, 5]
+    assert play_round((True, True)) == [1, 5]
+    assert play_round((True, True, False)) == [6, 7, 8]
+    assert ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}

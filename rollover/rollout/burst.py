@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 _MOST_BATCHES = 64
 """Of a burst."""
-_LEVELS = np.linspace(0.3, 1.0, 71)
+_LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a burst."""
 _SAME = 1.01
 """Iterations that differ by less are alike; the younger tokens decide."""
@@ -37,12 +37,15 @@ class Lengths:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def followed_by(self, groups: list[tuple[int, ...]]) -> Self:
-        """With later groups behind and as many of the earliest forgotten as are too many."""
-        return type(self)((*self.groups, *groups)[-_MEMORY:])
+        """With later groups behind, and the earliest forgotten."""
+        size = max(map(len, groups), default=1)
+        return type(self)((*self.groups, *groups)[-_MEMORY // max(1, size) :])
 
 
-_MEMORY = 1024
-"""Groups."""
+_MEMORY = 8192
+"""Responses: several bursts, since the last batches of a burst hold its shortest."""
+_ENOUGH = 2048
+"""Groups that show how lengths are spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,8 @@ def best_burst(
     """
     if not lengths.groups:
         return ONE_BY_ONE
-    size = max(map(len, lengths.groups))
-    tokens_PG = np.array([g + (0,) * (size - len(g)) for g in lengths.groups], dtype=np.float64)
+    tokens_PG = _some_of(lengths)
+    size = tokens_PG.shape[1]
     longest_P, total_P = tokens_PG.max(axis=1), tokens_PG.sum(axis=1)
     stops = np.unique(np.concatenate([np.quantile(longest_P, _LEVELS), longest_P.max() / np.arange(1, 5)]))
     stops = np.ceil(stops[stops >= 1])
@@ -106,6 +109,13 @@ def best_burst(
         lag=float(lag_MD[m, d]),
         iterations_per_batch=float(iterations_MD[m, d]),
     )
+
+
+def _some_of(lengths: Lengths) -> NDArray[np.float64]:
+    """Every so many of the groups in order of their longest response, that one first; shorter groups filled with 0."""
+    size = max(map(len, lengths.groups))
+    ordered = sorted(lengths.groups, key=max, reverse=True)[:: -(-len(lengths.groups) // _ENOUGH)]
+    return np.array([g + (0,) * (size - len(g)) for g in ordered], dtype=np.float64)
 
 
 def _carried(tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float) -> tuple[float, float, float]:

@@ -146,15 +146,22 @@ class Tokens:
 
 @dataclass(slots=True)
 class Lag:
-    """Mean ages of the tokens of trained batches, in versions; earlier batches count less and less."""
+    """Mean age of trained tokens, in versions; earlier batches count less and less."""
 
-    total: float = 0.0
-    weight: float = 0.0
-    """Batches that ``total`` is the sum over, as far as they still count."""
+    num_batches: float = 0.0
+    """As far as they still count."""
+    num_tokens: float = 0.0
+    sum_of_ages: float = 0.0
+    """Over those tokens."""
 
-    def add(self, age: float) -> None:
-        self.total = self.total * _LAG_KEPT + age
-        self.weight = self.weight * _LAG_KEPT + 1
+    def add(self, num_tokens: int, sum_of_ages: int) -> None:
+        self.num_batches = self.num_batches * _LAG_KEPT + 1
+        self.num_tokens = self.num_tokens * _LAG_KEPT + num_tokens
+        self.sum_of_ages = self.sum_of_ages * _LAG_KEPT + sum_of_ages
+
+    @property
+    def mean(self) -> float:
+        return self.sum_of_ages / self.num_tokens if self.num_tokens else 0.0
 
 
 _LAG_KEPT = 1 - 1 / 64
@@ -279,10 +286,10 @@ class Ledger:
 
     def _open(self, event: GroupOpened) -> None:
         assert event.group_id == self.next_group_id, "groups are numbered in order of opening"
-        if self.returned and self.returned[0].prompt_id == event.prompt.prompt_id:
-            self.returned.popleft()
-        else:
-            assert event.cursor > self.cursor, "the source is read in order"
+        if event.cursor <= self.cursor:  # not drawn from the source
+            assert self.returned, "the source is read in order"
+            returned = self.returned.popleft()
+            assert returned.prompt_id == event.prompt.prompt_id, "and so are the prompts that came back"
         entry = GroupEntry(
             group_id=event.group_id,
             prompt=event.prompt,
@@ -421,8 +428,7 @@ class Ledger:
         groups = [self.groups[i] for i in group_ids]
         samples = [s for g in groups for s in g.samples if s.state is _SCORED]
         num_tokens = sum(s.num_tokens for s in samples)
-        if num_tokens:
-            self.lag.add(step - sum(s.sum_of_versions for s in samples) / num_tokens)
+        self.lag.add(num_tokens, step * num_tokens - sum(s.sum_of_versions for s in samples))
         self.lengths = self.lengths.followed_by(
             [tuple(s.num_tokens for s in g.samples if s.state is _SCORED) for g in groups]
         )

@@ -31,6 +31,15 @@ class ReplicaModel:
     """Decoding stands still this long for new weights."""
     fast_lane: bool = False
     """Takes only samples that ask for the fast lane."""
+    draft_tokens: int = 0
+    """Later tokens guessed for each sample in an iteration, at most (speculative decoding); 0 for none."""
+    draft_rows: int = 2**31
+    """Samples and guesses of an iteration, at most."""
+    draft_acceptance: float = 0.5
+    """Chance that a guess is right if those before it were."""
+    draft_cost: float = 1.0
+    """What a guess costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory is,
+    since a guess reads no cache of its own."""
     iteration_table: tuple[tuple[int, float], ...] = ()
     """Measured (samples, seconds) of an iteration, by ascending samples: where given, times are interpolated between
     these instead of following the line, which stays what replicas are compared and theory is reckoned by."""
@@ -42,6 +51,12 @@ class ReplicaModel:
         for key in ("prefill_call_s", "swap_pause_s"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key} must be at least 0 seconds, got {getattr(self, key)}")
+        for key in ("draft_acceptance", "draft_cost"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key} must lie in [0, 1], got {getattr(self, key)}")
+        for key in ("draft_tokens", "draft_rows"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} must be at least 0, got {getattr(self, key)}")
         if len(self.iteration_table) == 1 or any(not seconds > 0 for _, seconds in self.iteration_table):
             raise ValueError(
                 f"iteration_table must have two points or more, each above 0 seconds, got {self.iteration_table}"
@@ -54,6 +69,15 @@ class ReplicaModel:
         if self.iteration_table:
             return self._interpolated(num_running)
         return self.c0_s * (1 + num_running / self.b0)
+
+    def token_s(self, num_running: int) -> float:
+        """Mean time in which each of ``num_running`` samples gets one token further. Of g guesses for each,
+        a + a^2 + ... + a^g are right in the mean."""
+        if not self.draft_tokens or not num_running:
+            return self.iteration_s(num_running)
+        num_guesses = min(self.draft_tokens, max(0, self.draft_rows // num_running - 1))
+        tokens = sum(self.draft_acceptance**i for i in range(num_guesses + 1))
+        return self.iteration_s(num_running * (1 + num_guesses * self.draft_cost)) / tokens
 
     def _interpolated(self, num_running: float) -> float:
         """Flat below the first point; beyond the last the last piece goes on."""

@@ -24,8 +24,12 @@ from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull, Strategy
 
-_MOST_OVER = 1.5
-"""A single burst may exceed the target by this factor, while the mean keeps to it."""
+_SPREAD = 16
+"""Batches over which lag that was not used is used, or that was used too much is saved."""
+_MOST_OVER = 1.25
+"""Factor by which single bursts may leave the target, while the mean keeps to it."""
+_RAMP_STEPS = 5
+"""Lag grows over the first steps: a sudden surplus would fill the first batches with short responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +61,16 @@ class Rollover(Configured):
 
     def burst(self, ledger: Ledger) -> Burst:
         """What is collected now. It changes only when a batch is consumed."""
-        spare = self.target_lag * ledger.lag.weight - ledger.lag.total
-        for max_lag in (self.target_lag * _MOST_OVER, self.target_lag):
-            found = best_burst(
-                ledger.lengths,
-                max_lag=max_lag,
-                max_staleness=self.max_staleness,
-                batch_size=self.batch_size,
-                num_running=self.num_running,
-            )
-            if found.num_batches * (found.lag - self.target_lag) <= spare:
-                return found
-        return found
+        lag, target = ledger.lag, self.target_lag
+        spare = (target - lag.mean) * lag.num_batches / _SPREAD
+        ramp = min(1.0, ledger.next_step / _RAMP_STEPS)
+        return best_burst(
+            ledger.lengths,
+            max_lag=ramp * min(max(target + spare, target / _MOST_OVER), target * _MOST_OVER),
+            max_staleness=self.max_staleness,
+            batch_size=self.batch_size,
+            num_running=self.num_running,
+        )
 
 
 def _is_collected(ledger: Ledger, batch_size: int) -> bool:

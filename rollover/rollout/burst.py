@@ -84,7 +84,9 @@ def best_burst(
     tokens_PG = _some_of(lengths)
     size = tokens_PG.shape[1]
     longest_P, total_P = tokens_PG.max(axis=1), tokens_PG.sum(axis=1)
-    stops = np.unique(np.concatenate([np.quantile(longest_P, _LEVELS), longest_P.max() / np.arange(1, 5)]))
+    stops = np.unique(
+        np.concatenate([np.quantile(longest_P, _LEVELS, method="higher"), longest_P.max() / np.arange(1, 5)])
+    )
     stops = np.ceil(stops[stops >= 1])
     num_batches = np.arange(1, min(max_staleness + 1, _MOST_BATCHES) + 1)
 

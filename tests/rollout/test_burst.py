@@ -1,0 +1,98 @@
+"""Bursts in closed form, against counting burst by burst, token by token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.rollout.burst import ONE_BY_ONE, Burst, Lengths, best_burst
+
+Groups = tuple[tuple[int, ...], ...]
+GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2).map(tuple), min_size=12, max_size=12).map(tuple)
+
+
+def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, int]:
+    """With the same groups admitted to every burst, once that has gone on for long: groups in flight per group trained,
+    mean age of tokens, greatest age."""
+    waiting: list[tuple[tuple[int, ...], int]] = []
+    over: list[tuple[tuple[int, ...], int]] = []
+    num_in_flight = now = 0
+    for now in range(-(-max(map(max, groups)) // stop)):
+        waiting += [(group, now) for group in groups]
+        num_in_flight = len(waiting)
+        over = [(g, begun) for g, begun in waiting if max(g) <= (now - begun + 1) * stop]
+        waiting = [(g, begun) for g, begun in waiting if max(g) > (now - begun + 1) * stop]
+    over.sort(key=lambda entry: -sum(entry[0]))
+    size = len(over) // num_batches
+    ages = [
+        (now - begun - token // stop) * num_batches + place // size
+        for place, (group, begun) in enumerate(over)
+        for length in group
+        for token in range(length)
+    ]
+    return num_in_flight / len(groups), sum(ages) / len(ages), max(ages)
+
+
+def best(groups: Groups, *, max_lag: float, max_staleness: int = 11, num_running: float = 1e9) -> Burst:
+    return best_burst(
+        Lengths(groups), max_lag=max_lag, max_staleness=max_staleness, batch_size=12, num_running=num_running
+    )
+
+
+@given(GROUPS, st.floats(0, 6))
+def test_it_leads_to_what_it_says(groups: Groups, max_lag: float) -> None:
+    burst = best(groups, max_lag=max_lag)
+    if 12 % burst.num_batches or not burst.iterations:  # batches of unequal size are a matter of rounding
+        return
+    ratio, lag, oldest = counted(groups, burst.num_batches, burst.iterations)
+    assert burst.ratio == pytest.approx(ratio)
+    assert burst.lag == pytest.approx(lag)
+    assert lag <= max_lag + 1e-9
+    assert oldest <= 11
+    assert burst.iterations_per_batch == pytest.approx(burst.iterations / burst.num_batches)
+
+
+@given(GROUPS, st.sampled_from([0.3, 1.0, 2.5]))
+def test_no_other_has_fewer_iterations(groups: Groups, max_lag: float) -> None:
+    """All stops by which a third of the groups or more end, and all divisors of the 12 groups: one within both limits is
+    no faster by more than the margin within which younger tokens are preferred."""
+    found = best(groups, max_lag=max_lag)
+    for num_batches in (1, 2, 3, 4, 6, 12):
+        for stop in sorted(map(max, groups))[3:]:
+            _, lag, _ = counted(groups, num_batches, stop)
+            most = -(-max(map(max, groups)) // stop) * num_batches
+            if lag <= max_lag and most <= 12:
+                assert found.iterations_per_batch <= 1.01 * stop / num_batches + 1e-9
+
+
+def test_before_any_length_is_known_batches_are_collected_one_by_one() -> None:
+    assert best((), max_lag=3.0) == ONE_BY_ONE
+
+
+def test_without_a_lag_a_burst_is_a_synchronous_round() -> None:
+    burst = best(((3, 9), (4, 4), (20, 1)) * 4, max_lag=0.0)
+    assert (burst.num_batches, burst.iterations, burst.ratio, burst.lag) == (1, 20, 1.0, 0.0)
+
+
+def test_stragglers_are_carried_over_and_a_crowd_at_the_cap_is_not() -> None:
+    """2 % of responses forty times as long as the rest are left for later bursts; where a third is, more batches are
+    trained from one collection."""
+    few = best(((10,),) * 490 + ((400,),) * 10, max_lag=0.9, max_staleness=99)
+    many = best(((10,),) * 320 + ((400,),) * 180, max_lag=0.9, max_staleness=99)
+    assert few.ratio > 1 and few.iterations < 400
+    assert many.ratio == 1 and many.iterations == 400 and many.num_batches > 1
+
+
+def test_no_more_batches_are_collected_than_shorten_the_step() -> None:
+    """With 12 samples at a time the engine is busy whatever is collected: more would only be older."""
+    groups = ((10,),) * 48
+    assert best(groups, max_lag=9.0, num_running=12).num_batches == 1
+    assert best(groups, max_lag=9.0).iterations_per_batch == pytest.approx(10 / 12)
+
+
+def test_the_earliest_lengths_are_forgotten() -> None:
+    lengths = Lengths().followed_by([(1, 1)] * 10)
+    for value in (5, 7):
+        lengths = lengths.followed_by([(value, value)] * 4096)
+    assert set(lengths.groups) == {(7, 7)}

@@ -1,0 +1,96 @@
+"""The strategy ``rollover`` in simulated runs: what its closed form promises comes about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollover.rollout.events import BatchConsumed, Event, SampleStarted
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategies.rollover import Rollover
+from rollover.sim.result import Window
+from rollover.sim.run import simulate
+from rollover.workload.presets import PRESETS
+from tests.sim.kit import one_replica, strategy_of
+
+N, G = 16, 4
+
+
+class Watched(Rollover):
+    """Keeps the bursts it decided on, by the step that begins them."""
+
+    __slots__ = ()
+    seen: dict[int, Any] = {}  # noqa: RUF012
+
+    def groups_to_open(self, ledger: Ledger) -> int:
+        self.seen.setdefault(ledger.next_step, self.burst(ledger))
+        return Rollover.groups_to_open(self, ledger)
+
+
+def strategy(target: float, cap: int, unit: str, **config: Any) -> Rollover:
+    config = {"rollout_batch_size": N, "group_size": G, "max_staleness": 60} | config
+    made = strategy_of("rollover", unit=unit, lag_target=target, max_new_tokens=cap, **config)
+    assert isinstance(made, Rollover)
+    return made
+
+
+def run(preset: str, target: float, unit: str, observer: Any = None, **config: Any) -> Window:
+    law = PRESETS[preset]
+    simulation = simulate(
+        strategy(target, law.cap_tokens, unit, **config),
+        law.workload(5),
+        one_replica(b0=64.0, kv_on_update="keep"),
+        steps=240,
+        observer=observer,
+    )
+    assert not simulation.tokens.wasted
+    assert max(s.step for s in simulation.steps) == 239
+    return simulation.after(60)
+
+
+@pytest.mark.parametrize("unit", ["sample", "group"])
+@pytest.mark.parametrize(
+    ("preset", "target"), [("light-8k", 0.5), ("light-8k", 2.0), ("r1-16k", 1.0), ("heavy-32k", 2.0)]
+)
+def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: float, unit: str) -> None:
+    window = run(preset, target, unit)
+    assert window.lag == pytest.approx(target, rel=0.12)
+    assert window.mean_length == pytest.approx(PRESETS[preset].mean_tokens, rel=0.04)
+
+
+@pytest.mark.parametrize("unit", ["sample", "group"])
+def test_the_closed_form_foretells_the_iterations(unit: str) -> None:
+    law = PRESETS["light-8k"]
+    config = {f: getattr(strategy(1.0, law.cap_tokens, unit), f) for f in Rollover.__dataclass_fields__}
+    watched = Watched(**config)
+    Watched.seen.clear()
+    simulation = simulate(watched, law.workload(2), one_replica(b0=64.0), steps=240)
+    bursts = {step: burst for step, burst in Watched.seen.items() if step >= 60}
+    promised = sum(b.iterations for b in bursts.values()) / sum(b.num_batches for b in bursts.values())
+    assert simulation.after(min(bursts)).iterations == pytest.approx(promised, rel=0.06)
+
+
+def test_a_burst_is_trained_without_a_start_in_between_and_its_longest_responses_first() -> None:
+    between: list[int] = []
+    started = 0
+
+    def watch(event: Event) -> None:
+        nonlocal started
+        if isinstance(event, SampleStarted):
+            started += 1
+        elif isinstance(event, BatchConsumed):
+            between.append(started)
+            started = 0
+
+    window = run("r1-16k", 1.0, "sample", watch)
+    assert between.count(0) > len(between) / 2, "bursts of one batch only"
+    means = {s.step: sum(s.lengths) / len(s.lengths) for s in window.steps}
+    within = [step for step in means if step - 1 in means and between[step] == 0]
+    assert all(means[step] <= means[step - 1] for step in within)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3, 6])
+def test_the_bound_is_kept_and_limits_the_burst(max_staleness: int) -> None:
+    window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
+    assert window.max_lag == max_staleness

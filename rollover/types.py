@@ -98,8 +98,8 @@ class Segment(NamedTuple):
     def continues_into(self, later: Segment) -> bool:
         """Whether ``later`` went on without an interruption and under the same weights and cache."""
         return (
-            self.finish_reason is None
-            and self.policy_version == later.policy_version
+            self.policy_version == later.policy_version
+            and self.finish_reason is None
             and self.kv_version == later.kv_version
         )
 
@@ -114,7 +114,7 @@ class Segment(NamedTuple):
 
 def append_segment(segments: list[Segment], segment: Segment) -> None:
     """Put ``segment`` behind the others, joined to the last one where nothing separates them."""
-    if segments and segments[-1].finish_reason is None and segments[-1].continues_into(segment):
+    if segments and segments[-1].continues_into(segment):
         segment = segments.pop().joined(segment)
     segments.append(segment)
 

@@ -148,17 +148,17 @@ class Scheduler:
     def _start(self, sample_id: SampleId, now_s: float) -> Start:
         ledger, strategy = self.ledger, self.strategy
         start = Start(sample_id, strategy.hop_budget(ledger, sample_id), strategy.wants_fast_lane(ledger, sample_id))
-        self.record(SampleStarted(time_s=now_s, sample_id=sample_id, policy_version=ledger.policy_version))
+        self.record(SampleStarted(now_s, sample_id, ledger.policy_version))
         return start
 
     # -- what happened ---------------------------------------------------------------------------------------
 
     def segment_ended(self, sample_id: SampleId, segment: Segment, now_s: float) -> None:
-        self.record(SegmentEnded(time_s=now_s, sample_id=sample_id, segment=segment))
+        self.record(SegmentEnded(now_s, sample_id, segment))
 
     def scored(self, sample_id: SampleId, reward: float, now_s: float) -> None:
         self._num_failed_in_a_row = 0
-        self.record(SampleScored(time_s=now_s, sample_id=sample_id, reward=reward))
+        self.record(SampleScored(now_s, sample_id, reward))
         self._settle(sample_id, now_s)
 
     def failed(self, sample_id: SampleId, reason: str, now_s: float) -> None:

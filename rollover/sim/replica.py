@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollover.sim.models import ReplicaModel
@@ -137,7 +138,8 @@ class Replica:
                 done.append(call)
         while self._is_bounded and self._running and self._full_at() <= self.iterations + _EPSILON:
             self._make_room()
-        self._admit()
+        if self._queue:
+            self._admit()
         return done
 
     # -- calls -----------------------------------------------------------------------------------------------
@@ -175,6 +177,15 @@ class Replica:
             return call.num_decoded
         since = math.floor(self.iterations + _EPSILON) - call.joined_at
         return min(call.num_tokens, call.num_decoded + max(0, since))
+
+    def progress(self) -> Iterator[tuple[Call, int]]:
+        """All calls with their tokens so far."""
+        iterations = math.floor(self.iterations + _EPSILON)
+        for call in self.calls.values():
+            if call.ends_at >= iterations > call.joined_at:  # most: decoding, and not about to end
+                yield call, call.num_decoded + iterations - call.joined_at
+            else:
+                yield call, self.num_decoded(call)
 
     def forget(self) -> None:
         """Lose the caches of parked samples."""
@@ -230,7 +241,8 @@ class Replica:
         call.ends_at = call.joined_at + call.num_tokens - call.num_decoded
         self._running[call.sample_id] = call
         self._siblings[call.prompt] += 1
-        self._base_tokens += call.context_tokens - call.joined_at
+        if self._is_bounded:
+            self._base_tokens += call.context_tokens - call.joined_at
         self._num_pushed += 1
         heapq.heappush(self._ends, (call.ends_at, self._num_pushed, call))
 
@@ -238,7 +250,8 @@ class Replica:
         """Out of the running ones, with ``num_decoded`` brought up to date."""
         del self._running[call.sample_id]
         self._siblings[call.prompt] -= 1
-        self._base_tokens -= call.context_tokens - call.joined_at
+        if self._is_bounded:
+            self._base_tokens -= call.context_tokens - call.joined_at
         call.num_decoded = self.num_decoded(call)
         call.ends_at = -1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -159,7 +159,7 @@ class Meter:
 
 def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float, end_s: float) -> StepRecord:
     """The record of ``batch``'s step, in which ``used`` was counted."""
-    ages: Counter[int] = Counter()
+    ages: defaultdict[int, int] = defaultdict(int)
     heads: list[int] = []
     lengths: list[int] = []
     for group in batch.groups:

@@ -198,9 +198,10 @@ class _Run:
             self._stop()
         if self._strategy.on_full is OnFull.DISCARD:
             scheduler.discard_unfinished(self._now_s)
+        num_trained = ledger.tokens.trained
         batch = scheduler.consume(self._now_s)
         self._trainer_is_busy = True
-        seconds = self._scenario.trainer.seconds(batch.num_tokens, self._rng)
+        seconds = self._scenario.trainer.seconds(ledger.tokens.trained - num_trained, self._rng)
         self._enter(self._now_s + seconds, _TRAINED, (batch, self._now_s))
 
     def _publish(self, trained: tuple[Batch, float]) -> None:
@@ -214,9 +215,9 @@ class _Run:
         self._records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=self._now_s))
         self._meter = meter
         for replica in self._fleet.replicas:
-            for call in replica.calls.values():
-                if num_tokens := replica.num_decoded(call) - call.num_reported:
-                    self._segment(call, None, num_tokens)
+            for call, num_decoded in replica.progress():
+                if num_decoded > call.num_reported:
+                    self._segment(call, None, num_decoded - call.num_reported)
                 call.policy_version = version
             if self._scenario.kv_on_update == "recompute":
                 replica.recompute(version)
@@ -244,7 +245,7 @@ class _Run:
         changed: dict[int, Replica] = {}
         for sample_id, budget, fast_lane in decision.starts:
             entry = self._ledger.sample(sample_id)
-            index = entry.trajectory.prompt.columns["index"]
+            index = entry.prompt.columns["index"]
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)

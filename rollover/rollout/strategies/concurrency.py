@@ -23,7 +23,7 @@ class Concurrency(Strategy):
 
     def groups_to_open(self, ledger: Ledger) -> int:
         missing = self.num_running - ledger.num_active
-        return min(-(-missing // self.group_size), self.headroom(ledger))
+        return min(-(-missing // self.group_size), self.headroom(ledger)) if missing > 0 else 0
 
     def samples_to_start(self, ledger: Ledger) -> list[SampleId]:
         # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.

@@ -28,13 +28,13 @@ def engine_of(folder: Path, *, lockstep: bool = False, **settings: Any) -> Embed
     return EmbeddedEngine.from_folder(folder, replace(CONFIG, **settings), lockstep=lockstep)
 
 
-def lockstep_log(folder: Path) -> list[tuple[str, int, int, str | None]]:
+def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str | None]]:
     """A small scheduler over a lockstep engine: refill on every finish, abort two when the third is done, resume them.
     Each entry is a chunk: call, number of tokens, iteration it was seen at, finish reason."""
     log: list[tuple[str, int, int, str | None]] = []
 
     async def main() -> None:
-        engine = engine_of(folder, lockstep=True, stream_interval_tokens=3)
+        engine = engine_of(folder, lockstep=True, stream_interval_tokens=3, **settings)
         tasks: list[asyncio.Task[None]] = []
         heads: dict[str, tuple[int, ...]] = {}
 
@@ -84,6 +84,11 @@ def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
     assert {e[0]: e[3] for e in first if e[3]} | {"a#1": "length", "b#1": "length"} == {
         e[0]: e[3] for e in first if e[3]
     }
+
+
+def test_lockstep_with_guesses_gives_the_same_interleaving_twice(folder: Path) -> None:
+    first = lockstep_log(folder, draft_rows=16)
+    assert first == lockstep_log(folder, draft_rows=16) != lockstep_log(folder)
 
 
 def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:

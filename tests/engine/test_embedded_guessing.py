@@ -235,15 +235,15 @@ def test_across_a_weight_update_each_token_is_scored_by_the_version_on_its_label
     """Under ``keep`` too: this model does not look back."""
     models = {0: looping_model(0), 1: looping_model(1)}
     core = guessing(looping, kv_on_update=kv_on_update, stream_interval_tokens=7)
-    calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPTS[0], max_new_tokens=80) for i in range(3)])
-    calls.step(12)
+    calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPTS[0], max_new_tokens=120) for i in range(3)])
+    calls.step(24)
     accepted = core.stats().accepted_tokens
     calls.take(core.load(1, models[1].state_dict()))
     calls.finish()
     assert 0 < accepted < core.stats().accepted_tokens
     for name, chunks in calls.chunks.items():
         versions = [c.policy_version for c in chunks for _ in c.token_ids]
-        assert 12 < versions.count(0) < 80 == len(versions)
+        assert 24 <= versions.count(0) < 120 == len(versions)
         scores = {v: logprobs(m, PROMPTS[0], calls.tokens(name)) for v, m in models.items()}
         assert calls.logprobs(name) == pytest.approx([scores[v][i] for i, v in enumerate(versions)], abs=1e-4)
 

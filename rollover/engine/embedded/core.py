@@ -22,7 +22,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,21 +248,27 @@ class EngineCore:
         self._compute.prefill(Tokens(np.array(ids), tables_BN, starts_B, counts_B))
 
     def _guesses(self, sequences: list[Sequence]) -> list[Guess]:
-        num_rows = self._config.draft_rows - len(sequences)
-        if self._drafts is None or num_rows < 1:
+        if self._drafts is None or len(sequences) >= self._config.draft_rows:
             return [Guess()] * len(sequences)
         rooms = [min(self.scheduler.room(s), s.max_tokens - s.num_tokens - 1) for s in sequences]
-        return self._drafts.propose(sequences, rooms, num_rows)
+        return self._drafts.propose(sequences, rooms, self._config.draft_rows)
 
     def _decode(self, sequences: list[Sequence], guesses: list[Guess]) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs: of each sequence the one after its last token, then those after its guesses."""
-        rows = [(s, i) for s, guess in zip(sequences, guesses, strict=True) for i in range(1 + len(guess.token_ids))]
-        ids = [t for s, guess in zip(sequences, guesses, strict=True) for t in (s.token_ids[-1], *guess.token_ids)]
-        lengths_R = np.array([s.num_cached + i for s, i in rows])
-        noise_R = uniforms([s.request.seed for s, _ in rows], [s.num_tokens - s.num_prompt + i for s, i in rows])
-        tables_RN = self._tables([s for s, _ in rows], lengths_R + 1)
-        tokens = Tokens(np.array(ids), tables_RN, lengths_R, np.ones_like(lengths_R))
-        return self._compute.decode(tokens, [s.request.params for s, _ in rows], noise_R)
+        """Token ids and log-probs: what follows the last token of each sequence, then what follows each guess."""
+        guessed = [
+            (s, i, token)
+            for s, guess in zip(sequences, guesses, strict=True)
+            if guess.token_ids
+            for i, token in enumerate(guess.token_ids, 1)
+        ]
+        rows = [*sequences, *(s for s, _, _ in guessed)]
+        ids = [s.token_ids[-1] for s in sequences] + [token for _, _, token in guessed]
+        lengths_R = np.array([s.num_cached for s in sequences] + [s.num_cached + i for s, i, _ in guessed])
+        positions = [s.num_tokens - s.num_prompt for s in sequences]
+        positions += [s.num_tokens - s.num_prompt + i for s, i, _ in guessed]
+        noise_R = uniforms([s.request.seed for s in rows], positions)
+        tokens = Tokens(np.array(ids), self._tables(rows, lengths_R + 1), lengths_R, np.ones_like(lengths_R))
+        return self._compute.decode(tokens, [s.request.params for s in rows], noise_R)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
         """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
@@ -276,36 +282,46 @@ class EngineCore:
     def _account(
         self, sequences: list[Sequence], guesses: list[Guess], tokens: list[int], logprobs: list[float]
     ) -> list[Output]:
-        """Take the tokens drawn: of each sequence the first, and those after guesses that were right."""
         outputs: list[Output] = []
         drawn = zip(tokens, logprobs, strict=True)
-        for sequence, guess in zip(sequences, guesses, strict=True):
-            rows = list(islice(drawn, 1 + len(guess.token_ids)))
-            right = takewhile(lambda pair: pair[0][0] == pair[1], zip(rows, guess.token_ids, strict=False))
-            num_right = sum(1 for _ in right)
-            num_taken = self._take(sequence, rows[: num_right + 1], outputs)
-            self._decoded_tokens += num_taken
-            if self._drafts and guess.token_ids:
-                self._drafted_tokens += len(guess.token_ids)
-                self._accepted_tokens += num_taken - 1
-                self._drafts.odds.learn(guess, num_right)
+        firsts = list(islice(drawn, len(sequences)))
+        for sequence, guess, first in zip(sequences, guesses, firsts, strict=True):
+            if guess.token_ids:
+                self._take_guessed(sequence, guess, [first, *islice(drawn, len(guess.token_ids))], outputs)
+            else:
+                self._take(sequence, *first, outputs)
         return outputs
 
-    def _take(self, sequence: Sequence, rows: list[tuple[int, float]], outputs: list[Output]) -> int:
-        """Append tokens until one of them ends the call; how many that were."""
-        for number, (token, logprob) in enumerate(rows, 1):
-            if not math.isfinite(logprob):
-                raise EngineError(
-                    f"the model of version {self.policy_version} gave logits that are not finite for request "
-                    f"{sequence.request.request_id!r}"
-                )
-            sequence.append(token, logprob)
-            if (reason := self._finish_reason(sequence)) is not None:
-                outputs.append(self._finish(sequence, reason))
-                return number
-            if sequence.num_pending >= self._config.stream_interval_tokens:
-                outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
-        return len(rows)
+    def _take_guessed(
+        self, sequence: Sequence, guess: Guess, rows: list[tuple[int, float]], outputs: list[Output]
+    ) -> None:
+        """Take what was drawn up to the first token that was not the guess, or ends the call."""
+        assert self._drafts is not None
+        num_taken, ended = 0, False
+        for (token, logprob), expected in zip_longest(rows, guess.token_ids):  # the last one follows all guesses
+            ended = self._take(sequence, token, logprob, outputs)
+            num_taken += 1
+            if ended or token != expected:
+                break
+        self._drafted_tokens += len(guess.token_ids)
+        self._accepted_tokens += num_taken - 1
+        self._drafts.odds.learn(guess.match, num_taken - 1, wrong=not ended and num_taken < len(rows))
+
+    def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> bool:
+        """Whether that ends the call."""
+        if not math.isfinite(logprob):
+            raise EngineError(
+                f"the model of version {self.policy_version} gave logits that are not finite for request "
+                f"{sequence.request.request_id!r}"
+            )
+        sequence.append(token, logprob)
+        self._decoded_tokens += 1
+        if (reason := self._finish_reason(sequence)) is not None:
+            outputs.append(self._finish(sequence, reason))
+            return True
+        if sequence.num_pending >= self._config.stream_interval_tokens:
+            outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
+        return False
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

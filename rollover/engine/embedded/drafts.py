@@ -5,20 +5,26 @@ its prompt, what followed there is the guess (prompt lookup: Saxena, 2023; a sto
 arXiv 2311.08252). A decode iteration checks guesses in rows of its own, so a wrong one costs a row and changes nothing;
 hence nothing here need be right, and a weight update leaves it as it is.
 
-What it keeps true: a guess is made only where guesses after matches of its length have lately been right often enough
-to pay for their rows; what is proposed depends on tokens and counts alone, never on a clock; memory is bounded.
+What it keeps true: a row is spent only on a guess that, going by how often such guesses were right of late, earns more
+tokens for its time than the iteration does without it; what is proposed depends on tokens and counts alone, never on a
+clock; memory is bounded.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as AbstractSequence
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from rollover.engine.embedded.sequence import Sequence
 
 SHORTEST, LONGEST = 2, 4
-"""Tokens that must agree, and those that are looked at."""
+"""Tokens of the n-grams that are looked up."""
+COMPARED = 16
+"""Tokens before a guess that are compared, to judge it."""
+LEARNT_AT_ONCE = 8
 _TOKEN_BITS = 32
 _MASKS = {n: (1 << n * _TOKEN_BITS) - 1 for n in range(SHORTEST, LONGEST + 1)}
 _PLACE_BITS = 32
@@ -27,11 +33,11 @@ _PLACE_BITS = 32
 class Guess(NamedTuple):
     token_ids: tuple[int, ...] = ()
     match: int = 0
-    """Length of the match that it follows."""
+    """Tokens before it that agree with what it was taken from, as far as they were compared."""
 
 
 class Place(NamedTuple):
-    """Behind a match of so many tokens."""
+    """Where a guess begins, in which text, and how many tokens before it match."""
 
     text: int
     start: int
@@ -68,19 +74,28 @@ class NgramIndex:
         self._texts.append(text)
 
     def catch_up(self) -> None:
-        """Learn what has been added to the lists since the last time."""
+        """Learn what has been added to the lists, not one token at a time, which costs thrice."""
         for number, text in enumerate(self._texts):
-            if text.num_indexed < len(text.token_ids) - 1:
+            if len(text.token_ids) - 1 - text.num_indexed >= LEARNT_AT_ONCE:
                 self._learn(number, text)
 
     def find(self, token_ids: AbstractSequence[int]) -> Place | None:
-        """Where the longest match of the end of ``token_ids`` was last seen."""
+        """Where the longest n-gram at the end of ``token_ids`` was last seen."""
         tail = token_ids[-LONGEST:]
         key = _packed(tail)
         for n in range(len(tail), SHORTEST - 1, -1):
             if (place := self._places[n].get(key & _MASKS[n])) is not None:
-                return Place(place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1, n)
+                number, start = place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1
+                return Place(number, start, self._agreement(number, start, token_ids) if n == LONGEST else n)
         return None
+
+    def _agreement(self, number: int, start: int, token_ids: AbstractSequence[int]) -> int:
+        """Tokens before ``start`` that are those at the end of ``token_ids``, counted up to ``COMPARED``."""
+        text = self._texts[number].token_ids
+        most, length = min(start, len(token_ids), COMPARED), LONGEST
+        while length < most and text[start - 1 - length] == token_ids[-1 - length]:
+            length += 1
+        return length
 
     def continued(self, place: Place, token_ids: AbstractSequence[int], num_tokens: int) -> list[int]:
         """So many tokens from there; where that text ends, from where the end of ``token_ids`` and of what has been
@@ -147,52 +162,90 @@ class Drafts:
             forgotten, _ = self._idle.popitem(last=False)
             del self._indices[forgotten]
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], num_rows: int) -> list[Guess]:
-        """A guess for each, ``num_rows`` tokens in all and none longer than its room: a token for each in turn."""
+    def propose(self, sequences: list[Sequence], rooms: list[int], most_rows: int) -> list[Guess]:
+        """A guess for each, none longer than its room: the likeliest tokens first, those of equal chances in turn, as
+        long as they pay and the rows, one of each sequence and one of each token guessed, are no more than
+        ``most_rows``."""
+        if not self.odds.ask(len(sequences)):
+            return [Guess()] * len(sequences)
         for key in dict.fromkeys(s.request.prompt_key for s in sequences):
             self._indices[key].catch_up()
-        found = [self._guess(s, min(room, num_rows)) for s, room in zip(sequences, rooms, strict=True)]
-        lengths, depth = [0] * len(found), 0
-        while num_rows and (going := [i for i, guess in enumerate(found) if len(guess.token_ids) > depth]):
-            for i in going[:num_rows]:
-                lengths[i] += 1
-            num_rows -= min(num_rows, len(going))
-            depth += 1
-        return [Guess(g.token_ids[:n], g.match) if n else Guess() for g, n in zip(found, lengths, strict=True)]
+        places = [self._indices[s.request.prompt_key].find(s.token_ids) for s in sequences]
+        matches = [place.match if place and room > 0 else 0 for place, room in zip(places, rooms, strict=True)]
+        lengths = self.odds.share_out(matches, rooms, most_rows)
+        return [
+            self._guess(sequence, place, length) if place and length else Guess()
+            for sequence, place, length in zip(sequences, places, lengths, strict=True)
+        ]
 
-    def _guess(self, sequence: Sequence, most: int) -> Guess:
+    def _guess(self, sequence: Sequence, place: Place, length: int) -> Guess:
         index = self._indices[sequence.request.prompt_key]
-        if most < 1 or (place := index.find(sequence.token_ids)) is None:
-            return Guess()
-        num_tokens = min(most, self.odds.depth(place.match))
-        return Guess(tuple(index.continued(place, sequence.token_ids, num_tokens)), place.match)
+        return Guess(tuple(index.continued(place, sequence.token_ids, length)), place.match)
 
 
 class Odds:
-    """How often a guessed token was right of late, for each length of match."""
+    """How often a guessed token was right of late, by the length of the match, and how many guesses that is worth.
 
-    least = 0.25
-    """A guess less likely than this costs more than it gains."""
-    _step, _forgetting = 1 / 32, 1 / 2048
+    An iteration of R rows is taken to cost ``1 + R / D``, where D is the number of rows that guesses may fill up. If it
+    is expected to yield N tokens, a row more, right with chance p, raises the tokens per cost where
+    ``p (D + R) > N``. Looking guesses up costs something too: where they gain hardly any tokens, that is done now and
+    then only.
+    """
+
+    _kinds = (2, 3, 4, 8, COMPARED)
+    """Shortest matches of the kinds that are told apart."""
+    _first, _step, _forgetting = 0.5, 1 / 32, 1 / 2048
+    _least_gain, _rests = 1 / 64, 16
 
     def __init__(self) -> None:
-        self._chances = dict.fromkeys(_MASKS, 0.7)
+        self._chances = [self._first] * len(self._kinds)
+        self._gain = 8 * self._least_gain
+        """Tokens right per sequence and look-up, of late."""
+        self._num_asked = self._num_right = 0
 
-    def depth(self, match: int) -> int:
-        """Tokens worth guessing. Where it is none, it will be tried again some time."""
-        chance = self._chances[match]
-        if chance < self.least:
-            self._chances[match] += self._forgetting
-            return 0
-        depth, likely = 0, chance
-        while likely >= self.least and depth < 64:
-            depth, likely = depth + 1, likely * chance
-        return depth
+    def chance(self, match: int) -> float:
+        return self._chances[self._kind(match)]
 
-    def learn(self, guess: Guess, num_right: int) -> None:
-        """Of the tokens that were guessed, those up to the first wrong one tell something."""
-        for right in [True] * num_right + [False] * (num_right < len(guess.token_ids)):
-            self._chances[guess.match] += self._step * (right - self._chances[guess.match])
+    def ask(self, num_sequences: int) -> bool:
+        """Whether to look for guesses for so many."""
+        if self._num_asked:
+            self._gain += self._step * (self._num_right / self._num_asked - self._gain)
+        self._num_asked = self._num_right = 0
+        if self._gain < self._least_gain:
+            self._gain += self._least_gain * self._step / self._rests
+            return False
+        self._num_asked = num_sequences
+        return True
+
+    def share_out(self, matches: AbstractSequence[int], rooms: AbstractSequence[int], most_rows: int) -> list[int]:
+        """Tokens to guess for each sequence; a match of 0 is none."""
+        lengths = [0] * len(matches)
+        num_rows, expected = len(matches), float(len(matches))
+        likely = [(-self.chance(match), i) for i, match in enumerate(matches) if match]
+        heapify(likely)
+        while likely and num_rows < most_rows:
+            negative, i = likely[0]
+            if -negative * (most_rows + num_rows) <= expected:
+                for kind in {self._kind(matches[i]) for _, i in likely if not lengths[i]}:  # try again some time
+                    self._chances[kind] = min(self._first, self._chances[kind] + self._forgetting)
+                break
+            lengths[i] += 1
+            num_rows, expected = num_rows + 1, expected - negative
+            if lengths[i] < rooms[i]:
+                heapreplace(likely, (negative * self.chance(matches[i]), i))
+            else:
+                heappop(likely)
+        return lengths
+
+    def learn(self, match: int, num_right: int, *, wrong: bool) -> None:
+        """So many tokens of a guess were right, and the next one was wrong or was not looked at."""
+        self._num_right += num_right
+        kind = self._kind(match)
+        for right in [True] * num_right + [False] * wrong:
+            self._chances[kind] += self._step * (right - self._chances[kind])
+
+    def _kind(self, match: int) -> int:
+        return bisect_right(self._kinds, match) - 1
 
 
 def _packed(tokens: AbstractSequence[int]) -> int:

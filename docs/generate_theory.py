@@ -6,6 +6,7 @@ tokens per c0, 32 groups of 8, 90 steps of which 20 are warm-up, no training tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
+from rollover.rollout.burst import Lengths, best_burst
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import STRATEGIES
 from rollover.sim.models import ReplicaModel
@@ -28,6 +30,7 @@ STEPS, WARM_UP = 90, 20
 NAMES = ("r1-16k", "qwen3-16k", "heavy-32k")
 RATIOS = (1.25, 1.5, 2, 2.5, 3)
 CONCURRENCIES = (128, 256, 384, 512)
+LAGS = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ def model_of(preset: str) -> StepModel:
     return StepModel.of_lengths(lengths_PG, batch_size=BATCH, b0=B0)
 
 
-def play(preset: str, name: Literal["sync", "april", "concurrency"], label: str, **options: Any) -> Point:
+def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"], label: str, **options: Any) -> Point:
     config = RolloutConfig(
         strategy=name,
         rollout_batch_size=BATCH,
@@ -59,7 +62,9 @@ def play(preset: str, name: Literal["sync", "april", "concurrency"], label: str,
     )
     strategy = STRATEGIES[name].from_config(config, max_running=2**20)
     replica = ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL)
-    window = simulate(strategy, PRESETS[preset].workload(), Scenario(replicas=(replica,)), steps=STEPS).after(WARM_UP)
+    scale = 3 if name == "rollover" else 1  # whose bursts are of several steps
+    simulation = simulate(strategy, PRESETS[preset].workload(), Scenario(replicas=(replica,)), steps=scale * STEPS)
+    window = simulation.after(scale * WARM_UP)
     return Point(
         label=label,
         tokens_per_c0=window.tokens_per_s,
@@ -74,7 +79,16 @@ def points_of(preset: str) -> dict[str, list[Point]]:
     """Runs by strategy."""
     bursts = [play(preset, "april", f"r = {r:g}", over_sampling_batch_size=int(r * BATCH)) for r in RATIOS]
     refills = [play(preset, "concurrency", f"C = {c}", num_running=c) for c in CONCURRENCIES]
-    return {"sync": [play(preset, "sync", "sync")], "april": bursts, "concurrency": refills}
+    ours = [play(preset, "rollover", f"{lag:g}", unit="sample", lag_target=lag) for lag in LAGS]
+    return {"sync": [play(preset, "sync", "sync")], "april": bursts, "concurrency": refills, "rollover": ours}
+
+
+def burst_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[float]:
+    """Gains of the best bursts of single samples, caches kept."""
+    workload = PRESETS[preset].workload()
+    lengths = Lengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
+    bursts = [best_burst(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
+    return [model.gain(burst.iterations_per_batch) for burst in bursts]
 
 
 def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
@@ -85,15 +99,18 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
         axis.plot(lags, [model.gain_at_lag(x) for x in lags], color="#334", label="closed form, whole groups")
         by_sample = [model.gain_at_lag(x, whole_groups=False) for x in lags]
         axis.plot(lags, by_sample, color="#334", ls=":", label="closed form, single samples")
+        axis.step(
+            lags, burst_gains(preset, model, lags), color="#393", lw=1, where="post", label="bursts, single samples"
+        )
         axis.axhline(model.ceiling, color="#999", lw=1, ls="--", label="ceiling")
         sync = runs[preset]["sync"][0]
-        for name, color in (("april", "#c33"), ("concurrency", "#27a")):
+        for name, color in (("april", "#c33"), ("concurrency", "#27a"), ("rollover", "#393")):
             points = runs[preset][name]
             kept = [model.gain(p.iterations) for p in points]
             axis.plot([p.lag for p in points], kept, "o", color=color, label=f"{name}, caches kept")
             lost = [p.tokens_per_c0 / sync.tokens_per_c0 for p in points]
             axis.plot([p.lag for p in points], lost, "o", mfc="none", color=color, label=f"{name}, caches lost")
-            place, side = ((-4, 5), "right") if name == "april" else ((4, -11), "left")
+            place, side = ((4, -11), "left") if name == "concurrency" else ((-4, 5), "right")
             for point, height in zip(points, kept, strict=True):
                 at = (point.lag, height)
                 axis.annotate(point.label, at, place, textcoords="offset points", fontsize=7, ha=side)

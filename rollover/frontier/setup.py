@@ -21,6 +21,9 @@ PREFILL_PER_C0 = 1600.0
 Unit = Literal["s", "c0"]
 
 
+_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_acceptance", "draft_cost")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
     """Section ``[engine]`` of a scenario file; what is unset comes from the device, the benchmark or the run."""
@@ -38,6 +41,12 @@ class EngineSection:
     """Samples a replica decodes at the same time."""
     swap_pause_s: float | None = None
     """Decoding stands still this long for new weights."""
+    draft_tokens: int | None = None
+    """Later tokens guessed for each sample in an iteration (speculative decoding)."""
+    draft_acceptance: float | None = None
+    """Chance that a guess is right if those before it were."""
+    draft_cost: float | None = None
+    """What a guess costs an iteration, in samples."""
     replicas: int | None = None
     fast_lane_replicas: int = 0
     """How many of them take only samples that ask for the fast lane."""
@@ -45,7 +54,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("swap_pause_s", "fast_lane_replicas") else None
+            least = 0 if field.name in _FROM_ZERO else None
             if value is not None and (not value >= 0 if least == 0 else not value > 0):
                 raise ValueError(f"{field.name} must be {'at least' if least == 0 else 'above'} 0, got {value}")
 
@@ -161,7 +170,8 @@ def shaped(rollout: RolloutConfig, *, batch_size: int | None, group_size: int | 
 
 def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
     """The file's figures over those of ``known``."""
-    names = ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running", "swap_pause_s")
+    known_fields = {field.name for field in fields(known)}
+    names = [field.name for field in fields(section) if field.name in known_fields]
     given = {name: value for name in names if (value := getattr(section, name)) is not None}
     return replace(known, **given)
 

@@ -54,7 +54,8 @@ class RolloutConfig:
     `tail_rounds` (discard, and run the discarded prompts by themselves), `inflight` (`bounded_async` in order of
     finishing; weights change under running samples), `threshold` (a quota of groups per weight update), `windowed`
     (`bounded_async` that limits overtaking), `probe` (`sync`, longest groups first), `fast_lane` (`concurrency` with
-    the oldest samples on a lightly loaded replica) or `rollover` (as much over-sampling as `lag_target` allows)."""
+    the oldest samples on a lightly loaded replica) or `rollover` (as many batches from one collection, and as much
+    over-sampling, as `lag_target` allows)."""
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scipy.stats import ks_2samp
 
 from rollover.rollout.events import BatchConsumed, Event, SampleStarted
 from rollover.rollout.ledger import Ledger
@@ -57,6 +58,25 @@ def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: 
     window = run(preset, target, unit)
     assert window.lag == pytest.approx(target, rel=0.12)
     assert window.mean_length == pytest.approx(PRESETS[preset].mean_tokens, rel=0.04)
+
+
+@pytest.mark.parametrize(("preset", "target"), [("r1-16k", 1.5), ("light-8k", 1.0)])
+def test_trained_lengths_are_spread_as_admitted_ones(preset: str, target: float) -> None:
+    """Kolmogorov-Smirnov over whole bursts, prompts apart: siblings are alike, so only the first of each counts."""
+    law = PRESETS[preset]
+    workload = law.workload(5)
+    trained: dict[int, int] = {}
+
+    def watch(event: Event) -> None:
+        if isinstance(event, BatchConsumed) and event.step >= 60:
+            trained.update({i // G: first(i // G) for i in event.group_ids if i % G == 0})
+
+    def first(prompt: int) -> int:
+        return workload.group_lengths(prompt, G)[0]
+
+    run(preset, target, "sample", watch)
+    admitted = [first(10_000 + i) for i in range(4 * len(trained))]
+    assert ks_2samp(list(trained.values()), admitted).pvalue > 0.05
 
 
 @pytest.mark.parametrize("unit", ["sample", "group"])

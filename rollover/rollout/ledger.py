@@ -17,9 +17,22 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from rollover.rollout.burst import Lengths
+from rollover.rollout.entries import (
+    FAILED,
+    FINISHED,
+    PARKED,
+    RUNNING,
+    SCORED,
+    SETTLED,
+    STARTABLE,
+    WAITING,
+    GroupEntry,
+    GroupState,
+    SampleEntry,
+    SampleState,
+)
 from rollover.rollout.events import (
     BatchConsumed,
     CheckpointSaved,
@@ -35,99 +48,9 @@ from rollover.rollout.events import (
     WasteCause,
 )
 from rollover.rollout.history import RewardHistory
-from rollover.types import (
-    Baseline,
-    Batch,
-    FinishReason,
-    Group,
-    Prompt,
-    SampleId,
-    Segment,
-    Trajectory,
-    append_segment,
-)
+from rollover.types import Batch, FinishReason, Prompt, SampleId, append_segment
 
-
-class SampleState(StrEnum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    PARKED = "parked"
-    FINISHED = "finished"
-    SCORED = "scored"
-    FAILED = "failed"
-
-
-# Looked up several times per event: a name of the module is found in a tenth of the time of an enum's attribute.
-_WAITING, _RUNNING, _PARKED, _FINISHED, _SCORED, _FAILED = SampleState
 _ABORT = FinishReason.ABORT
-_SETTLED = (_SCORED, _FAILED)
-_STARTABLE = (_WAITING, _PARKED)
-
-
-class GroupState(StrEnum):
-    OPEN = "open"
-    READY = "ready"
-    CONSUMED = "consumed"
-    DROPPED = "dropped"
-
-
-@dataclass(slots=True)
-class SampleEntry:
-    """One sample's place in the ledger."""
-
-    sample_id: SampleId
-    prompt: Prompt
-    segments: list[Segment] = field(default_factory=list)
-    reward: float | None = None
-    state: SampleState = _WAITING
-    num_tokens: int = 0
-    sum_of_versions: int = 0
-    """Over its tokens."""
-    num_stops: int = 0
-    """How often it was parked, or sent back to wait."""
-    failure: str = ""
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The record of it as it stands."""
-        return Trajectory(
-            sample_id=self.sample_id, prompt=self.prompt, segments=tuple(self.segments), reward=self.reward
-        )
-
-
-@dataclass(slots=True)
-class GroupEntry:
-    """One group's place in the ledger."""
-
-    group_id: int
-    prompt: Prompt
-    samples: list[SampleEntry]
-    state: GroupState = GroupState.OPEN
-    start_version: int | None = None
-    """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
-    num_unsettled: int = 0
-    """Samples neither scored nor failed."""
-    baseline: Baseline | None = None
-    """Of a group of one: fixed when it is opened."""
-    num_startable: int = 0
-    """Samples waiting or parked."""
-
-    @property
-    def num_scored(self) -> int:
-        return sum(s.state is _SCORED for s in self.samples)
-
-    @property
-    def rewards_G(self) -> tuple[float, ...]:
-        return tuple(s.reward for s in self.samples if s.reward is not None)
-
-    def group(self) -> Group:
-        """The record the trainer gets: scored samples only."""
-        return Group(
-            group_id=self.group_id,
-            prompt=self.prompt,
-            trajectories=tuple(s.trajectory for s in self.samples if s.state is _SCORED),
-            baseline=self.baseline,
-        )
 
 
 @dataclass(slots=True)
@@ -237,7 +160,7 @@ class Ledger:
         """Waiting and parked samples, those of the oldest group first. Lazy: a few cost little, however many wait."""
         for group_id in self._startable:
             for sample in self.groups[group_id].samples:
-                if sample.state in _STARTABLE:
+                if sample.state in STARTABLE:
                     yield sample.sample_id
 
     def unconsumed(self) -> Iterator[GroupEntry]:
@@ -264,12 +187,12 @@ class Ledger:
                 self._open(event)
             case SampleFailed(sample_id=sample_id, reason=reason):
                 sample = self.sample(sample_id)
-                assert sample.state not in _SETTLED, f"{sample_id} is {sample.state} and cannot fail"
+                assert sample.state not in SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 self._leave(sample_id, sample)
                 sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
-                self._settle(sample_id, _FAILED)
+                self._settle(sample_id, FAILED)
             case GroupDropped():
                 self._drop(event)
             case BatchConsumed(step=step, group_ids=group_ids):
@@ -308,9 +231,9 @@ class Ledger:
     def _start(self, sample_id: SampleId, version: int) -> None:
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
-        assert sample.state in _STARTABLE, f"{sample_id} is {sample.state}"
+        assert sample.state in STARTABLE, f"{sample_id} is {sample.state}"
         self._unqueue(sample_id, sample, group)
-        sample.state = _RUNNING
+        sample.state = RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
             group.start_version = version
@@ -320,7 +243,7 @@ class Ledger:
         _, sample_id, segment = event
         group_id, index = sample_id
         sample = self.groups[group_id].samples[index]
-        assert sample.state is _RUNNING, f"{sample_id} is {sample.state}, not running"
+        assert sample.state is RUNNING, f"{sample_id} is {sample.state}, not running"
         num_tokens, reason = len(segment.token_ids), segment.finish_reason
         assert num_tokens == len(segment.rollout_logprobs), (
             f"{sample_id} has {num_tokens} tokens, not as many log-probs"
@@ -337,24 +260,24 @@ class Ledger:
             sample.num_stops += 1
             self._park(sample_id, sample)
         else:
-            sample.state = _FINISHED
+            sample.state = FINISHED
             self.unscored[sample_id] = None
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
-        assert sample.state is _FINISHED, f"{sample_id} is {sample.state}, not finished"
+        assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         if group.baseline is not None:
             self._history.add(group.prompt, event.reward)
         del self.unscored[sample_id]
         sample.reward = event.reward
         self.num_scored += 1
-        self._settle(sample_id, _SCORED)
+        self._settle(sample_id, SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """A sample stopped before its first token has nothing to resume: it waits again."""
-        sample.state = _PARKED if sample.num_tokens else _WAITING
+        sample.state = PARKED if sample.num_tokens else WAITING
         (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
         group = self.groups[sample_id.group]
         group.num_startable += 1
@@ -363,15 +286,15 @@ class Ledger:
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """Take the sample out of the place where those of its state are."""
-        if sample.state is _FINISHED:
+        if sample.state is FINISHED:
             del self.unscored[sample_id]
-        elif sample.state is _RUNNING:
+        elif sample.state is RUNNING:
             del self.running[sample_id]
-        elif sample.state in _STARTABLE:
+        elif sample.state in STARTABLE:
             self._unqueue(sample_id, sample, self.groups[sample_id.group])
 
     def _unqueue(self, sample_id: SampleId, sample: SampleEntry, group: GroupEntry) -> None:
-        del (self.waiting if sample.state is _WAITING else self.parked)[sample_id]
+        del (self.waiting if sample.state is WAITING else self.parked)[sample_id]
         group.num_startable -= 1
         if group.num_startable == 0:
             del self._startable[bisect_left(self._startable, sample_id.group)]
@@ -399,7 +322,7 @@ class Ledger:
             places[1][group.start_version] -= 1
         for sample in group.samples:
             self._leave(sample.sample_id, sample)
-            if sample.state is not _FAILED:
+            if sample.state is not FAILED:
                 self.tokens.wasted[event.cause] += sample.num_tokens
         del self.groups[event.group_id]
         group.state = GroupState.DROPPED
@@ -426,18 +349,18 @@ class Ledger:
 
     def _measure(self, step: int, group_ids: tuple[int, ...]) -> None:
         groups = [self.groups[i] for i in group_ids]
-        samples = [s for g in groups for s in g.samples if s.state is _SCORED]
+        samples = [s for g in groups for s in g.samples if s.state is SCORED]
         num_tokens = sum(s.num_tokens for s in samples)
         self.lag.add(num_tokens, step * num_tokens - sum(s.sum_of_versions for s in samples))
         self.lengths = self.lengths.followed_by(
-            [tuple(s.num_tokens for s in g.samples if s.state is _SCORED) for g in groups]
+            [tuple(s.num_tokens for s in g.samples if s.state is SCORED) for g in groups]
         )
 
     def _account(self, step: int, sign: int) -> None:
         """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""
         for group_id in self.batches[step]:
             for sample in self.groups[group_id].samples:
-                if sample.state is _SCORED:
+                if sample.state is SCORED:
                     self.tokens.trained += sign * sample.num_tokens
                     self.num_samples_trained += sign
                     self.num_resumes_trained += sign * sample.num_stops
@@ -465,10 +388,10 @@ class Ledger:
             AssertionError: naming the group or the account that does not add up.
         """
         places = {
-            _WAITING: self.waiting,
-            _RUNNING: self.running,
-            _PARKED: self.parked,
-            _FINISHED: self.unscored,
+            WAITING: self.waiting,
+            RUNNING: self.running,
+            PARKED: self.parked,
+            FINISHED: self.unscored,
         }
         counts: Counter[SampleState] = Counter()
         live = 0
@@ -477,15 +400,15 @@ class Ledger:
             for sample in group.samples:
                 counts[sample.state] += 1
                 assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
-                unsettled += sample.state not in _SETTLED
+                unsettled += sample.state not in SETTLED
                 for state, place in places.items():
                     assert (sample.sample_id in place) == (sample.state is state), (
                         f"{sample.sample_id} is not only {sample.state}"
                     )
-                if sample.state is not _FAILED and group.state is not GroupState.CONSUMED:
+                if sample.state is not FAILED and group.state is not GroupState.CONSUMED:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
-            startable = sum(s.state in _STARTABLE for s in group.samples)
+            startable = sum(s.state in STARTABLE for s in group.samples)
             assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
             assert (group.group_id in self.open) == (group.state is GroupState.OPEN)
             assert (group.group_id in self.ready) == (group.state is GroupState.READY)
@@ -497,7 +420,7 @@ class Ledger:
         consumed = [i for ids in self.batches.values() for i in ids]
         assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
-        live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is _SCORED)
+        live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
         assert self.num_admitted == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())

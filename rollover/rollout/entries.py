@@ -1,0 +1,89 @@
+"""What the ledger knows of a sample and of a group. Only the ledger changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollover.types import Baseline, Group, Prompt, SampleId, Segment, Trajectory
+
+
+class SampleState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+    SCORED = "scored"
+    FAILED = "failed"
+
+
+# Looked up several times per event: a name of a module is found in a tenth of the time of an enum's attribute.
+WAITING, RUNNING, PARKED, FINISHED, SCORED, FAILED = SampleState
+SETTLED = (SCORED, FAILED)
+STARTABLE = (WAITING, PARKED)
+
+
+class GroupState(StrEnum):
+    OPEN = "open"
+    READY = "ready"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class SampleEntry:
+    """One sample's place in the ledger."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)
+    reward: float | None = None
+    state: SampleState = WAITING
+    num_tokens: int = 0
+    sum_of_versions: int = 0
+    """Over its tokens."""
+    num_stops: int = 0
+    """How often it was parked, or sent back to wait."""
+    failure: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The record of it as it stands."""
+        return Trajectory(
+            sample_id=self.sample_id, prompt=self.prompt, segments=tuple(self.segments), reward=self.reward
+        )
+
+
+@dataclass(slots=True)
+class GroupEntry:
+    """One group's place in the ledger."""
+
+    group_id: int
+    prompt: Prompt
+    samples: list[SampleEntry]
+    state: GroupState = GroupState.OPEN
+    start_version: int | None = None
+    """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
+    num_unsettled: int = 0
+    """Samples neither scored nor failed."""
+    baseline: Baseline | None = None
+    """Of a group of one: fixed when it is opened."""
+    num_startable: int = 0
+    """Samples waiting or parked."""
+
+    @property
+    def num_scored(self) -> int:
+        return sum(s.state is SCORED for s in self.samples)
+
+    @property
+    def rewards_G(self) -> tuple[float, ...]:
+        return tuple(s.reward for s in self.samples if s.reward is not None)
+
+    def group(self) -> Group:
+        """The record the trainer gets: scored samples only."""
+        return Group(
+            group_id=self.group_id,
+            prompt=self.prompt,
+            trajectories=tuple(s.trajectory for s in self.samples if s.state is SCORED),
+            baseline=self.baseline,
+        )

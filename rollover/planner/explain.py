@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rollover.planner.load import Load
 from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
-from rollover.planner.program import OutOfTime, Point, Program, Relaxation
+from rollover.planner.program import Point, Program, Relaxation
 from rollover.planner.records import Problem, ShadowPrice, Solution
+from rollover.planner.solver import OutOfTime
 
 
 def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> str:
@@ -26,7 +28,8 @@ def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> s
 
 def _together(problem: Problem, time_limit_s: float) -> str:
     """No limit alone stands in the way: whether all of them do."""
-    if _elastic(problem, Relaxation(stock=True, budget=True, staleness=True), time_limit_s) is not None:
+    free = replace(problem, budget_per_hour=None)
+    if _elastic(free, Relaxation(stock=True, staleness=True), time_limit_s) is not None:
         return "stock, budget and staleness stand in the way together: lifting one of them alone is not enough"
     fastest = min(problem.plans, key=lambda plan: plan.cycle_s)
     return (
@@ -57,7 +60,7 @@ def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
         if more:
             yield f"stock: {' and '.join(more)} would do"
     if problem.budget_per_hour is not None:
-        found = _elastic(problem, Relaxation(budget=True), time_limit_s)
+        found = _elastic(replace(problem, budget_per_hour=None), Relaxation(), time_limit_s)
         if found is not None:
             yield f"budget: {found.objective:.2f} an hour would do, {problem.budget_per_hour:g} are given"
     found = _elastic(problem, Relaxation(staleness=True), time_limit_s)
@@ -66,17 +69,19 @@ def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
 
 
 def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Point | None:
-    """The least of what ``relaxed`` lets grow: devices beyond the stock, cost, or the bound."""
-    rate = problem.target_steps_per_s or 0.0
-    program = Program(problem, rate, relaxed)
-    if problem.target_steps_per_s is not None:
-        program.demand(rate)
+    """The least of what ``relaxed`` lets grow: devices beyond the stock, or the bound; the least cost where it lets
+    nothing grow."""
+    load = Load(problem, problem.target_steps_per_s or 0.0, any_bound=relaxed.staleness)
+    plans = load.able(any_stock=relaxed.stock)
+    if not plans:
+        return None
+    program = Program(load, plans, relaxed=relaxed)
     if relaxed.stock:
         objective = program.unit_row("extra")
-    elif relaxed.budget:
-        objective = program.cost_row(program.costs)
-    else:
+    elif relaxed.staleness:
         objective = program.unit_row("staleness")
+    else:
+        objective = program.cost_row(load.costs)
     try:
         return program.minimise(objective, gap=GAP, time_limit_s=time_limit_s)
     except OutOfTime:

@@ -1,24 +1,21 @@
-"""The linear programme of phase 1, in rates.
+"""The linear programme of phase 1, at one rate.
 
-"The larger of two times" with whole numbers of replicas multiplies variables; with lambda = training steps per second
-everything is linear but the loss to weight updates, lambda times replicas. That loss is charged at a guessed rate:
-a ``Program`` is the problem at one guess, and ``rollover.planner.milp`` finds the guess that comes true.
+A problem at a rate (``Load``) is a question without rates: is there a trainer, and are there replicas, that do all of
+it? Per column c, bucket w and training plan p:
 
-Variables are scaled to order 1: time in cycles of the fastest training plan, sample rates in batches. Per column c,
-bucket w (share a, share of longest m) and training plan p with cycle D:
+    x[c,w] >= 0   part of the bucket that the column decodes
+    y[c]          replicas, whole
+    z[p]          0 or 1
+    share         of the samples that are decoded: 1, or as much as can be
 
-    x[c,w] >= 0   batches' worth of bucket w per cycle      y[c]  replicas, whole
-    b[p]   >= 0   part of the time the trainer is busy      z[p]  0 or 1
-    lambda = sum b[p] / D[p]
-
-    (1) sum_c x[c,w] >= lambda                                    every bucket is produced
-    (2) sum_w x[c,w] a B / (r rho) <= y[c]                        replica time; rho = 1 - guess * update
-    (3) sum z = 1; b[p] <= z[p]                                   one trainer
-    (4) sum devices y + devices z <= stock                        each type
+    (1) sum_c x[c,w] >= share                                      every bucket is produced
+    (2) sum_w time[c,w] x[c,w] <= y[c]                             replica time, less what weight updates take
+    (3) sum z = 1                                                  one trainer, fast enough
+    (4) sum devices y + devices z <= stock                         each type, each role
     (5) the same times price <= budget
-    (6) sum m ell x + sum b <= max_staleness + 1                  Little's law: what is admitted and not consumed
-    (7) sum_w held x[c,w] <= room y[c]                            caches, where they are held without decoding
-    (8) lambda ell_max + sum b <= max_staleness + 1  or  x[c,w] = 0       tail, optional
+    (6) sum waiting[c,w] x[c,w] + busy z <= max_staleness + 1      Little's law: what is admitted and not consumed
+    (7) sum_w cache[c,w] x[c,w] <= y[c]                            caches, where they are held without decoding
+    (8) x[c,w] = 0 where the longest response would be late        tail, optional
 
 Row (6): at most (max_staleness + 1) batches lie between admission and the end of the step that consumes them. A group
 is in flight as long as its longest sample, and a batch without staleness as long as the longest of all.
@@ -26,53 +23,33 @@ is in flight as long as its longest sample, and a batch without staleness as lon
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
-from rollover.planner.records import Problem
+from rollover.planner.load import Floats, Load
+from rollover.planner.solver import Rows, minimum
 
-Floats = npt.NDArray[np.float64]
-Places = npt.NDArray[np.int64]
-
-USABLE = 1e-3
-"""Replicas that weight updates leave less of their time are not used."""
-_INFEASIBLE = 2
 _EXACT = 1e-9
-
-
-class OutOfTime(Exception):
-    """The solver stopped with neither a point nor a proof that there is none."""
+_NEAR = 2
+"""Batch caps above and below one in use that rounding tries too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Values of the variables, in the programme's scale."""
+    """Values of the variables, over all columns and plans of the problem."""
 
     x: Floats
-    """(columns, buckets)"""
-    busy: Floats
-    """(plans,)"""
+    """(C, W)"""
     y: Floats
-    """(columns,), whole unless caps are shared"""
-    z: Floats
-    """(plans,), whole"""
-    used: Floats
-    """(columns * buckets,): 1 where the tail allows the column; empty without a tail."""
+    """(C,), whole unless caps are shared"""
+    plan: int
     extra: Floats
-    """(types,): devices beyond the stock."""
+    """(G,): devices beyond the stock."""
     objective: float
-    bound: float
-    """What the objective cannot be better than."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,94 +58,56 @@ class Relaxation:
 
     stock: bool = False
     """Devices beyond the stock may be used: ``extra``."""
-    budget: bool = False
     staleness: bool = False
     """The bound is a variable."""
 
 
 class Program:
-    """The rows of ``problem`` with weight updates charged at ``rate`` steps/s."""
+    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each column."""
 
-    def __init__(self, problem: Problem, rate: float, relaxed: Relaxation | None = None) -> None:
-        self.problem = problem
-        self.rate = rate
+    def __init__(
+        self, load: Load, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
+    ) -> None:
+        self.load = load
+        self.problem = load.problem
+        self.plans = list(plans)
         self.relaxed = relaxed or Relaxation()
-        self.unit_s = min(plan.cycle_s for plan in problem.plans)
-        self.shape = len(problem.columns), len(problem.workload.buckets)
-        self._read_columns(rate)
-        self._read_plans()
+        self._choose(most)
         self._lay_out()
-        self._collect()
-
-    # --- Data -----------------------------------------------------------------------------------------------------
-
-    def _read_columns(self, rate: float) -> None:
-        problem, workload = self.problem, self.problem.workload
-        columns = problem.columns
-        away_s = workload.reward_s + workload.held_s
-        rho = 1 - rate * np.array([c.updates_s for c in columns])
-        self.usable = rho > USABLE
-        rho = np.where(self.usable, rho, 1.0)
-
-        def stretched(latencies: Sequence[tuple[float, ...]]) -> Floats:
-            return ((np.array(latencies) - away_s) / rho + away_s) / self.unit_s
-
-        alone = problem.max_staleness == 0 and not self.relaxed.staleness
-        self.longest = np.array([b.batch_share if alone else b.group_share for b in workload.buckets])
-        self.ell = stretched([c.batch_latencies_s if alone else c.group_latencies_s for c in columns])
-        self.ell_max = stretched([c.max_latencies_s for c in columns])
-        per_cycle = np.array([b.share for b in workload.buckets]) * workload.batch_size / self.unit_s
-        self.replica_time = per_cycle / (np.array([c.rates for c in columns]) * rho)
-        running_s = np.array([c.latencies_s for c in columns]) - away_s
-        held = np.array([c.kv_byte_s for c in columns]) / np.array([[c.kv_bytes] for c in columns])
-        self.cache_time = per_cycle * held * (running_s / rho + workload.held_s) / (running_s + workload.held_s)
-        self.sizes = np.array([c.num_devices for c in columns], dtype=np.float64)
-        kinds: dict[tuple[str, int, int], list[int]] = {}
-        for index, column in enumerate(columns):
-            kinds.setdefault((column.device, column.tp, column.pp), []).append(index)
-        self.shapes = [sorted(members, key=lambda i: columns[i].batch_cap) for members in kinds.values()]
-
-    def _read_plans(self) -> None:
-        problem = self.problem
-        self.speeds = np.array([self.unit_s / plan.cycle_s for plan in problem.plans])
-        self.training = np.array(
-            [[plan.count(supply.device) for supply in problem.supplies] for plan in problem.plans], dtype=np.float64
-        )
-        self.kinds = np.array(
-            [[column.device == supply.device for column in problem.columns] for supply in problem.supplies]
-        )
-        stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
-        self.stock = np.full_like(stock, np.inf) if self.relaxed.stock else stock
-        self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])
-
-    @property
-    def nothing(self) -> Floats:
-        """No objective: any point will do."""
-        return np.zeros(self.num_variables)
-
-    @property
-    def costs(self) -> Floats:
-        """What a device of each type counts: its price, or 1 where some price is unknown."""
-        return np.ones_like(self.prices) if np.isnan(self.prices).any() else self.prices
+        self._add_samples()
+        self._add_trainer()
+        self._add_limits()
 
     # --- Variables ------------------------------------------------------------------------------------------------
 
+    def _choose(self, most: Floats | None) -> None:
+        """The columns worth a variable."""
+        load = self.load
+        if self.relaxed.stock:
+            fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
+        else:
+            left = (load.stock - load.training[self.plans]).max(axis=0)
+            fit = np.floor(load.kinds.T @ left / load.sizes)
+        usable = load.in_time(self.plans)
+        self._most = np.where(usable.any(axis=1), fit if most is None else np.minimum(fit, most), 0.0)
+        self.columns = np.flatnonzero(self._most)
+        self._pair_c, self._pair_w = np.nonzero(usable & (self._most > 0)[:, None])
+        self._place = np.full(len(self._most), -1)
+        self._place[self.columns] = np.arange(len(self.columns))
+
     def _lay_out(self) -> None:
         """Where each variable stands, and its bounds."""
-        problem = self.problem
-        num_columns, num_buckets = self.shape
-        num_plans, num_types = len(problem.plans), len(problem.supplies)
-        tailed = problem.tail != "none"
+        load = self.load
+        self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
         sizes = {
-            "x": num_columns * num_buckets,
-            "busy": num_plans,
-            "y": num_columns,
-            "z": num_plans,
-            "used": num_columns * num_buckets * tailed,
-            "kinds": num_columns,
+            "x": len(self._pair_c),
+            "y": len(self.columns),
+            "z": len(self.plans),
             "shapes": len(self.shapes),
-            "extra": num_types,
+            "kinds": len(self.columns),
+            "extra": len(load.stock) * self.relaxed.stock,
             "staleness": 1,
+            "share": 1,
         }
         self.at: dict[str, npt.NDArray[np.int64]] = {}
         end = 0
@@ -176,99 +115,74 @@ class Program:
             self.at[name] = np.arange(end, end + size)
             end += size
         self.num_variables = end
-        top = np.full(end, np.inf)
-        top[self.at["x"]] = np.where(self.usable, np.inf, 0.0).ravel()
-        for name in ("busy", "z", "used"):
-            top[self.at[name]] = 1
-        top[self.at["y"]] = self._most_replicas()
-        top[self.at["extra"]] = np.inf if self.relaxed.stock else 0
-        top[self.at["kinds"]] = 0  # until they are counted
-        self.top, self.bottom = top, np.zeros(end)
+        self.rows = Rows(end)
+        self.bottom, self.top = np.zeros(end), np.full(end, np.inf)
+        self.top[self.at["x"]] = 1
+        self.top[self.at["y"]] = self._most[self.columns]
+        self.top[self.at["z"]] = 1
+        self.top[self.at["kinds"]] = 0  # until they are counted
+        self.bottom[self.at["share"]] = self.top[self.at["share"]] = 1
         if not self.relaxed.staleness:
-            self.top[self.at["staleness"]] = self.bottom[self.at["staleness"]] = problem.max_staleness
-        self.whole = np.zeros(end, dtype=np.int64)
-        for name in ("y", "z", "used", "kinds", "shapes", "extra", "staleness"):
-            self.whole[self.at[name]] = 1
-
-    def _most_replicas(self) -> Floats:
-        """Of each column: what the stock holds, and no more than produce all samples alone."""
-        stock = self.kinds.T @ np.nan_to_num(self.stock, posinf=1e9)
-        fit = np.floor(stock / self.sizes)
-        ever = np.ceil((self.replica_time * self.usable).sum(axis=1) * float(self.speeds.max()))
-        held = np.ceil((self.cache_time * self.usable).sum(axis=1) * float(self.speeds.max()))
-        return np.minimum(fit, np.maximum(ever, held))
+            self.bottom[self.at["staleness"]] = self.top[self.at["staleness"]] = self.problem.max_staleness
+        self.whole = np.ones(end, dtype=np.int64)
+        self.whole[self.at["x"]] = self.whole[self.at["share"]] = 0
 
     # --- Rows -----------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        self._blocks: list[tuple[Places, Floats, Floats]] = []
-        at, problem = self.at, self.problem
-        x, y = at["x"].reshape(self.shape), at["y"][:, None]
-        buckets, plans = self.shape[1], len(at["z"])
-        made = np.ones((buckets, self.shape[0])), np.tile(-self.speeds, (buckets, 1))
-        self._add(np.hstack([x.T, np.tile(at["busy"], (buckets, 1))]), np.hstack(made), low=0)  # (1)
-        self._add(np.hstack([x, y]), np.hstack([self.replica_time, -np.ones(y.shape)]), high=0)  # (2)
-        self._add(at["z"], np.ones(plans), low=1, high=1)  # (3)
-        self._add(np.stack([at["busy"], at["z"]], axis=1), np.tile([1.0, -1.0], (plans, 1)), high=0)
-        self._add_stock()
-        if problem.budget_per_hour is not None and not self.relaxed.budget:  # (5)
-            spent = self.cost_row(self.prices)
-            self._add(np.flatnonzero(spent), spent[np.flatnonzero(spent)] / problem.budget_per_hour, high=1)
-        away = (self.longest * self.ell).ravel()  # (6)
-        self._add(np.r_[at["x"], at["busy"], at["staleness"]], np.r_[away, np.ones(plans), -1.0], high=1)
-        if problem.workload.held_s:  # (7); otherwise it follows from (2)
-            self._add(np.hstack([x, y]), np.hstack([self.cache_time, -np.ones(y.shape)]), high=0)
-        if problem.tail != "none":
-            self._add_tail()
-        for shape, members in zip(at["shapes"], self.shapes, strict=True):  # replicas by shape, whatever their cap
-            self._add(np.r_[at["y"][members], shape], np.r_[np.ones(len(members)), -1.0], low=0, high=0)
+    def _add_samples(self) -> None:
+        """(1), (2) and (7)."""
+        load, at = self.load, self.at
+        for w in range(load.time.shape[1]):
+            x = at["x"][self._pair_w == w]
+            self.rows.add(np.r_[x, at["share"]], np.r_[np.ones(len(x)), -1.0], low=0)
+        needs = [load.time, load.cache] if self.problem.workload.held_s else [load.time]  # else (7) follows from (2)
+        for c, y in zip(self.columns, at["y"], strict=True):
+            mine = self._pair_c == c
+            for need in needs:
+                self.rows.add(np.r_[at["x"][mine], y], np.r_[need[c, self._pair_w[mine]], -1.0], high=0)
+        for members, shape in zip(self.shapes, at["shapes"], strict=True):  # replicas by shape, whatever their cap
+            self.rows.add(
+                np.r_[at["y"][self._place[members]], shape], np.r_[np.ones(len(members)), -1.0], low=0, high=0
+            )
 
-    def _add_stock(self) -> None:
-        """(4), and the limits of each role."""
-        at = self.at
-        for g, supply in enumerate(self.problem.supplies):
-            rolling, training = self.sizes * self.kinds[g], self.training[:, g]
-            self._add(np.r_[at["y"], at["z"], at["extra"][g]], np.r_[rolling, training, -1.0], high=supply.count)
+    def _add_trainer(self) -> None:
+        """(3), and (8) where it depends on the trainer."""
+        load, at = self.load, self.at
+        self.rows.add(at["z"], 1.0, low=1, high=1)
+        quick = np.stack([load.in_time([p])[self._pair_c, self._pair_w] for p in self.plans])
+        for x, suits in zip(at["x"], quick.T, strict=True):
+            if not suits.all():
+                self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
+
+    def _add_limits(self) -> None:
+        """(4), (5) and (6)."""
+        load, at, problem = self.load, self.at, self.problem
+        for g, supply in enumerate(problem.supplies):
+            rolling = (load.sizes * load.kinds[g])[self.columns]
+            training = load.training[self.plans, g]
+            extra = at["extra"][[g]] if self.relaxed.stock else at["extra"]
+            where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
+            self.rows.add(where, values, high=supply.count)
             if supply.max_rollout is not None:
-                self._add(at["y"], rolling, high=supply.max_rollout)
+                self.rows.add(at["y"], rolling, high=supply.max_rollout)
             if supply.max_training is not None:
-                self._add(at["z"], training, high=supply.max_training)
-
-    def _add_tail(self) -> None:
-        """(8), with the least constants that make a row void."""
-        at = self.at
-        limit = self.problem.max_staleness + (self.problem.tail == "soft")
-        fastest = float(self.speeds.max())
-        for ell, used, x in zip(self.ell_max.ravel(), at["used"], at["x"], strict=True):
-            late = ell * self.speeds + 1
-            void = max(0.0, float(late.max()) - limit)
-            self._add(np.r_[at["busy"], used], np.r_[late, void], high=limit + void)
-            self._add(np.array([x, used]), np.array([1.0, -fastest]), high=0)
-
-    def _add(self, where: Places, values: Floats, *, low: float = -np.inf, high: float = np.inf) -> None:
-        """A row, or a block of rows with the same limits."""
-        where, values = np.atleast_2d(where), np.atleast_2d(values)
-        self._blocks.append((where, values, np.tile([low, high], (len(where), 1))))
-        self._matrix: LinearConstraint | None = None
+                self.rows.add(at["z"], training, high=supply.max_training)
+        if problem.budget_per_hour is not None:
+            self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
+        self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)
 
     def cost_row(self, prices: Floats) -> Floats:
         """Cost per hour as a function of all variables."""
-        row = np.zeros(self.num_variables)
-        row[self.at["y"]] = self.sizes * (self.kinds.T @ prices)
-        row[self.at["z"]] = self.training @ prices
-        return row
-
-    def rate_row(self) -> Floats:
-        """lambda as a function of all variables."""
-        row = np.zeros(self.num_variables)
-        row[self.at["busy"]] = self.speeds
+        load, row = self.load, np.zeros(self.num_variables)
+        row[self.at["y"]] = (load.sizes * (load.kinds.T @ prices))[self.columns]
+        row[self.at["z"]] = load.training[self.plans] @ prices
         return row
 
     def staleness_row(self) -> Floats:
         """The left side of (6)."""
         row = np.zeros(self.num_variables)
-        row[self.at["x"]] = (self.longest * self.ell).ravel()
-        row[self.at["busy"]] = 1
+        row[self.at["x"]] = self.load.waiting[self._pair_c, self._pair_w]
+        row[self.at["z"]] = self.load.busy[self.plans]
         return row
 
     def unit_row(self, name: str) -> Floats:
@@ -277,31 +191,25 @@ class Program:
         row[self.at[name]] = 1
         return row
 
-    # --- Solving --------------------------------------------------------------------------------------------------
-
-    def demand(self, rate: float) -> None:
-        """At least ``rate`` steps/s."""
-        row = self.rate_row()
-        where = np.flatnonzero(row)
-        self._add(where, row[where], low=rate * self.unit_s)
+    # --- Questions ------------------------------------------------------------------------------------------------
 
     def limit(self, row: Floats, high: float) -> None:
         """One more row."""
-        where = np.flatnonzero(row)
-        scale = max(abs(high), 1e-9)
-        self._add(where, row[where] / scale, high=high / scale)
+        scale = max(abs(high), _EXACT)
+        self.rows.add(np.arange(self.num_variables), row / scale, high=high / scale)
 
-    def count_kinds(self) -> None:
-        """``kinds`` are 1 for the columns in use."""
+    def open_share(self, least: float = 1.0) -> Floats:
+        """More samples may be decoded than there are, or fewer; the objective: as many as can be."""
+        self.bottom[self.at["share"]] = least
+        self.top[self.at["share"]] = self.top[self.at["x"]] = np.inf
+        return -self.unit_row("share")
+
+    def count_kinds(self) -> Floats:
+        """The objective: how many columns are in use."""
         self.top[self.at["kinds"]] = 1
-        for c, y in enumerate(self.at["y"]):
-            if self.top[y] > 0:
-                self._add(np.array([y, self.at["kinds"][c]]), np.array([1.0, -self.top[y]]), high=0)
-
-    def allow(self, plans: Sequence[int]) -> None:
-        """Only these training plans."""
-        self.top[self.at["z"]] = 0
-        self.top[self.at["z"][list(plans)]] = 1
+        for y, kind in zip(self.at["y"], self.at["kinds"], strict=True):
+            self.rows.add(np.array([y, kind]), np.array([1.0, -self.top[y]]), high=0)
+        return self.unit_row("kinds")
 
     def share_caps(self) -> None:
         """A shape's replicas may divide their time between batch caps: whole numbers are then few, and the optimum,
@@ -310,89 +218,51 @@ class Program:
 
     def round_caps(self, point: Point) -> None:
         """As many replicas of each shape as in ``point``, where they share caps; each with one of the caps it used or
-        a neighbour of them."""
+        one near them."""
         self.whole[self.at["y"]] = 1
-        for shape, members in zip(self.at["shapes"], self.shapes, strict=True):
+        for members, shape in zip(self.shapes, self.at["shapes"], strict=True):
             used = np.flatnonzero(point.y[members] > _EXACT)
-            near = {members[i] for at in used for i in (at - 1, at, at + 1) if 0 <= i < len(members)}
-            self.top[self.at["y"][[i for i in members if i not in near]]] = 0
+            near = {members[i] for at in used for i in range(at - _NEAR, at + _NEAR + 1) if 0 <= i < len(members)}
+            self.top[self.at["y"][self._place[[c for c in members if c not in near]]]] = 0
             self.bottom[shape] = self.top[shape] = np.round(point.y[members].sum())
 
-    def fix(self, point: Point) -> None:
-        """Replicas and trainer as they are in ``point``."""
-        for name, values in (("y", point.y), ("z", point.z), ("used", point.used)):
-            self.bottom[self.at[name]] = self.top[self.at[name]] = values
-
-    def relaxed_rate(self, plans: Sequence[int]) -> float:
-        """What these plans cannot exceed, steps/s: the optimum without whole numbers; 0 where there is none."""
-        self.allow(plans)
-        point = self.minimise(-self.rate_row(), whole=False)
-        return 0.0 if point is None else -point.objective / self.unit_s
-
-    def minimise(
-        self, objective: Floats, *, gap: float = 0.0, time_limit_s: float | None = None, whole: bool = True
-    ) -> Point | None:
-        """The best point, or ``None`` where there is none; raises ``OutOfTime`` before either is known."""
-        if self._matrix is None:
-            self._matrix = self._constraints()
-        options: Any = {"mip_rel_gap": gap}
-        if time_limit_s is not None:
-            options["time_limit"] = max(time_limit_s, 0.05)
-        with _hushed():
-            found = milp(
-                objective,
-                integrality=self.whole if whole else np.zeros_like(self.whole),
-                bounds=Bounds(self.bottom, self.top),
-                constraints=self._matrix,
-                options=options,
-            )
-        if found.x is None:
-            if found.status != _INFEASIBLE:
-                raise OutOfTime(found.message)
-            return None
-        bound = found.mip_dual_bound if whole and found.mip_dual_bound is not None else found.fun
-        return self._point(found.x, float(found.fun), float(bound))
+    def fix(self) -> None:
+        """All the replicas that there may be."""
+        self.bottom[self.at["y"]] = self.top[self.at["y"]]
+        self.whole[:] = 0
 
     def copy(self) -> Program:
         """The same rows, with bounds of its own."""
         other = copy(self)
         other.top, other.bottom, other.whole = self.top.copy(), self.bottom.copy(), self.whole.copy()
-        other._blocks = list(self._blocks)
+        other.rows = self.rows.copy()
         return other
 
-    def _constraints(self) -> LinearConstraint:
-        sizes = np.concatenate([np.full(len(where), where.shape[1]) for where, _, _ in self._blocks])
-        index = np.repeat(np.arange(len(sizes)), sizes)
-        where = np.concatenate([where.ravel() for where, _, _ in self._blocks])
-        values = np.concatenate([values.ravel() for _, values, _ in self._blocks])
-        matrix = coo_array((values, (index, where)), shape=(len(sizes), self.num_variables)).tocsr()
-        matrix.eliminate_zeros()
-        low, high = np.concatenate([limits for _, _, limits in self._blocks]).T
-        return LinearConstraint(matrix, low, high)
-
-    def _point(self, values: Floats, objective: float, bound: float) -> Point:
-        at = self.at
-        return Point(
-            x=np.maximum(values[at["x"]], 0).reshape(self.shape),
-            busy=np.maximum(values[at["busy"]], 0),
-            y=np.round(values[at["y"]]) if self.whole[at["y"]].all() else np.maximum(values[at["y"]], 0),
-            z=np.round(values[at["z"]]),
-            used=np.round(values[at["used"]]),
-            extra=np.round(values[at["extra"]]),
-            objective=objective,
-            bound=bound,
+    def minimise(
+        self, objective: Floats | None, *, gap: float = 0.0, time_limit_s: float | None = None
+    ) -> Point | None:
+        """The best point, or any without an ``objective``; ``None`` where there is none. Raises ``OutOfTime`` before
+        either is known."""
+        found = minimum(
+            np.zeros(self.num_variables) if objective is None else objective,
+            self.rows.constraint(),
+            self.bottom,
+            self.top,
+            whole=self.whole,
+            gap=gap,
+            time_limit_s=time_limit_s,
         )
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """The solver's library prints remarks of its own to the process's standard output, past Python."""
-    sys.stdout.flush()
-    kept, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(sink)
+        if found is None:
+            return None
+        values, load = found.x, self.load
+        x, y = np.zeros(load.time.shape), np.zeros(len(load.sizes))
+        x[self._pair_c, self._pair_w] = np.maximum(values[self.at["x"]], 0)
+        replicas = values[self.at["y"]]
+        y[self.columns] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
+        return Point(
+            x=x,
+            y=y,
+            plan=self.plans[int(np.argmax(values[self.at["z"]]))],
+            extra=np.round(values[self.at["extra"]]),
+            objective=float(found.fun),
+        )

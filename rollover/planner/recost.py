@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.planner import costs
-from rollover.planner.held import held
 from rollover.planner.placement import Pipeline, Placement, neighbours, rings
 from rollover.planner.records import Device, Link, ModelShape, Problem, RolloutColumn, Solution, TrainingPlan
+from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 
 

@@ -1,0 +1,104 @@
+"""What training at a given rate asks of replicas, trainers and limits.
+
+Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
+is given, both are. So is the tail: a column may decode a bucket or may not. A problem can be done at some rates, from
+zero up to its optimum: ``rollover.planner.milp`` looks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rollover.planner.records import Problem
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+USABLE = 1e-3
+"""Replicas that weight updates leave less of their time are not used."""
+_ROUNDING = 1e-9
+
+
+class Load:
+    """``problem`` at ``rate`` steps/s. Arrays run over columns (C), buckets (W), training plans (P) and types (G)."""
+
+    def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
+        """``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
+        self.problem = problem
+        self.rate = rate
+        self._alone = problem.max_staleness == 0 and not any_bound
+        self._read_columns()
+        self._read_plans()
+
+    def _read_columns(self) -> None:
+        workload, columns = self.problem.workload, self.problem.columns
+        away_s = workload.reward_s + workload.held_s
+        rho = 1 - self.rate * np.array([c.updates_s for c in columns])
+        self.usable: Mask = rho > USABLE
+        """(C, W): weight updates leave the column time for the bucket."""
+        rho = np.where(self.usable, rho, 1.0)
+
+        def batches(latencies: Sequence[tuple[float, ...]]) -> Floats:
+            return self.rate * ((np.array(latencies) - away_s) / rho + away_s)
+
+        longest = np.array([b.batch_share if self._alone else b.group_share for b in workload.buckets])
+        latencies = [c.batch_latencies_s if self._alone else c.group_latencies_s for c in columns]
+        samples_per_s = self.rate * workload.batch_size * np.array([b.share for b in workload.buckets])
+        running_s = np.array([c.latencies_s for c in columns]) - away_s
+        held = np.array([c.kv_byte_s for c in columns]) / np.array([[c.kv_bytes] for c in columns])
+        self.time: Floats = samples_per_s / (np.array([c.rates for c in columns]) * rho)
+        """(C, W): replicas that decode all of a bucket."""
+        self.cache: Floats = samples_per_s * held * (running_s / rho + workload.held_s) / (running_s + workload.held_s)
+        """(C, W): replicas whose caches hold all of a bucket."""
+        self.waiting: Floats = longest * batches(latencies)
+        """(C, W): batches between admission and the last reward of their groups, where the column decodes all."""
+        self.longest: Floats = batches([c.max_latencies_s for c in columns])
+        """(C, W): the same for the longest response there is."""
+        self.samples_per_s: Floats = samples_per_s
+        """(W,)"""
+        self.sizes = np.array([c.num_devices for c in columns], dtype=np.float64)
+        kinds: dict[tuple[str, int, int], list[int]] = {}
+        for index, column in enumerate(columns):
+            kinds.setdefault((column.device, column.tp, column.pp), []).append(index)
+        self.shapes = [sorted(members, key=lambda i: columns[i].batch_cap) for members in kinds.values()]
+        """Columns that differ in their batch caps only."""
+
+    def _read_plans(self) -> None:
+        problem = self.problem
+        self.busy: Floats = self.rate * np.array([plan.cycle_s for plan in problem.plans])
+        """(P,): part of the trainer's time."""
+        self.training = np.array(
+            [[plan.count(supply.device) for supply in problem.supplies] for plan in problem.plans], dtype=np.float64
+        )
+        """(P, G)"""
+        self.kinds = np.array([[c.device == supply.device for c in problem.columns] for supply in problem.supplies])
+        """(G, C)"""
+        self.stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
+        self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])
+        self._tail = np.inf if problem.tail == "none" else problem.max_staleness + (problem.tail == "soft")
+
+    @property
+    def costs(self) -> Floats:
+        """(G,): what a device of each type counts: its price, or 1 where some price is unknown."""
+        return np.ones_like(self.prices) if np.isnan(self.prices).any() else self.prices
+
+    def in_time(self, plans: Sequence[int]) -> Mask:
+        """(C, W): what may be decoded where, so that the longest response keeps the bound with one of ``plans``."""
+        return self.usable & (self.longest + self.busy[list(plans)].min() <= self._tail * (1 + _ROUNDING))
+
+    def in_time_each(self) -> Mask:
+        """(P, C, W): the same for every plan, or (1, C, W) where all are alike."""
+        if np.isinf(self._tail):
+            return self.usable[None]
+        return self.usable & (self.longest + self.busy[:, None, None] <= self._tail * (1 + _ROUNDING))
+
+    def able(self, *, any_stock: bool = False) -> list[int]:
+        """Plans that are fast enough, and within stock and budget."""
+        most = [np.inf if s.max_training is None else s.max_training for s in self.problem.supplies]
+        fits = (self.training <= np.minimum(np.inf if any_stock else self.stock, most)).all(axis=1)
+        if self.problem.budget_per_hour is not None:
+            fits &= self.training @ self.prices <= self.problem.budget_per_hour
+        return np.flatnonzero((self.busy <= 1 + _ROUNDING) & fits).tolist()

@@ -1,0 +1,118 @@
+"""Bounds on whole families of plans, by weak duality.
+
+Put a price on every limit: a device of each type, the budget, staleness. What a step's samples cost at these prices, on
+the replicas that make them cheapest, is the least that any plan must pay; what a trainer leaves of the limits is all
+that it can. A trainer that leaves too little cannot reach the rate, at any prices: so one set of prices judges every
+training plan at once, and tells how many replicas of a poor kind the rest of the money could bear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import LinearConstraint
+
+from rollover.planner.load import Floats, Load
+from rollover.planner.solver import minimum
+
+_MOST = 1e5
+"""Highest price beside real costs, where no price is enough to pay for what cannot be done. Limits are scaled to 1."""
+_ROUNDING = 1e-9
+_LOSS = 1e-6
+"""What counts as a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Of the limits, in no particular unit, or beside what devices really cost."""
+
+    limits: Floats
+    """(G + 2,): each type, the budget, staleness."""
+    real: float
+    """1 where the devices' real cost counts too, else 0."""
+
+
+class Market:
+    """What plans must pay and can pay at one rate."""
+
+    def __init__(self, load: Load) -> None:
+        problem = load.problem
+        self.load = load
+        self.unit = float(load.stock @ load.costs)
+        """Of real costs: those of the whole fleet."""
+        budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
+        spent = np.nan_to_num(load.prices) / budget
+        bound = problem.max_staleness + 1
+        most = [np.inf if s.max_rollout is None else s.max_rollout for s in problem.supplies]
+        left = np.minimum(load.stock - load.training, most) / load.stock
+        has = np.column_stack([left, 1 - load.training @ spent, 1 - load.busy / bound])
+        self.has = np.where(np.abs(has) < _ROUNDING, 0.0, has)
+        """(P, G + 2): what each plan leaves of the limits."""
+        self.uses = load.sizes[:, None] * np.column_stack([load.kinds.T / load.stock, load.kinds.T @ spent])
+        """(C, G + 1): of a replica."""
+        self.waiting = load.waiting / bound
+        self.cost = load.sizes * (load.kinds.T @ load.costs) / self.unit
+        """(C,): of a replica."""
+        self.training = load.training @ load.costs / self.unit
+        """(P,)"""
+
+    def prices(self, plans: Sequence[int], *, real: bool = False) -> Prices:
+        """Those that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
+
+        Variables: a price for every limit, the worth of every bucket, and the means of the richest plan."""
+        limits, buckets = self.has.shape[1], self.waiting.shape[1]
+        usable = self.load.in_time(plans)
+        if not usable.any(axis=0).all():
+            return Prices(limits=np.zeros(limits), real=float(real))
+        c, w = np.nonzero(usable)
+        ones = self._worth(Prices(limits=np.ones(limits), real=0.0))
+        unit = 1.0 if real else float(np.where(usable, ones, np.inf).min(axis=0).sum())  # prices are about 1
+        means = np.column_stack([self.has[list(plans)], np.zeros((len(plans), buckets)), -np.ones(len(plans))])
+        time, waiting = self.load.time[c, w, None] / unit, self.waiting[c, w] / unit
+        worth = np.eye(buckets, buckets + 1)[w]  # of a bucket: no more than any column can make it for
+        made = np.column_stack([-time * self.uses[c], -waiting, worth])
+        highest = np.r_[self.training[list(plans)], time[:, 0] * self.cost[c]] * real
+        rows, low = np.vstack([means, made]), np.full(len(highest), -np.inf)
+        total = np.r_[np.zeros(limits), np.ones(buckets), 0.0]
+        if not real:  # prices are relative
+            rows, low, highest = np.vstack([rows, total]), np.r_[low, 1.0], np.r_[highest, 1.0]
+        objective = np.r_[np.zeros(limits + buckets), 1.0] - real * total
+        top = np.r_[np.full(limits, _MOST if real else np.inf), np.full(buckets + 1, np.inf)]
+        bottom = np.r_[np.zeros(limits + buckets), -np.inf]
+        found = minimum(objective, LinearConstraint(rows, low, highest), bottom, top)
+        assert found is not None, "all prices may be zero or as high as they need to be"
+        return Prices(limits=np.maximum(found.x[:limits], 0), real=float(real))
+
+    def room(self, prices: Prices, cost: float = 0.0) -> Floats:
+        """(P,): what each plan could pay beyond what it must, with ``real`` costs up to a total of ``cost``; below zero
+        where it cannot carry the load."""
+        return self.has @ prices.limits - self._must(prices) + prices.real * (cost / self.unit - self.training)
+
+    def promise(self, plans: Sequence[int]) -> float:
+        """How much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
+        prices = self.prices(plans)
+        can, must = (self.has @ prices.limits)[list(plans)], np.broadcast_to(self._must(prices), len(self.has))
+        return float((can / must[list(plans)]).max()) - 1
+
+    def most(self, prices: Prices, plan: int, room: float) -> Floats:
+        """(C,): replicas of each column that ``plan`` can pay for with ``room``: those of a poor kind cost more than
+        they make."""
+        usable = self.load.in_time([plan])
+        made = np.where(usable, self._worth(prices), np.inf).min(axis=0) - self.waiting * prices.limits[-1]
+        earns = np.where(usable, made / self.load.time, 0.0).max(axis=1, initial=0.0)
+        loss = self._charge(prices) - earns
+        return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
+
+    def _must(self, prices: Prices) -> Floats:
+        """(P,) or (1,): what all samples cost on the columns that each plan may use."""
+        return np.where(self.load.in_time_each(), self._worth(prices), np.inf).min(axis=1).sum(axis=1)
+
+    def _charge(self, prices: Prices) -> Floats:
+        """(C,): of a replica."""
+        return self.uses @ prices.limits[:-1] + prices.real * self.cost
+
+    def _worth(self, prices: Prices) -> Floats:
+        """(C, W): what it costs to decode all of a bucket on a column."""
+        return self.load.time * self._charge(prices)[:, None] + self.waiting * prices.limits[-1]

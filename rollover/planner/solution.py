@@ -1,0 +1,147 @@
+"""From whole numbers to a solution: the rate that given replicas and a given trainer reach, and all that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+
+from rollover.planner.load import Floats, Load
+from rollover.planner.program import Point, Program, Relaxation
+from rollover.planner.records import Binding, Problem, Solution
+
+TOLERANCE = 1e-3
+"""Part of the rate that a lower staleness bound may cost and still be called enough."""
+TIGHT = 2e-3
+"""Relative slack below which a limit binds: a little over what the search gives away."""
+_ACCURACY = 1e-7
+"""Relative, of a rate."""
+_EXACT = 1e-8
+_SLOWEST = 1e-9
+"""Part of the trainer's own rate below which a rate is none."""
+
+
+def held(problem: Problem, replicas: Sequence[int]) -> Solution | None:
+    """The best solution with just these ``replicas`` of the problem's columns and its one training plan; ``None`` where
+    they break a limit."""
+    (_,) = problem.plans
+    counts = np.array(replicas, dtype=np.float64)
+    rate = rate_reached(problem, counts, 0)
+    return None if rate is None else described(problem, counts, 0, rate, bound=rate, gap=0.0)
+
+
+def rate_reached(
+    problem: Problem, replicas: Floats, plan: int, *, known: float = 0.0, accuracy: float = _ACCURACY
+) -> float | None:
+    """Steps/s of these replicas and this trainer, at least ``known``; ``None`` where they reach no rate."""
+    active = np.flatnonzero(replicas)
+    alone = replace(problem, columns=tuple(problem.columns[c] for c in active), plans=(problem.plans[plan],))
+    counts = replicas[active]
+
+    def share(rate: float) -> float:
+        program = Program(Load(alone, rate), [0], most=counts)
+        program.fix()
+        point = program.minimise(program.open_share(0.0))
+        return 0.0 if point is None else -point.objective
+
+    if not len(active):
+        return None
+    fastest = 1 / problem.plans[plan].cycle_s
+    found = highest(lambda rate: share(rate) - 1, fastest, known=known, accuracy=accuracy)
+    return found if found > fastest * _SLOWEST else None
+
+
+def highest(surplus: Callable[[float], float], top: float, *, known: float, accuracy: float) -> float:
+    """The highest rate up to ``top`` with a ``surplus`` of zero or more, from below; the surplus falls in the rate and
+    is taken not to be negative at ``known``."""
+    tried = [known]
+
+    def height(rate: float) -> float:
+        left = surplus(rate)
+        if left >= -_EXACT:
+            tried.append(rate)
+        return math.log(max(1 + left, 1e-3)) + _EXACT
+
+    if height(top) >= 0:
+        return top
+    low, slowest = known or top / 2, top * _SLOWEST
+    while height(low) < 0:
+        if low < slowest:
+            return known
+        top, low = low, low / 8
+    if top > low:
+        brentq(height, low, top, rtol=accuracy, xtol=accuracy * low)
+    return max(tried)
+
+
+def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bound: float, gap: float) -> Solution:
+    """The solution of these whole numbers at ``rate``: with the samples that keep staleness lowest."""
+    load = Load(problem, rate)
+    program = Program(load, [plan], most=replicas)
+    program.fix()
+    program.open_share(1 - 1e-7)
+    point = program.minimise(program.staleness_row())
+    assert point is not None, "what a solution reaches it can be held to"
+    prices = [s.price_per_hour for s in problem.supplies]
+    return Solution(
+        plan=problem.plans[plan],
+        replicas=tuple(int(y) for y in replicas),
+        rates=tuple(map(tuple, (point.x * load.samples_per_s).tolist())),
+        steps_per_s=rate,
+        bound_steps_per_s=bound,
+        cost_per_hour=None if None in prices else float(_used(load, replicas, plan) @ load.prices),
+        staleness_needed=_staleness_needed(problem, replicas, plan, rate * (1 - TOLERANCE)),
+        bindings=_bindings(load, replicas, point),
+        gap=gap,
+        solve_s=0.0,
+    )
+
+
+def _used(load: Load, replicas: Floats, plan: int) -> Floats:
+    """(G,): devices of each type."""
+    return load.kinds @ (load.sizes * replicas) + load.training[plan]
+
+
+def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float) -> int:
+    """The least bound under which these replicas and this trainer keep ``rate``."""
+    for least in (0, 1):
+        bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
+        program = Program(Load(bound, rate), [plan], most=replicas, relaxed=Relaxation(staleness=True))
+        program.fix()
+        point = program.minimise(program.staleness_row())
+        if point is not None and (least or point.objective <= 1 + 1e-6):
+            return least and min(problem.max_staleness, max(1, math.ceil(point.objective - 1 - 1e-6)))
+    return problem.max_staleness
+
+
+def _bindings(load: Load, replicas: Floats, point: Point) -> tuple[Binding, ...]:
+    """Limits without slack, in the order of the rows."""
+    problem, bound, busy = load.problem, load.problem.max_staleness, float(load.busy[point.plan])
+    found = []
+
+    def note(row: Any, subject: str, slack: float) -> None:
+        if slack <= TIGHT:
+            found.append(Binding(row=row, subject=subject, slack=max(0.0, slack)))
+
+    for c in np.flatnonzero(replicas):
+        column = problem.columns[c]
+        name = f"{column.device} tp {column.tp} pp {column.pp} batch {column.batch_cap}"
+        note("replicas", name, 1 - float(load.time[c] @ point.x[c]) / replicas[c])
+        if problem.workload.held_s:
+            note("cache", name, 1 - float(load.cache[c] @ point.x[c]) / replicas[c])
+    note("trainer", "", 1 - busy)
+    used = _used(load, replicas, point.plan)
+    for supply, count in zip(problem.supplies, used, strict=True):
+        note("stock", supply.device, 1 - count / supply.count)
+    if problem.budget_per_hour is not None:
+        note("budget", "", 1 - float(used @ load.prices) / problem.budget_per_hour)
+    note("staleness", "", 1 - (float((load.waiting * point.x).sum()) + busy) / (bound + 1))
+    if problem.tail != "none":
+        late = float((load.longest + busy)[point.x > 1e-9].max())
+        limit = bound + (problem.tail == "soft")
+        note("tail", "", 1 - late / limit if limit else 0.0)
+    return tuple(found)

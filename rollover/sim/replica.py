@@ -131,7 +131,7 @@ class Replica:
         while ends and ends[0][0] <= self.iterations + _EPSILON:
             end, _, call = heapq.heappop(ends)
             if call.ends_at == end:
-                self._leave(call)
+                self._leave(call, call.num_tokens)
                 del self.calls[call.sample_id]
                 if not call.is_whole:
                     self._keep(call)
@@ -246,13 +246,13 @@ class Replica:
         self._num_pushed += 1
         heapq.heappush(self._ends, (call.ends_at, self._num_pushed, call))
 
-    def _leave(self, call: Call) -> None:
-        """Out of the running ones, with ``num_decoded`` brought up to date."""
+    def _leave(self, call: Call, num_decoded: int) -> None:
+        """Out of the running ones, with ``num_decoded`` tokens."""
         del self._running[call.sample_id]
         self._siblings[call.prompt] -= 1
         if self._is_bounded:
             self._base_tokens -= call.context_tokens - call.joined_at
-        call.num_decoded = self.num_decoded(call)
+        call.num_decoded = num_decoded
         call.ends_at = -1
 
     def _make_room(self) -> None:
@@ -261,7 +261,7 @@ class Replica:
             self._forget(next(iter(self._kept)))
             return
         youngest = next(reversed(self._running.values()))
-        self._leave(youngest)
+        self._leave(youngest, self.num_decoded(youngest))
         self._queue.appendleft(youngest)
         self.num_preempted += 1
 

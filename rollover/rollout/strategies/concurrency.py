@@ -26,6 +26,8 @@ class Concurrency(Strategy):
         return min(-(-missing // self.group_size), self.headroom(ledger)) if missing > 0 else 0
 
     def samples_to_start(self, ledger: Ledger) -> list[SampleId]:
+        room = self.num_running - len(ledger.running)
+        if room <= 0:
+            return []
         # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.
-        in_order = Strategy.samples_to_start(self, ledger)
-        return list(islice(in_order, max(0, self.num_running - len(ledger.running))))
+        return list(islice(Strategy.samples_to_start(self, ledger), room))

@@ -15,9 +15,8 @@ assumption, below what grouped drafts are said to reach (Seer, arXiv 2511.14617)
 guess adds arithmetic, and no cache to read; for a 1.5B model of 16-bit weights with contexts of 4k tokens on an H100 at
 half of its peak, an iteration's arithmetic takes as long as its weights at some 150 rows, its caches at 30.
 
-Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Strategies that train
-several batches at a time (`windowed` and `sorted` here) repeat every 2 to 7 steps: the 48 steps measured are a multiple
-of most.
+Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Of strategies that train
+several batches from one collection (`windowed`, `sorted`, `rollover`), whole bursts are measured.
 """
 
 from __future__ import annotations

@@ -58,8 +58,15 @@ class Simulation:
     """B0, summed over replicas."""
 
     def after(self, warmup: int) -> Window:
-        """The run from step ``warmup`` on."""
-        return Window(self.steps[warmup:])
+        """The run from step ``warmup`` on, as far as it is of whole bursts."""
+        return Window(whole_bursts(self.steps[warmup:]))
+
+
+def whole_bursts(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Without a first and a last burst that may be cut: batches trained from one collection cost it together, and only
+    the first of them shows that. A step begins one if something was decoded for it. All ``steps`` if none is left."""
+    begins = [i for i, step in enumerate(steps) if step.iterations > 0]
+    return steps[begins[0] : begins[-1]] if len(begins) > 1 else steps
 
 
 class Window:

@@ -10,6 +10,7 @@ import pytest
 from rollover.errors import RunError
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded, WasteCause
 from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Failure, Scenario
 from rollover.workload.generator import Generator
@@ -55,7 +56,7 @@ def test_every_trained_response_is_whole_and_every_token_accounted_for(name: str
     strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
     lengths = Generator(LAW, 3)
     simulation = simulate(strategy, lengths, TWO, steps=12, seed=2)
-    window = simulation.after(0)
+    window = Window(simulation.steps)
     assert len(window.lengths) == 12 * 16
     admitted = set(simulation.admitted_lengths)
     assert set(window.lengths) <= admitted
@@ -84,8 +85,21 @@ def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
     scenario = one_replica(trainer=Latency(base_s=20.0))
     kept = simulate(strategy_of("bounded_async", num_running=4), lengths, scenario, steps=10)
     stopped = simulate(strategy_of("sync"), lengths, scenario, steps=10)
-    assert stopped.after(2).seconds / 8 == pytest.approx(40)
-    assert kept.after(2).seconds / 8 == pytest.approx(20)
+    for run, step_s in ((stopped, 40), (kept, 20)):
+        window = run.after(2)
+        assert window.seconds / len(window.steps) == pytest.approx(step_s)
+
+
+def test_a_burst_is_measured_whole_or_not_at_all() -> None:
+    """A pool of three batches, each as long as its longest: their steps take 30 s, 0 s and 0 s, in whichever of them a
+    measurement begins and ends."""
+    lengths = Lengths(lambda index, i, attempt: 30)
+    strategy = strategy_of("sorted", over_sampling_batch_size=6, max_staleness=2)
+    simulation = simulate(strategy, lengths, one_replica(), steps=14)
+    for warmup in range(8):
+        window = simulation.after(warmup)
+        assert len(window.steps) % 3 == 0
+        assert window.seconds / len(window.steps) == pytest.approx(10)
 
 
 def test_tokens_on_both_sides_of_new_weights_have_their_own_versions() -> None:

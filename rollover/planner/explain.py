@@ -15,6 +15,9 @@ from rollover.planner.program import Point, Program, Relaxation
 from rollover.planner.records import Problem, ShadowPrice, Solution
 from rollover.planner.solver import OutOfTime
 
+_SLOW = 1e-3
+"""Part of the fastest trainer's rate that is asked for where no rate is: some replica has to roll out."""
+
 
 def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> str:
     """For a problem without a solution: which limits stand in the way, and for each that alone would do, how far it
@@ -71,7 +74,8 @@ def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
 def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Point | None:
     """The least of what ``relaxed`` lets grow: devices beyond the stock, or the bound; the least cost where it lets
     nothing grow."""
-    load = Load(problem, problem.target_steps_per_s or 0.0, any_bound=relaxed.staleness)
+    some_rate = _SLOW / min(plan.cycle_s for plan in problem.plans)
+    load = Load(problem, problem.target_steps_per_s or some_rate, any_bound=relaxed.staleness)
     plans = load.able(any_stock=relaxed.stock)
     if not plans:
         return None

@@ -1,13 +1,13 @@
 """A plan, from the fleet to the devices of every replica: phase 1, phase 2, and back until they agree.
 
-What phase 1 assumed about links is replaced by what the placement met, and both are run again, until cycle times move
-by less than ``SETTLED``. A plan is worth what it costs on the links it stands on: the best of all rounds is kept, and
-its numbers are the re-costed ones.
+What phase 1 assumed about links is replaced by what the placement met, the shapes that were placed by their re-costed
+selves, and both phases are run again, until cycle times move by less than ``SETTLED``. A plan is worth what it costs on
+the links it stands on: the best of all rounds is kept, and its numbers are the re-costed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,20 @@ from rollover.planner import columns
 from rollover.planner.explain import why_infeasible
 from rollover.planner.milp import solve
 from rollover.planner.placement import Pipeline, Placement, place
-from rollover.planner.records import Device, Fleet, Link, ModelShape, Problem, ShadowPrice, Solution, Tail, WorkloadSpec
+from rollover.planner.records import (
+    Device,
+    Fleet,
+    Link,
+    ModelShape,
+    Problem,
+    RolloutColumn,
+    ShadowPrice,
+    Solution,
+    Tail,
+    TrainingPart,
+    TrainingPlan,
+    WorkloadSpec,
+)
 from rollover.planner.recost import Recosted, recost
 from rollover.planner.routing import Routing, routed
 from rollover.planner.topology import Topology
@@ -182,6 +195,7 @@ def make_plan(
     """
     topology = Topology.of(fleet)
     networks: dict[str, Link] = {}
+    met: list[Problem] = []
     found: list[Plan] = []
     rounds: list[Round] = []
     seen = set()
@@ -194,6 +208,7 @@ def make_plan(
             target_steps_per_s=target_steps_per_s,
             tail=tail,
         )
+        problem = _with_placed(problem, met)
         solution = solve(routed(problem, routing))
         if solution is None:
             if found:
@@ -209,6 +224,7 @@ def make_plan(
         if rounds[-1].moved < SETTLED or kind in seen:
             break
         seen.add(kind)
+        met.append(real.unrouted)
         networks = {**networks, **real.networks}
     if not found:
         raise PlanError(
@@ -260,6 +276,24 @@ def _round(assumed: Solution, real: Recosted) -> Round:
         assumed_steps_per_s=assumed.steps_per_s,
         steps_per_s=real.solution.steps_per_s if real.solution else 0.0,
     )
+
+
+def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
+    """The problem with shapes as they were re-costed where they were placed last."""
+    plans = {_shape(plan): plan for plan in problem.plans}
+    columns = {_kind(column): column for column in problem.columns}
+    for placed in met:
+        plans |= {_shape(plan): plan for plan in placed.plans}
+        columns |= {_kind(column): column for column in placed.columns}
+    return replace(problem, plans=tuple(plans.values()), columns=tuple(columns.values()))
+
+
+def _shape(plan: TrainingPlan) -> tuple[TrainingPart, ...]:
+    return tuple(replace(part, share=1.0) for part in plan.parts)
+
+
+def _kind(column: RolloutColumn) -> tuple[str, int, int, int]:
+    return column.device, column.tp, column.pp, column.batch_cap
 
 
 def _with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:

@@ -22,6 +22,8 @@ class Recosted:
 
     problem: Problem
     """With the solution's columns and its training plan alone."""
+    unrouted: Problem
+    """The same with all length buckets."""
     solution: Solution | None
     """``None`` where it does not keep the problem's limits any longer."""
     networks: dict[str, Link]
@@ -47,9 +49,11 @@ def recost(
     for c in solution.active:
         replicas = [r for r in placement.replicas if r.member == c]
         columns.append(_column(topology, devices, model, problem, problem.columns[c], replicas, ways))
-    used = routed(replace(problem, columns=tuple(columns), plans=(plan,)))
+    unrouted = replace(problem, columns=tuple(columns), plans=(plan,))
+    used = routed(unrouted)
     counts = [solution.replicas[c] for c in solution.active]
-    return Recosted(problem=used, solution=held(used, counts), networks=_networks(topology, ways, joints))
+    networks = _networks(topology, ways, joints)
+    return Recosted(problem=used, unrouted=unrouted, solution=held(used, counts), networks=networks)
 
 
 def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:

@@ -18,7 +18,7 @@ from rollover.planner import workload
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
 from rollover.planner.model import parse
-from rollover.planner.plan import Plan, make_plan
+from rollover.planner.plan import SETTLED, Plan, make_plan
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
 from rollover.planner.topology import Topology
@@ -118,6 +118,26 @@ gbit_s = 4
     assert first.step_s > 1.02 * first.assumed_step_s
     assert made.solution.steps_per_s == max(r.steps_per_s for r in made.rounds)
     assert made.solution.steps_per_s > 1.02 * first.steps_per_s
+
+
+def test_what_is_fed_back_is_what_the_next_round_finds() -> None:
+    """Both roles share the nodes, so that weights travel inside them: the network was the wrong assumption."""
+    small = """
+network = { gbit_s = 100 }
+[[nodes]]
+device = "h100-sxm"
+num_devices = 4
+[[nodes]]
+device = "l4"
+num_devices = 8
+"""
+    shape = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    light = workload.load("light-8k", num_groups=16, group_size=8)
+    made = make_plan(fleet(small), parse(QWEN_7B | shape, name="qwen-1.5b"), light, max_staleness=4)
+    first, *_, last = made.rounds
+    assert first.moved > 0.1
+    assert last.moved < SETTLED
+    assert last.steps_per_s >= first.steps_per_s
 
 
 def test_training_keeps_to_the_nodes_with_wide_links(spec: workload.WorkloadSpec) -> None:

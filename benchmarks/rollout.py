@@ -3,8 +3,8 @@
     python benchmarks/rollout.py            # five minutes on a quiet machine
     python benchmarks/rollout.py --small    # seconds, to see that it works
 
-The engine is measured first: prefill, weight swap, and how long an iteration takes with B samples of this load's mean
-context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits all alike, with
+The engine is measured first: prefill, weight swap, sending a call, and how long an iteration takes with B samples of
+this load's mean context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits all alike, with
 lengths replayed from ``--lengths``, the same for all and others in each repeat. Every few turns, steps of equal lengths
 tell how long iterations take below the driver under these very conditions. That, and nothing from the strategies' runs,
 is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured times themselves. Batches have so
@@ -82,6 +82,7 @@ def measure_engine(folder: Path, context: int, sizes: Sequence[int]) -> Result:
         "prefill_tokens_per_s": rate,
         "prefill_call_s": max(0.0, one_s - PROMPT_TOKENS / rate),
         "swap_s": asyncio.run(swap_time(load)),
+        "call_s": asyncio.run(call_time(load, times)),
     }
 
 
@@ -112,6 +113,30 @@ async def swap_time(load: Load, repeats: int = 7) -> float:
     return statistics.median(found)
 
 
+async def call_time(load: Load, iteration_s: Mapping[int, float], repeats: int = 9) -> float:
+    """Median seconds that sending a call takes, on the way to the engine: of a few and of many samples that resume with
+    their caches, the time until each has a token, less that of an iteration."""
+    engine = EmbeddedEngine.from_folder(Path(load.model), config_of(load))
+    few, many = min(iteration_s), max(iteration_s)
+    responses: dict[str, tuple[int, ...]] = {}
+
+    async def one_token(name: str) -> None:
+        async for chunk in engine.generate(request(name, PROMPT_TOKENS, response=responses.get(name, ()))):
+            responses[name] = responses.get(name, ()) + chunk.token_ids
+            if chunk.token_ids:
+                return
+
+    async def until_tokens_s(num_calls: int) -> float:
+        start_s = time.perf_counter()
+        await asyncio.gather(*(one_token(f"c{i}") for i in range(num_calls)))
+        return time.perf_counter() - start_s - iteration_s[num_calls]
+
+    await until_tokens_s(many)  # their prompts
+    found = [(await until_tokens_s(many) - await until_tokens_s(few)) / (many - few) for _ in range(repeats)]
+    await engine.close()
+    return max(0.0, statistics.median(found))
+
+
 def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaModel]:
     """What the simulator is told: the line fitted to the iteration ``times``, and the times."""
     fitted = fit(dict(times))
@@ -120,6 +145,7 @@ def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaMod
         b0=fitted["B0"],
         prefill_tokens_per_s=measured["prefill_tokens_per_s"],
         prefill_call_s=measured["prefill_call_s"],
+        call_s=measured["call_s"],
         swap_pause_s=measured["swap_s"],
     )
     return {"line": line, "table": replace(line, iteration_table=tuple(sorted(times.items())))}

@@ -23,6 +23,8 @@ class ReplicaModel:
     """Decoding stands still while prompts and lost caches are computed."""
     prefill_call_s: float = 0.0
     """What that takes beside its tokens, once for all that are prefilled at the same moment."""
+    call_s: float = 0.0
+    """What sending a sample to the engine takes, once for each call."""
     kv_tokens: float = math.inf
     """Room of the key-value cache. When it is full, parked caches go first, then the youngest sample waits."""
     max_running: int = 2**31
@@ -48,7 +50,7 @@ class ReplicaModel:
         for key in ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key} must be above 0, got {getattr(self, key)}")
-        for key in ("prefill_call_s", "swap_pause_s"):
+        for key in ("prefill_call_s", "call_s", "swap_pause_s"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key} must be at least 0 seconds, got {getattr(self, key)}")
         for key in ("draft_acceptance", "draft_cost"):

@@ -237,6 +237,7 @@ class Replica:
         self.prefill(response if has_sibling else response + call.prompt_tokens)
 
     def _join(self, call: Call) -> None:
+        self._stall_s += self.model.call_s
         call.joined_at = math.ceil(self.iterations - _EPSILON)
         call.ends_at = call.joined_at + call.num_tokens - call.num_decoded
         self._running[call.sample_id] = call

@@ -54,6 +54,30 @@ def test_an_iteration_takes_longer_the_more_samples_run() -> None:
     assert ends == pytest.approx({0: 17.5, 1: 17.5 + 15, 2: 17.5 + 15 + 25})
 
 
+def test_sending_a_call_takes_its_time_once_for_each() -> None:
+    replica = replica_with([call(0, 10), call(1, 10), call(2, 10)], call_s=0.5, b0=1e9)
+    assert drain(replica) == pytest.approx(dict.fromkeys((0, 1, 2), 1.5 + 10))
+
+
+@pytest.mark.parametrize(("num_guesses", "chance", "cost"), [(1, 0.5, 0.2), (3, 0.5, 1.0), (2, 0.0, 0.0)])
+def test_guesses_make_iterations_longer_and_fewer(num_guesses: int, chance: float, cost: float) -> None:
+    """Two samples of 30 tokens: so many iterations as tokens a guessing engine gets in each allow."""
+    drafts = {"draft_tokens": num_guesses, "draft_acceptance": chance, "draft_cost": cost}
+    ends = drain(replica_with([call(0, 30), call(1, 30)], **drafts))
+    tokens = sum(chance**i for i in range(num_guesses + 1))
+    seconds = 30 / tokens * (1 + 2 * (1 + num_guesses * cost) / 4)
+    assert ends == pytest.approx({0: seconds, 1: seconds})
+
+
+def test_rows_limit_the_guesses() -> None:
+    model = ReplicaModel(c0_s=1.0, b0=4.0, draft_tokens=3, draft_rows=8)
+    assert [model.token_s(n) for n in (1, 2)] == pytest.approx(
+        [model.iteration_s(4) / 1.875, model.iteration_s(8) / 1.875]
+    )
+    assert model.token_s(4) == pytest.approx(model.iteration_s(8) / 1.5)
+    assert model.token_s(5) == model.iteration_s(5)
+
+
 def test_prefill_holds_up_everybody_and_siblings_share_their_prompt() -> None:
     replica = replica_with([call(0, 10, prompt=100), call(0, 10, prompt=100, index=1)], prefill_tokens_per_s=50, b0=1e9)
     assert replica.prefilled_tokens == 100

@@ -27,7 +27,7 @@ from rollover.rollout.events import (
     VersionPublished,
     WasteCause,
 )
-from rollover.rollout.ledger import GroupState, Ledger, SampleState
+from rollover.rollout.ledger import Ledger, SampleState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import Batch, Prompt, SampleId, Segment
 
@@ -95,6 +95,7 @@ class Scheduler:
         self.strategy = strategy
         self.collecting = False
         """Whether samples may be started."""
+        self._keeps_running = strategy.on_full is OnFull.KEEP
         self._source = source
         self._max_running = max_running
         self._limits = limits
@@ -116,7 +117,7 @@ class Scheduler:
         ledger, strategy = self.ledger, self.strategy
         if not self.collecting or ledger.replay:
             return NOTHING
-        if strategy.on_full is not OnFull.KEEP and self.batch_is_full:
+        if not self._keeps_running and self.batch_is_full:
             self.collecting = False
             return Decision(stop=strategy.on_full is not OnFull.WAIT)
         if (num_groups := strategy.groups_to_open(ledger)) > 0:
@@ -184,7 +185,7 @@ class Scheduler:
             RunError: the filter keeps none.
         """
         group = self.ledger.groups[sample_id.group]
-        if group.state is not GroupState.READY:
+        if group.num_unsettled:
             return
         if group.num_scored < min(2, self.strategy.group_size):
             self._drop(group.group_id, WasteCause.FAILED, now_s, prompt_returned=False)

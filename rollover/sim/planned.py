@@ -49,7 +49,7 @@ def check(
     )
     window = simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
     return Check(
-        steps_per_s=steps / window.seconds,
+        steps_per_s=len(window.steps) / window.seconds,
         tokens_per_s=window.tokens_per_s,
         lag=window.lag,
         max_lag=window.max_lag,

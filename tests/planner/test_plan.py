@@ -18,7 +18,7 @@ from rollover.planner import workload
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
 from rollover.planner.model import parse
-from rollover.planner.plan import SETTLED, Plan, make_plan
+from rollover.planner.plan import SETTLED, Plan, make_plan, step_tokens
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
 from rollover.planner.topology import Topology
@@ -197,6 +197,7 @@ def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> Non
     made = make_plan(fleet(), MODEL, spec, max_staleness=4)
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
+    assert measured.tokens_per_s == pytest.approx(measured.steps_per_s * step_tokens(spec), rel=0.03)
     assert measured.max_lag <= 4
 
 

@@ -5,12 +5,12 @@
 
 The engine is measured first: prefill, weight swap, sending a call, and how long an iteration takes with B samples of
 this load's mean context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits
-all alike, with lengths replayed from ``--lengths``, the same for all and others in each repeat. Every few turns, steps
-of equal lengths tell how long iterations take below the driver under these very conditions. That, and nothing from the
-strategies' runs, is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured times themselves.
-Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL (arXiv 2509.18521).
-Throughput is trained tokens per second of rollout and weight swap, training left out, from the first step after the
-warm-up, over whole bursts.
+all alike, with lengths replayed from ``--lengths``, the same for all and others in each repeat. Every few turns,
+steps of equal lengths tell how long iterations take below the driver under these very conditions. That, and nothing
+from the strategies' runs, is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured
+times. Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL (arXiv
+2509.18521). Throughput is trained tokens per second of rollout and weight swap, training left out, from the first
+step after the warm-up, over whole bursts.
 """
 
 from __future__ import annotations

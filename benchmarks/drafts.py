@@ -1,10 +1,10 @@
 """Guessing ahead in the embedded engine: rollout time with ``draft_rows`` over that without, in one process.
 
 The same requests, in groups of siblings, with each number of rows in turn, as often as ``--repeats`` says; the least of
-the times counts. Two models of the quickstart's shape: after its warm-up (or the one in ``--model``), with the
-quickstart's prompts, where responses end by themselves and most are short; and with random weights, where next to no
-guess is right and what guessing costs is seen, with long-tailed lengths. Checked on the way: every setting samples the
-same tokens.
+the times counts. Three models of the quickstart's shape: after its warm-up (or the one in ``--model``), with the
+quickstart's prompts, where responses end by themselves and most are short; with random weights, where next to no guess
+is right and what guessing costs is seen; and one that repeats itself, where most guesses are right. The last two have
+long-tailed lengths. Checked on the way: every setting samples the same tokens.
 
     python benchmarks/drafts.py --out benchmarks/results/drafts-DATE.json
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from engine import machine
+from safetensors.torch import load_file, save_file
 from workload import lognormal_lengths
 
 from rollover.config import RunConfig, load
@@ -73,6 +74,18 @@ def quickstart(folder: Path, *, warm_up: bool, steps: int) -> tuple[RunConfig, P
         return config, initial_policy(config, folder / "model", progress, metrics)
 
 
+def repeating(folder: Path) -> Path:
+    """Takes the model's layers out of effect. Its input and output matrices are tied: mostly it says its last token
+    again."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 def requests(
     config: RunConfig, folder: Path, num_prompts: int, group_size: int, *, ends: bool
 ) -> list[GenerateRequest]:
@@ -102,7 +115,9 @@ def requests(
 
 
 def measure(folder: Path, asked: Sequence[GenerateRequest], draft_rows: int) -> tuple[Measured, Tokens]:
-    settings = EmbeddedConfig(device="cpu", max_running=len(asked), kv_cache_bytes=2**28, draft_rows=draft_rows)
+    settings = EmbeddedConfig(
+        device="cpu", max_running=max(len(asked), draft_rows), kv_cache_bytes=2**28, draft_rows=draft_rows
+    )
     core = EngineCore(folder, settings)
     for request in asked:
         core.add(request)
@@ -181,11 +196,11 @@ def main() -> None:
     all_rows = [int(rows) for rows in args.rows.split(",")]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name in ("quickstart", "random weights"):
+        for name in ("quickstart", "random weights", "repeating"):
             trained = name == "quickstart"
             warm_up = trained and args.model is None
             config, folder = quickstart(Path(temporary) / name, warm_up=warm_up, steps=20 if args.small else 1000)
-            folder = args.model if trained and args.model else folder
+            folder = args.model if trained and args.model else repeating(folder) if name == "repeating" else folder
             asked = requests(config, folder, args.prompts, args.group, ends=trained)
             found[name] = compare(folder, asked, all_rows, args.repeats)
             show(name, found[name])

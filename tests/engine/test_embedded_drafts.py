@@ -119,6 +119,27 @@ def sequence(name: str, prompt: int = 0, said: tuple[int, ...] = ()) -> Sequence
     )
 
 
+def test_where_a_text_ends_another_goes_on() -> None:
+    index = NgramIndex()
+    index.follow("a", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    index.follow("b", [0, 20, 21, 22, 23, 7, 8, 9, 30, 31, 32], 1)
+    index.catch_up()
+    assert guess(index, [4, 5, 6, 7, 8], 3) == Guess((9, 30, 31), 5)
+    assert guess(index, [4, 5, 6, 7, 8], 9) == Guess((9, 30, 31, 32), 5)
+
+
+def test_a_text_that_was_cut_short_stays_known_as_it_was() -> None:
+    text = list(range(20))
+    for length in range(1, 20):
+        index = NgramIndex()
+        index.follow("a", text, 1)
+        index.catch_up()
+        index.follow("a", text[:length], 1)
+        place = index.find([15, 16, 17, 18])
+        assert place is not None
+        assert index.continued(place, [15, 16, 17, 18], 1) == [19]
+
+
 def test_a_match_is_measured_as_far_as_it_goes() -> None:
     index, text = NgramIndex(), list(range(40))
     index.follow("a", text, 1)

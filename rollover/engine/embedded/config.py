@@ -29,9 +29,10 @@ class EmbeddedConfig:
     """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
     evicted first, then the youngest running one is preempted, and both are computed again later."""
     draft_rows: int = 0
-    """Rows of a decode iteration that guesses may fill up: with B samples decoding, fewer than this, each gets
-    ``(draft_rows - B) // B`` guesses at its next tokens, more where others have none. What is sampled stays the same;
-    the last, longest samples get ready sooner where answers repeat each other. 0 switches it off."""
+    """Rows of a decode iteration that guesses may fill up: with B samples decoding, fewer than this, ``draft_rows - B``
+    guesses at their next tokens are checked along, the likeliest first. Choose the number of rows at which an iteration
+    takes twice as long as with next to none: a guess is made where that pays. What is sampled stays the same; the last,
+    longest samples get ready sooner where answers repeat each other. 0 switches it off."""
     block_size_tokens: int = 32
     """Tokens per cache block. Smaller wastes less at the end of each sample, larger costs less per step."""
     prefill_chunk_tokens: int = 2048

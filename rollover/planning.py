@@ -172,7 +172,7 @@ def _show(console: Console, made: Plan) -> None:
 
 def _what_ifs(request: Request, made: Plan, others: Sequence[Scenario], model: ModelShape, spec: WorkloadSpec) -> Table:
     """One line for each scenario, against the plan, both by the formula."""
-    table = Table("what if", "tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
+    table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
     per_step = step_tokens(spec)
     for text, scenario in zip(request.what_if, others, strict=True):
         try:

@@ -47,12 +47,14 @@ def _headline(problem: Problem, time_limit_s: float) -> str:
         return "no plan keeps all limits:"
     fastest = solve(replace(problem, target_steps_per_s=None), time_limit_s=time_limit_s, simplify=False)
     if fastest is None:
-        return f"no plan keeps all limits, whatever its rate; {_rate(target)} are asked for:"
-    return f"{_rate(target)} cannot be reached; the fastest plan gives {_rate(fastest.steps_per_s)}:"
+        return f"no plan keeps all limits, whatever its rate; {_rate(problem, target)} are asked for:"
+    reached = _rate(problem, fastest.steps_per_s)
+    return f"{_rate(problem, target)} cannot be reached; the fastest plan gives {reached}:"
 
 
-def _rate(steps_per_s: float) -> str:
-    return f"{steps_per_s * 3600:.4g} steps/h"
+def _rate(problem: Problem, steps_per_s: float) -> str:
+    tokens_per_s = steps_per_s * problem.workload.batch_size * problem.workload.response_tokens
+    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 100 else f"{tokens_per_s:.3g} tokens/s"
 
 
 def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
@@ -69,6 +71,8 @@ def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
     found = _elastic(problem, Relaxation(staleness=True), time_limit_s)
     if found is not None and round(found.objective) > problem.max_staleness:
         yield f"staleness: max_staleness {round(found.objective)} would do, {problem.max_staleness} is given"
+    if problem.tail != "none" and _elastic(replace(problem, tail="none"), Relaxation(), time_limit_s) is not None:
+        yield f"tail: without ({problem.tail}) some plan keeps the bound on average, its longest responses do not"
 
 
 def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Point | None:
@@ -128,10 +132,10 @@ def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time
 
 
 def in_words(price: ShadowPrice, problem: Problem) -> str:
-    """``staleness binds: +1 gives +7%``."""
+    """``Staleness binds: 1 more gives 7.0% more steps``."""
     of_cost = problem.target_steps_per_s is not None
     effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"
-    subject = {"max_staleness": "staleness"}.get(price.subject, price.subject)
+    subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(price.subject, price.subject)
     if not price.gain:
         return f"{subject}: {price.unit:g} more brings nothing"
     return f"{subject} binds: {price.unit:g} more gives {effect}"

@@ -154,7 +154,12 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
             "max_new_tokens": max(b.max_tokens for b in workload.buckets),
             **({"max_staleness": plan.problem.max_staleness} if plan.problem.max_staleness else {}),
         },
-        "engine": {"kind": server, "urls": [r.url for r in replicas], "max_running": max(caps)},
+        "engine": {
+            "kind": server,
+            "urls": [r.url for r in replicas],
+            "max_running": max(caps),
+            **({"kv_on_update": "keep"} if workload.keeps_kv else {}),
+        },
     }
     head = [
         "# The trainer's side of the plan. Use it from a file of your own that adds the tasks:",

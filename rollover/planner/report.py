@@ -24,7 +24,8 @@ _FLEET = (
 )
 _LENGTHS = "Samples by response length, and which replicas decode them."
 _ALTERNATIVES = (
-    "The same model, workload and staleness bound on other fleets or splits; the cost counts devices in use."
+    "The same model, workload and staleness bound on other fleets or splits, all by the formula, this plan too; the"
+    " cost counts devices in use."
 )
 _ROUNDS = "What the optimiser assumed → what was found on the links of the placement; it is told, and asked again."
 
@@ -53,9 +54,8 @@ def key_table(plan: Plan) -> Table:
 def alternatives_table(plan: Plan) -> Table | None:
     if not plan.alternatives:
         return None
-    heads, rows = ("compared with", "tokens/s", "plan / this", f"{plan.fleet.currency}/hour", "devices"), _rows(plan)
-    found = Table(*heads)
-    for row in rows:
+    found = Table(*_alternative_heads(plan))
+    for row in _rows(plan):
         found.add_row(*map(Text, row))
     return found
 
@@ -85,7 +85,7 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
         (
             "Staleness needed",
             str(plan.solution.staleness_needed),
-            "versions",
+            "version" if plan.solution.staleness_needed == 1 else "versions",
             f"the bound is {plan.problem.max_staleness}",
         ),
     ]
@@ -109,12 +109,11 @@ def render_plan(plan: Plan) -> str:
     words = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(plan))
     page.section("In words", "", f'<div class="card"><ul class="words">{words}</ul></div>', layout="column")
     if plan.alternatives:
-        heads = ("compared with", "tokens/s", "plan / this", f"{plan.fleet.currency}/hour", "devices")
         page.section(
             "Alternatives",
             _ALTERNATIVES,
-            page.figure("Trained tokens per second", _bars(plan), ""),
-            f'<div class="card">{table(_rows(plan), heads)}</div>',
+            page.figure("Trained tokens per second, by the formula", _bars(plan), ""),
+            f'<div class="card">{table(_rows(plan), _alternative_heads(plan))}</div>',
             layout="column",
         )
     if plan.routing == "length":
@@ -142,6 +141,10 @@ def _role_rows(plan: Plan) -> list[tuple[str, ...]]:
         )
         for role in roles(plan)
     ]
+
+
+def _alternative_heads(plan: Plan) -> tuple[str, ...]:
+    return "compared with", "formula, tokens/s", "plan / this", f"{plan.fleet.currency}/hour", "devices"
 
 
 def _rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -21,6 +21,10 @@ def problem(**changes: object) -> Problem:
     return replace(built, **changes)  # type: ignore[arg-type]
 
 
+def step_tokens(here: Problem) -> float:
+    return here.workload.batch_size * here.workload.response_tokens
+
+
 def fastest(here: Problem) -> float:
     solution = solve(here, simplify=False)
     assert solution is not None
@@ -36,7 +40,8 @@ def test_a_budget_too_small_is_named_with_one_that_would_do() -> None:
     assert found, text
     assert solve(replace(short, budget_per_hour=float(found[1]) + 0.01)) is not None
     assert solve(replace(short, budget_per_hour=float(found[1]) * 0.99)) is None
-    assert text.splitlines()[0].endswith("steps/h:")
+    rate = target * step_tokens(short)
+    assert text.startswith(f"{rate:,.0f} tokens/s cannot be reached") or "whatever its rate" in text
 
 
 def test_a_stock_too_small_is_named_with_the_devices_that_would_do() -> None:
@@ -71,6 +76,13 @@ def test_a_bound_too_tight_is_named_with_one_that_would_do() -> None:
     assert solve(replace(short, max_staleness=int(found[1]) - 1)) is None
 
 
+def test_a_tail_that_no_plan_keeps_is_named() -> None:
+    short = problem(max_staleness=0, tail="hard")
+    assert solve(short) is None
+    assert "tail: without (hard) some plan keeps the bound on average" in why_infeasible(short)
+    assert solve(replace(short, tail="none")) is not None
+
+
 def test_what_no_single_limit_forbids_is_said_too() -> None:
     built = problem()
     quickest = min(plan.cycle_s for plan in built.plans)
@@ -89,7 +101,7 @@ def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
     more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
     assert more > 0.05, "staleness binds here"
     assert prices["max_staleness"].gain == pytest.approx(more)
-    assert in_words(prices["max_staleness"], here) == f"staleness binds: 1 more gives {more:.1%} more steps"
+    assert in_words(prices["max_staleness"], here) == f"Staleness binds: 1 more gives {more:.1%} more steps"
     assert prices["budget"].unit == 2.0
     free = ShadowPrice(subject="a", unit=1.0, gain=0.0)
     assert in_words(free, here) == "a: 1 more brings nothing"

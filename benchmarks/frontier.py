@@ -53,7 +53,6 @@ RIVALS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("sorted", "over_sampling_batch_size", (64, 96, 128, 160, 224)),
     ("token_budget", "tokens_per_round", (2048, 4096)),
 )
-TARGETS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 
 
 def config(strategy: str, cap: int, **options: Any) -> RolloutConfig:
@@ -82,7 +81,7 @@ class Bench:
     """Runs settings of one preset over seeds."""
 
     def __init__(self, preset: str, replicas: int, length: Length, runner: Runner) -> None:
-        self.law = PRESETS[preset]
+        self.preset, self.law = preset, PRESETS[preset]
         self.replicas, self.length, self.runner = replicas, length, runner
 
     def run(self, settings: Sequence[RolloutConfig], seeds: Iterable[int], **engine: bool) -> list[list[Outcome]]:
@@ -98,7 +97,7 @@ def mean_lag(runs: Sequence[Outcome]) -> float:
     return statistics.fmean(o.lag for o in runs)
 
 
-def screened(bench: Bench, cap: int) -> list[RolloutConfig]:
+def screened(bench: Bench, cap: int, targets: Sequence[float]) -> list[RolloutConfig]:
     """Of the rivals' settings that no other beats at its own lag or below, those nearest to the targets."""
     settings = [config(name, cap, **{key: value}) for name, key, values in RIVALS for value in values]
     points = [
@@ -106,15 +105,14 @@ def screened(bench: Bench, cap: int) -> list[RolloutConfig]:
         for setting, runs in zip(settings, bench.run(settings, range(1)), strict=True)
     ]
     best = [p for p in points if not any(q[0] <= p[0] and q[1] > p[1] for q in points)]
-    nearest = [min(best, key=lambda p: abs(p[0] - target)) for target in TARGETS]
+    nearest = [min(best, key=lambda p: abs(p[0] - target)) for target in targets]
     return list(dict.fromkeys(setting for _, _, setting in nearest))
 
 
-def study(preset: str, replicas: int, seeds: int, length: Length, runner: Runner) -> dict[str, Any]:
-    cap = PRESETS[preset].cap_tokens
-    bench = Bench(preset, replicas, length, runner)
-    rivals = screened(bench, cap)
-    every = range(seeds)
+def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: int) -> dict[str, Any]:
+    cap = bench.law.cap_tokens
+    rivals = screened(bench, cap, targets)
+    every, few = range(num_seeds), range(min(num_seeds, num_guessing))
     (sync,) = bench.run([config("sync", cap)], every)
     (published,) = bench.run([config("april", cap, over_sampling_batch_size=2 * N)], every, keep=False)
     rival_runs = bench.run(rivals, every)
@@ -123,7 +121,7 @@ def study(preset: str, replicas: int, seeds: int, length: Length, runner: Runner
     def entry(
         setting: RolloutConfig, runs: Sequence[Outcome], against: Sequence[Outcome] | None = None
     ) -> dict[str, Any]:
-        gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=True)]
+        gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=False)]  # guessing has fewer seeds
         found: dict[str, Any] = {
             "setting": {
                 k: v
@@ -131,35 +129,34 @@ def study(preset: str, replicas: int, seeds: int, length: Length, runner: Runner
                 if k in ("strategy", "unit") or v != RolloutConfig.__dataclass_fields__[k].default
             },
             "gain": asdict(Estimate.of(gains)),
-            "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=True)),
+            "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=False)),
             "trained_length": asdict(Estimate.of([o.trained_length for o in runs])),
             "wasted": max((sum(o.wasted.values()) for o in runs), default=0.0),
             "prefilled": statistics.fmean(o.prefilled for o in runs),
         } | {f: statistics.fmean(getattr(o, f) for o in runs) for f in ("lag", "lag_p95", "max_lag", "off_policy")}
         if against is not None:
-            ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=True)]
+            ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=False)]
             found["over_rival"] = asdict(Estimate.of(ratios))
         return found
 
     def pair(rival: RolloutConfig, runs: Sequence[Outcome]) -> dict[str, Any]:
         """Ours at the rival's lag: without guesses, with them, and with them for both."""
         mine = ours(cap, mean_lag(runs))
-        (plain,), (guessing,) = bench.run([mine], every), bench.run([mine], every, guesses=True)
-        few = every[: max(2, seeds // 4)]
-        (theirs,) = bench.run([rival], few, guesses=True)
+        (plain,) = bench.run([mine], every)
+        guessing, theirs = bench.run([mine, rival], few, guesses=True)
         return {
             "rival": entry(rival, runs),
             "rollover": entry(mine, plain, runs),
             "rollover_guessing": entry(mine, guessing, runs),
             "both_guessing": asdict(
-                Estimate.of([o.tokens_per_s / t.tokens_per_s for o, t in zip(guessing, theirs, strict=False)])
+                Estimate.of([o.tokens_per_s / t.tokens_per_s for o, t in zip(guessing, theirs, strict=True)])
             ),
         }
 
     whole = ours(cap, mean_lag(published), "group")
     return {
-        "preset": preset,
-        "replicas": replicas,
+        "preset": bench.preset,
+        "replicas": bench.replicas,
         "ceiling": statistics.fmean(ceilings),
         "sync_tokens_per_c0": statistics.fmean(o.tokens_per_s for o in sync),
         "april_as_published": pair(config("april", cap, over_sampling_batch_size=2 * N), published)
@@ -196,7 +193,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--replicas", default="1,4")
+    parser.add_argument("--targets", default="0.5,1,1.5,2,2.5,3", help="lags near which the best rivals are met")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--guessing-seeds", type=int, default=5, help="of runs with guesses")
     parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--warmup", type=int, default=24)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -211,7 +210,9 @@ def main() -> None:
     with workers(args.jobs) as runner:
         for preset in args.presets.split(","):
             for replicas in map(int, args.replicas.split(",")):
-                record["studies"].append(study(preset, replicas, args.seeds, length, runner))
+                bench = Bench(preset, replicas, length, runner)
+                targets = [float(lag) for lag in args.targets.split(",")]
+                record["studies"].append(study(bench, targets, args.seeds, args.guessing_seeds))
                 show(record["studies"][-1])
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nrecorded in {args.out}")

@@ -25,6 +25,7 @@ SHORTEST, LONGEST = 2, 4
 COMPARED = 16
 """Tokens before a guess that are compared, to judge it."""
 LEARNT_AT_ONCE = 8
+"""Tokens, at least."""
 _TOKEN_BITS = 32
 _MASKS = {n: (1 << n * _TOKEN_BITS) - 1 for n in range(SHORTEST, LONGEST + 1)}
 _PLACE_BITS = 32

@@ -100,7 +100,12 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
         by_sample = [model.gain_at_lag(x, whole_groups=False) for x in lags]
         axis.plot(lags, by_sample, color="#334", ls=":", label="closed form, single samples")
         axis.step(
-            lags, burst_gains(preset, model, lags), color="#393", lw=1, where="post", label="bursts, single samples"
+            lags,
+            burst_gains(preset, model, lags.tolist()),
+            color="#393",
+            lw=1,
+            where="post",
+            label="bursts, single samples",
         )
         axis.axhline(model.ceiling, color="#999", lw=1, ls="--", label="ceiling")
         sync = runs[preset]["sync"][0]

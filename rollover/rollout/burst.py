@@ -88,24 +88,25 @@ def best_burst(
         np.concatenate([np.quantile(longest_P, _LEVELS, method="higher"), longest_P.max() / np.arange(1, 5)])
     )
     stops = np.ceil(stops[stops >= 1])
-    num_batches = np.arange(1, min(max_staleness + 1, _MOST_BATCHES) + 1)
+    choices = range(1, min(max_staleness + 1, _MOST_BATCHES) + 1)
+    num_batches_M1 = np.array(choices)[:, None]
 
     found = [_carried(tokens_PG, longest_P, stop) for stop in stops]
     ratio_D, most_D, carried_D = (np.array(column) for column in zip(*found, strict=True))
-    behind_M = np.array([_behind(total_P, m) for m in num_batches])
-    lag_MD = behind_M[:, None] + num_batches[:, None] * carried_D / total_P.sum()
-    pool_MD = num_batches[:, None] * ratio_D * batch_size * size
+    behind_M = np.array([_behind(total_P, m) for m in choices])
+    lag_MD = behind_M[:, None] + num_batches_M1 * carried_D / total_P.sum()
+    pool_MD = num_batches_M1 * ratio_D * batch_size * size
     waiting_MD = np.maximum(0.0, pool_MD - num_running) * (total_P.mean() / size)
-    iterations_MD = (stops + waiting_MD / num_running) / num_batches[:, None]
+    iterations_MD = (stops + waiting_MD / num_running) / num_batches_M1
 
-    allowed_MD = (lag_MD <= max_lag) & (num_batches[:, None] * most_D <= max_staleness + 1)
+    allowed_MD = (lag_MD <= max_lag) & (num_batches_M1 * most_D <= max_staleness + 1)
     if not allowed_MD.any():
         return ONE_BY_ONE
     cost_MD = np.where(allowed_MD, iterations_MD, np.inf)
     alike_MD = cost_MD <= cost_MD.min() * _SAME
     m, d = np.unravel_index(np.where(alike_MD, lag_MD, np.inf).argmin(), lag_MD.shape)
     return Burst(
-        num_batches=int(num_batches[m]),
+        num_batches=choices[m],
         iterations=int(stops[d]),
         ratio=float(ratio_D[d]),
         lag=float(lag_MD[m, d]),

@@ -48,7 +48,7 @@ def sampled(run: Path) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["sync", "april"])
+@pytest.mark.parametrize("strategy", ["sync", "april", "rollover"])
 def test_a_deterministic_run_killed_at_every_kind_of_moment_ends_as_if_it_never_had_been(
     processes: Processes, strategy: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_deterministic_run_killed_at_every_kind_of_moment_ends_as_if_it_never_
     runs.ledger(Path("killed"))
 
 
-@pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async"])
+@pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async", "rollover"])
 def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
     processes: Processes, strategy: str
 ) -> None:

@@ -186,8 +186,8 @@ def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -
 
 
 def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
-    """The rate these replicas and this trainer reach: by bisection where updates cost time."""
-    if not any(any(c.updates_s) for c in problem.columns):
+    """The rate these replicas and this trainer reach: by bisection where updates cost time or the tail counts."""
+    if problem.tail == "none" and not any(any(c.updates_s) for c in problem.columns):
         return rate_at(problem, y, plan, 0.0)
     low, high = 0.0, 1 / plan.cycle_s
     for _ in range(40):
@@ -229,6 +229,15 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
         add(x, 0, y[c])
         add(held, 0, column.kv_bytes * y[c])
     add(staleness, spec.num_groups * plan.cycle_s, spec.num_groups * (problem.max_staleness + 1))
-    bounds = [(0, None)] * (size - 1) + [(0, 1 / plan.cycle_s)]
+    bounds = [(0, 0 if late else None) for late in _late(problem, plan, guess, rho).ravel()] + [(0, 1 / plan.cycle_s)]
     found = linprog(np.r_[np.zeros(size - 1), -1], A_ub=np.array(rows), b_ub=limits, bounds=bounds)
     return -found.fun if found.status == 0 else 0.0
+
+
+def _late(problem: Problem, plan: TrainingPlan, rate: float, rho: np.ndarray) -> np.ndarray:
+    """Which columns would end the longest response of a bucket too late at ``rate``."""
+    if problem.tail == "none":
+        return np.zeros(rho.shape, dtype=bool)
+    away = problem.workload.reward_s + problem.workload.held_s
+    longest = (np.array([c.max_latencies_s for c in problem.columns]) - away) / rho + away
+    return rate * (longest + plan.cycle_s) > problem.max_staleness + (problem.tail == "soft")

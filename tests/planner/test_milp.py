@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from rollover.planner import audit, columns
 from rollover.planner.load import Load
 from rollover.planner.milp import solve
 from rollover.planner.prices import Market
+from rollover.planner.program import Point, Program
 from rollover.planner.records import Problem, Solution
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
@@ -39,6 +41,24 @@ def test_the_optimum_is_that_of_trying_everything(problem: Problem) -> None:
 @given(problems(updates=True, most=2))
 def test_with_costly_weight_updates_too(problem: Problem) -> None:
     assert close(rate(problem), best_by_enumeration(problem))
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(updates=True, most=2), st.sampled_from(["soft", "hard"]))
+def test_with_a_bound_on_the_tail_too(problem: Problem, tail: str) -> None:
+    bound = replace(problem, tail=tail)
+    assert close(rate(bound), best_by_enumeration(bound))
+
+
+@settings(max_examples=6, deadline=None)
+@given(problems(most=1))
+def test_what_rounding_misses_is_found_without_it(problem: Problem) -> None:
+    def nothing(program: Program, point: Point) -> None:
+        program.limit(program.unit_row("z"), 0.5)
+
+    with patch.object(Program, "round_caps", nothing):
+        solution = solve(problem, gap=1e-2, simplify=False)
+    assert close(solution.steps_per_s if solution else 0.0, best_by_enumeration(problem), 2e-2)
 
 
 @settings(max_examples=20, deadline=None)

@@ -5,8 +5,8 @@
 
 N = 32 prompts of G = 8 samples, B0 = 256 in all, training time left out: what the scheduler alone changes. Every
 strategy has an engine that keeps its cache over new weights; APRIL is run once more as published, without. Lengths are
-the same for all settings of a seed. First each rival's settings are screened with one seed; of those that no other
-beats at its own lag or below, the one nearest to each target is run with all seeds. `rollover` is told its lag, and
+the same for all settings of a seed. First each rival's settings are screened with one seed; of those with a lag of
+about a target or less, the fastest is run with all seeds. `rollover` is told its lag, and
 compared with it seed by seed: on the same engine, and on one that guesses ahead (speculative decoding from siblings).
 The rival is then given the guesses too, so that what they do and what the schedule does can be told apart.
 
@@ -98,15 +98,14 @@ def mean_lag(runs: Sequence[Outcome]) -> float:
 
 
 def screened(bench: Bench, cap: int, targets: Sequence[float]) -> list[RolloutConfig]:
-    """Of the rivals' settings that no other beats at its own lag or below, those nearest to the targets."""
+    """Of the rivals' settings the fastest with a lag of about each target or less."""
     settings = [config(name, cap, **{key: value}) for name, key, values in RIVALS for value in values]
     points = [
         (mean_lag(runs), statistics.fmean(o.tokens_per_s for o in runs), setting)
         for setting, runs in zip(settings, bench.run(settings, range(1)), strict=True)
     ]
-    best = [p for p in points if not any(q[0] <= p[0] and q[1] > p[1] for q in points)]
-    nearest = [min(best, key=lambda p: abs(p[0] - target)) for target in targets]
-    return list(dict.fromkeys(setting for _, _, setting in nearest))
+    fastest = [max((p for p in points if p[0] <= target + 0.1), key=lambda p: p[1]) for target in targets]
+    return list(dict.fromkeys(setting for _, _, setting in fastest))
 
 
 def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: int) -> dict[str, Any]:

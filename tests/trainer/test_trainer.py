@@ -166,7 +166,7 @@ def test_truncated_samples_are_masked_and_still_counted(folder: Path, seen: list
     batch = make_batch(num_groups=1, group_size=3)
     group = batch.groups[0]
     cut = group.trajectories[1]
-    cut = replace(cut, segments=(replace(cut.segments[0], finish_reason=FinishReason.LENGTH),))
+    cut = replace(cut, segments=(cut.segments[0]._replace(finish_reason=FinishReason.LENGTH),))
     group = replace(group, trajectories=(group.trajectories[0], cut, group.trajectories[2]))
     algorithm = resolve(AlgorithmConfig(name="dapo", mask_truncated=True))
     make_trainer(folder, algorithm=algorithm).step(Batch(step=0, groups=(group,)))
@@ -248,7 +248,7 @@ def test_a_deterministic_step_repeats_bit_for_bit_and_leaves_the_global_switch(f
 def test_a_logprob_that_is_not_finite_names_the_sample(folder: Path) -> None:
     batch = make_batch()
     bad = batch.groups[2].trajectories[1]
-    segment = replace(bad.segments[0], rollout_logprobs=(float("nan"),) * bad.num_tokens)
+    segment = bad.segments[0]._replace(rollout_logprobs=(float("nan"),) * bad.num_tokens)
     members = list(batch.groups[2].trajectories)
     members[1] = replace(bad, segments=(segment,))
     groups = list(batch.groups)

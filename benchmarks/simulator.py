@@ -38,7 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "april": {"over_sampling_batch_size": 64, "max_staleness": 60},
     "inflight": {"num_running": 512, "max_staleness": 60},
 }
-SMALL_STEPS, REPEATS = 40, 3
+SMALL_STEPS, REPEATS = 200, 3
 REPLICAS, DEVICES_PER_REPLICA, IN_FLIGHT = 128, 8, 100_000
 LARGE_STEPS, QUICK_STEPS, WARMUP = 100, 5, 2
 LEAST_EVENTS_PER_S, MOST_WALL_S, MOST_GIB = 100_000, 180.0, 4.0

@@ -19,9 +19,8 @@ PUBLISHED_LOAD = 2.4
 PREFILL_PER_C0 = 1600.0
 """Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
 Unit = Literal["s", "c0"]
-
-
-_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_acceptance", "draft_cost")
+_SHARES = ("draft_acceptance", "draft_cost")
+_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", *_SHARES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +56,8 @@ class EngineSection:
             least = 0 if field.name in _FROM_ZERO else None
             if value is not None and (not value >= 0 if least == 0 else not value > 0):
                 raise ValueError(f"{field.name} must be {'at least' if least == 0 else 'above'} 0, got {value}")
+            if value is not None and field.name in _SHARES and value > 1:
+                raise ValueError(f"{field.name} must be at most 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class Setup:
     def ceiling(self) -> float:
         """Trained tokens per unit of time that no schedule exceeds: replicas that never wait, in batches so large that
         only caches are read; or a trainer that never waits, where that is slower."""
-        decoded = sum(r.b0 / r.c0_s for r in self.scenario.replicas)
+        decoded = sum(r.most_tokens_per_s for r in self.scenario.replicas)
         tokens = self.batch_tokens
         trainer_s = self.scenario.trainer.base_s + self.scenario.trainer.s_per_token * tokens
         return min(decoded, tokens / trainer_s if trainer_s else math.inf)

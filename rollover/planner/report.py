@@ -86,7 +86,8 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
             "Staleness needed",
             str(plan.solution.staleness_needed),
             "version" if plan.solution.staleness_needed == 1 else "versions",
-            f"the bound is {plan.problem.max_staleness}",
+            f"on average; the bound is {plan.problem.max_staleness}"
+            + ("" if plan.problem.tail == "none" else ", for the longest responses too"),
         ),
     ]
 

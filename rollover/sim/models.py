@@ -81,6 +81,12 @@ class ReplicaModel:
         tokens = sum(self.draft_acceptance**i for i in range(num_guesses + 1))
         return self.iteration_s(num_running * (1 + num_guesses * self.draft_cost)) / tokens
 
+    @property
+    def most_tokens_per_s(self) -> float:
+        """What no batch exceeds: one so large that only caches are read, or as large as leaves rows for guesses."""
+        batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
+        return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
+
     def _interpolated(self, num_running: float) -> float:
         """Flat below the first point; beyond the last the last piece goes on."""
         table = self.iteration_table

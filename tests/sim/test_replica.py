@@ -78,6 +78,15 @@ def test_rows_limit_the_guesses() -> None:
     assert model.token_s(5) == model.iteration_s(5)
 
 
+@pytest.mark.parametrize("rows", [6, 40, 2**31])
+@pytest.mark.parametrize("num_guesses", [0, 1, 3])
+def test_no_batch_decodes_faster_than_the_ceiling(num_guesses: int, rows: int) -> None:
+    model = ReplicaModel(c0_s=0.5, b0=4.0, draft_tokens=num_guesses, draft_rows=rows, draft_cost=0.2)
+    speeds = [n / model.token_s(n) for n in (*range(1, 200), 10**6, 10**8)]
+    assert max(speeds) <= model.most_tokens_per_s
+    assert max(speeds) == pytest.approx(model.most_tokens_per_s, rel=1e-4)
+
+
 def test_prefill_holds_up_everybody_and_siblings_share_their_prompt() -> None:
     replica = replica_with([call(0, 10, prompt=100), call(0, 10, prompt=100, index=1)], prefill_tokens_per_s=50, b0=1e9)
     assert replica.prefilled_tokens == 100

@@ -82,7 +82,8 @@ def test_rows_limit_the_guesses() -> None:
 @pytest.mark.parametrize("num_guesses", [0, 1, 3])
 def test_no_batch_decodes_faster_than_the_ceiling(num_guesses: int, rows: int) -> None:
     model = ReplicaModel(c0_s=0.5, b0=4.0, draft_tokens=num_guesses, draft_rows=rows, draft_cost=0.2)
-    speeds = [n / model.token_s(n) for n in (*range(1, 200), 10**6, 10**8)]
+    sizes = (*range(1, 200), 10**8, rows, *(rows // (1 + g) for g in range(1, num_guesses + 1)))
+    speeds = [n / model.token_s(n) for n in sizes if n]
     assert max(speeds) <= model.most_tokens_per_s
     assert max(speeds) == pytest.approx(model.most_tokens_per_s, rel=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from rollover.engine.base import WeightSource
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.runner import ThreadRunner
 from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.models import saved, tiny_model
 
@@ -17,6 +19,22 @@ from tests.engine.models import saved, tiny_model
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(), tmp_path_factory.mktemp("model"))
+
+
+def pace(runner: ThreadRunner) -> None:
+    """Let the event loop take a turn after each iteration, unless it waits for the thread to stop. An iteration of the
+    tiny model takes microseconds: a call would else be over before a consumer that is held up can abort it."""
+    step = runner._step
+
+    def paced() -> None:
+        step()
+        turned = threading.Event()
+        assert runner._loop is not None
+        runner._loop.call_soon_threadsafe(turned.set)
+        while not turned.wait(0.01) and not runner._stopped:
+            pass
+
+    runner._step = paced  # type: ignore[method-assign]
 
 
 class Embedded(EngineContract):
@@ -30,7 +48,10 @@ class Embedded(EngineContract):
         yield
 
     def make_engine(self) -> FullEngine:
-        return EmbeddedEngine.from_folder(self.folder, self.config, lockstep=self.lockstep)
+        engine = EmbeddedEngine.from_folder(self.folder, self.config, lockstep=self.lockstep)
+        if isinstance(engine._runner, ThreadRunner):
+            pace(engine._runner)
+        return engine
 
     def new_weights(self) -> WeightSource:
         return tiny_model(seed=1).state_dict()

@@ -33,7 +33,11 @@ pytestmark = pytest.mark.vllm
 
 PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
 COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server")
-ARGUMENTS = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--max-num-batched-tokens", "64")
+CONTEXT, LONG = 512, 400
+SHAPE = {"hidden_size": 512, "num_layers": 8, "intermediate_size": 2048, "max_position": CONTEXT}
+"""An iteration must take longer than the server's front end needs to hand out its tokens: an abort would else wait behind
+them until the call is over."""
+ARGUMENTS = ("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager", "--max-num-batched-tokens", "64")
 """With so few tokens a batch, prompts are prefilled in parts."""
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
@@ -53,8 +57,11 @@ PATIENT = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two models that differ in their weights only, and one of another shape."""
     root = tmp_path_factory.mktemp("real")
-    misfit = real_model(root / "misfit", hidden_size=64)
-    return {"first": real_model(root / "first"), "second": real_model(root / "second", seed=1), "misfit": misfit}
+    return {
+        "first": real_model(root / "first", **SHAPE),
+        "second": real_model(root / "second", seed=1, **SHAPE),
+        "misfit": real_model(root / "misfit", **SHAPE | {"hidden_size": 64}),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -133,6 +140,7 @@ async def update(engine: FullEngine, version: int, folder: Path) -> None:
 
 class RealVLLM(EngineContract):
     deadline_s = DEADLINE_S
+    long = LONG
     kv_on_update = "recompute"
 
     @pytest.fixture(autouse=True)
@@ -202,7 +210,7 @@ def test_with_a_kept_cache_the_tokens_before_the_update_are_the_old_models(
     async def law() -> None:
         async with engine_of(servers[0], folders["first"], kv_on_update="keep") as engine:
             calls = [
-                asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=300))) for i in range(8)
+                asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=LONG))) for i in range(8)
             ]
             while engine.stats().decoded_tokens < 8 * 20:
                 await asyncio.sleep(0.01)

@@ -161,7 +161,7 @@ def _checked(found: Study, recorded: Recorded) -> str:
 
 
 def _say(console: Console, found: Study, checked: tuple[str, ...]) -> None:
-    console.print(report.study_table(found))
+    console.print(report.study_table(found, console.width))
     console.print(f"[dim]{report.legend()}[/]")
     for sentence in (*report.assumptions(found), *(f"{c}." for c in checked)):
         console.print(sentence, markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -48,6 +49,9 @@ HEAD = (
     "K",
 )
 
+FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{unit}", "of ceiling")
+"""Columns a narrow terminal does without, in this order. Gain, lag, waste and length bias always stand together."""
+
 
 def rows(study: Study) -> list[tuple[Point, tuple[str, ...]]]:
     """One a setting; the columns are ``HEAD``'s."""
@@ -85,18 +89,36 @@ def _mark(study: Study, point: Point) -> str:
     return f" ({', '.join(marks)})" if marks else ""
 
 
-def study_table(study: Study) -> Table:
-    shown = Table(title=headline(study), title_justify="left", title_style="bold")
-    for place, name in enumerate(HEAD):
-        shown.add_column(name.format(unit=study.setup.unit), justify="right" if place else "left", no_wrap=True)
+def study_table(study: Study, width: int) -> Table:
+    """With as many columns as ``width`` characters hold, and a word on those that are left out."""
+    found = rows(study)
+    names = [name.format(unit=study.setup.unit) for name in HEAD]
+    widths = [max(map(len, column)) for column in zip(names, *(cells for _, cells in found), strict=True)]
+    places = _fitting(widths, width)
+    left_out = [names[place] for place in range(len(HEAD)) if place not in places]
+    shown = Table(title=headline(study), title_justify="left", title_style="bold", caption_justify="left")
+    if left_out:
+        shown.caption = f"{', '.join(left_out)}: on the page, and on a wider terminal"
+    for place in places:
+        shown.add_column(names[place], justify="right" if place else "left", no_wrap=True)
     strategy = None
-    for point, cells in rows(study):
+    for point, cells in found:
         if strategy not in (None, name_of(point.config)):
             shown.add_section()
         strategy = name_of(point.config)
         chosen = any(point is a.chosen for a in study.advice)
-        shown.add_row(*cells, style="bold" if chosen else None)
+        shown.add_row(*(cells[place] for place in places), style="bold" if chosen else None)
     return shown
+
+
+def _fitting(widths: Sequence[int], width: int) -> list[int]:
+    """Columns that stay: each takes its characters and three for its rule and its margins."""
+    places = list(range(len(widths)))
+    for name in FIRST_TO_GO:
+        if 1 + sum(widths[place] + 3 for place in places) <= width:
+            break
+        places.remove(HEAD.index(name))
+    return places
 
 
 def headline(study: Study) -> str:

@@ -59,14 +59,19 @@ class Simulation:
 
     def after(self, warmup: int) -> Window:
         """The run from step ``warmup`` on, as far as it is of whole bursts."""
-        return Window(whole_bursts(self.steps[warmup:]))
+        return Window(whole_bursts(self.steps, warmup))
 
 
-def whole_bursts(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Without a first and a last burst that may be cut: batches trained from one collection cost it together, and only
-    the first of them shows that. A step begins one if something was decoded for it. All ``steps`` if none is left."""
+def whole_bursts(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
+    """The steps from ``warmup`` on without a first and a last burst that may be cut: batches trained from one
+    collection cost it together, and only the first of them shows that. A step begins one if something was decoded for
+    it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on."""
     begins = [i for i, step in enumerate(steps) if step.iterations > 0]
-    return steps[begins[0] : begins[-1]] if len(begins) > 1 else steps
+    late = [i for i in begins if i >= warmup]
+    if len(begins) < 2:
+        return steps[warmup:]
+    first, last = (late[0], late[-1]) if len(late) > 1 else begins[-2:]
+    return steps[first:last]
 
 
 class Window:

@@ -11,6 +11,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rollover.errors import RunError
@@ -27,6 +28,9 @@ from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.scenario import Scenario
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
+
+_as_long_as = lru_cache(maxsize=2**16)(range)
+"""Stands for so many tokens, and is of no size; one for all segments of a length."""
 
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
 _REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
@@ -292,21 +296,21 @@ class _Run:
             self._enter(self._now_s + seconds, _SCORED, sample_id)
 
     def _segment(self, call: Call, reason: FinishReason | None, num_tokens: int) -> None:
-        tokens = range(num_tokens)  # as long as the tokens would be, and of no size
-        segment = Segment(
-            policy_version=call.policy_version,
-            kv_version=call.kv_version,
-            token_ids=tokens,
-            rollout_logprobs=tokens,
-            finish_reason=reason,
-            start_s=call.start_s,
-            end_s=self._now_s,
-            num_prefilled_tokens=call.num_prefilled_tokens,
+        tokens, now_s = _as_long_as(num_tokens), self._now_s
+        segment = Segment(  # by position: most of a large run is making these
+            call.policy_version,
+            tokens,
+            tokens,
+            reason,
+            call.kv_version,
+            call.start_s,
+            now_s,
+            call.num_prefilled_tokens,
         )
         call.num_reported += num_tokens
         call.num_prefilled_tokens = 0
-        call.start_s = self._now_s
-        self._scheduler.segment_ended(call.sample_id, segment, self._now_s)
+        call.start_s = now_s
+        self._scheduler.segment_ended(call.sample_id, segment, now_s)
 
     def _reason(self, call: Call) -> FinishReason:
         if not call.is_whole:

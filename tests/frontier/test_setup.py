@@ -73,7 +73,7 @@ def test_the_fast_lane_leaves_a_replica_for_the_others(tmp_path: Path) -> None:
 
 
 def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:
-    april = RolloutConfig(rollout_batch_size=32, over_sampling_batch_size=48)
+    april = RolloutConfig(strategy="april", rollout_batch_size=32, over_sampling_batch_size=48)
     assert shaped(april, batch_size=64, group_size=None).over_sampling_batch_size == 96
     refill = RolloutConfig(strategy="concurrency", rollout_batch_size=32, group_size=8, num_running=256)
     assert shaped(refill, batch_size=16, group_size=16).num_running == 256

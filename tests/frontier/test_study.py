@@ -5,11 +5,13 @@ import math
 import pickle
 import statistics
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from rollover.errors import ConfigError
-from rollover.frontier.report import render_study, study_json, study_table
+from rollover.frontier.report import HEAD, render_study, rows, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
 from rollover.frontier.sweep import Estimate, Length, Outcome, Trial, run_trial, run_trials, strategy_of, workers
@@ -102,8 +104,20 @@ def test_the_json_has_every_seed_and_no_infinity(found: Study) -> None:
     assert content["simulated"] is True
 
 
-def test_the_table_has_a_row_a_setting(found: Study) -> None:
-    assert study_table(found).row_count == len(found.points)
+@pytest.mark.parametrize("width", [70, 80, 100, 200])
+def test_the_table_shows_whole_columns_of_every_setting(found: Study, width: int) -> None:
+    shown = study_table(found, width)
+    assert shown.row_count == len(found.points)
+    out = StringIO()
+    Console(file=out, width=width).print(shown)
+    printed = out.getvalue()
+    for point, cells in rows(found):
+        line = next(line for line in printed.splitlines() if cells[0] in line)
+        for place in map(HEAD.index, ("gain", "lag", "wasted", "length")):
+            assert f" {cells[place]} " in line, point
+    assert "…" not in printed
+    assert ("on a wider terminal" in printed) == (width < 200)
+    assert all(name.format(unit=found.setup.unit) in printed for name in HEAD), "what is left out is named"
 
 
 def test_processes_find_what_one_finds() -> None:

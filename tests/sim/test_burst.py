@@ -114,3 +114,18 @@ def test_a_burst_is_trained_without_a_start_in_between_and_its_longest_responses
 def test_the_bound_is_kept_and_limits_the_burst(max_staleness: int) -> None:
     window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
     assert window.max_lag == max_staleness
+
+
+@pytest.mark.parametrize("steps", range(24, 40))
+def test_a_short_run_is_measured_over_a_whole_burst(steps: int) -> None:
+    """Batches that were collected before the window would be free in it: faster than any engine."""
+    law = PRESETS["qwen3-16k"]
+    found = simulate(
+        strategy(4.0, law.cap_tokens, "sample"),
+        law.workload(5),
+        one_replica(b0=64.0, kv_on_update="keep"),
+        steps=steps,
+    )
+    window = found.after(steps - 9)
+    assert window.tokens_per_s < 64.0
+    assert window.steps[0].iterations > 0

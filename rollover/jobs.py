@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rollover import rundir
+from rollover.algorithms.registry import resolve
 from rollover.config import RunConfig, variant
 from rollover.consistency import check_context
 from rollover.errors import ConfigError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
+from rollover.rollout.config import RolloutConfig
 from rollover.rundir import RunDir
 
 
@@ -196,12 +198,16 @@ def plan(config: RunConfig) -> list[str]:
     lines += [
         f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
         f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all",
-        f"strategy {r.strategy}: {r.launched_groups} groups in flight at the start of a round,"
-        f" staleness at most {r.staleness_bound} versions",
+        f"strategy {r.strategy}: {_in_flight(r)}, staleness at most {r.staleness_bound} versions",
         f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
     ]
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
+    if r.strategy == "rollover" and resolve(config.algorithm).advantage == "whitened":
+        lines.append(
+            "warning: strategy rollover trains responses of like length together, and the advantage 'whitened' compares"
+            " those of a batch; strategy april mixes them"
+        )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
@@ -209,6 +215,15 @@ def plan(config: RunConfig) -> list[str]:
             size = "" if num_rows is None else f", {num_rows} rows"
             lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}")
     return lines
+
+
+def _in_flight(r: RolloutConfig) -> str:
+    """What decides how much is started."""
+    if r.strategy == "rollover":
+        return f"a lag of {r.target_lag:g} in the mean"
+    if r.overlaps_training or r.strategy in ("concurrency", "fast_lane"):
+        return "as many samples in flight as fit" if r.num_running is None else f"{r.num_running} samples in flight"
+    return f"{r.launched_groups} groups in flight at the start of a round"
 
 
 def _model_line(config: RunConfig) -> str:

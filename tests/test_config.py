@@ -22,6 +22,7 @@ from rollover.config import (
 )
 from rollover.engine.config import EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollover.errors import ConfigError
+from rollover.jobs import plan
 
 TEXT = """\
 steps = 12
@@ -239,3 +240,31 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
         ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"
     ):
         load(written(tmp_path, f"deterministic = true\n{ENGINE}kind = 'vllm'\nlaunch = true"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
+        (("--rollout.lag_target", "0.5"), "strategy rollover: a lag of 0.5 in the mean"),
+        (("--rollout.strategy", "april"), "strategy april: 48 groups in flight at the start of a round"),
+        (
+            ("--rollout.strategy", "sync"),
+            "strategy sync: 24 groups in flight at the start of a round, staleness at most 0",
+        ),
+        (("--rollout.strategy", "inflight"), "strategy inflight: as many samples in flight as fit"),
+        (("--rollout.strategy", "concurrency", "--rollout.num_running", "99"), "concurrency: 99 samples in flight"),
+    ],
+)
+def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) -> None:
+    assert any(said in line for line in plan(load("quickstart", list(options))))
+
+
+def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
+    def warned(*options: str) -> bool:
+        lines = plan(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
+        return any("strategy april mixes them" in line for line in lines)
+
+    assert warned()
+    assert not warned("--rollout.strategy", "april")
+    assert not warned("--algorithm.name", "grpo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +97,24 @@ def test_the_earliest_lengths_are_forgotten() -> None:
     for value in (5, 7):
         lengths = lengths.followed_by([(value, value)] * 4096)
     assert set(lengths.groups) == {(7, 7)}
+
+
+def test_what_order_is_worth() -> None:
+    """rho = E[min(L, L')] / E[L]: longest first tokens wait (m rho - 1) / 2, (m - 1) / 2 in random order, and m rho / 2
+    where the shortest are trained while the others decode, under weights that change in flight."""
+    num = 2048
+    lengths = np.sort(np.concatenate([np.linspace(1, 1000, num * 3 // 4), np.full(num // 4, 2000)]).round())
+    below = (np.arange(num) + 0.5) / num  # F(L)
+    rho = (lengths * 2 * (1 - below)).sum() / lengths.sum()
+    burst = best(tuple((int(n),) for n in lengths), max_lag=4.0, max_staleness=60)
+    m = burst.num_batches
+    assert m > 8
+    assert burst.ratio == 1  # a quarter at the cap is not carried over
+    assert burst.lag == pytest.approx((m * rho - 1) / 2, abs=0.02)
+    assert (m - 1) / 2 > 4 / rho - 1
+
+    tokens = np.arange(2000) + 0.5
+    updates = np.floor(m * np.searchsorted(lengths, tokens) / num)  # before each token
+    before = np.concatenate([[0.0], updates.cumsum()])
+    in_flight = (lengths * np.floor(m * below) - before[lengths.astype(int)]).sum() / lengths.sum()
+    assert in_flight == pytest.approx(m * rho / 2, rel=0.03)

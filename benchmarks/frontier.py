@@ -13,7 +13,8 @@ The rival is then given the guesses too, so that what they do and what the sched
 Guesses: two tokens ahead, half of them right if those before were, at a fifth of a sample's cost. The chance is an
 assumption, below what grouped drafts are said to reach (Seer, arXiv 2511.14617). The cost follows from the roofline: a
 guess adds arithmetic, and no cache to read; for a 1.5B model of 16-bit weights with contexts of 4k tokens on an H100 at
-half of its peak, an iteration's arithmetic takes as long as its weights at some 150 rows, its caches at 30.
+half of its peak, an iteration's arithmetic takes as long as its weights at some 150 rows, its caches at 30. Others are
+told with ``--acceptance`` and ``--guess-cost``: 0.33 and 1 are those of this project's engine on a CPU (``drafts.py``).
 
 Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Of strategies that train
 several batches from one collection (`windowed`, `sorted`, `rollover`), whole bursts are measured.
@@ -27,7 +28,7 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -71,23 +72,45 @@ def ours(cap: int, lag: float, unit: Literal["group", "sample"] = "sample") -> R
     return config("rollover", cap, unit=unit, lag_target=lag)
 
 
-def scenario(replicas: int, *, keep: bool = True, guesses: bool = False) -> Scenario:
-    drafts: dict[str, Any] = {"draft_tokens": 2, "draft_acceptance": 0.5, "draft_cost": 0.2} if guesses else {}
-    model = ReplicaModel(c0_s=1.0, b0=B0 / replicas, prefill_tokens_per_s=PREFILL, **drafts)
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """What an engine that guesses ahead is like."""
+
+    acceptance: float
+    cost: float
+    tokens: int = 2
+
+    def model(self, model: ReplicaModel) -> ReplicaModel:
+        """Rows as ``draft_rows`` advises: where a guess costs as much as a sample, those of twice the time."""
+        rows = int(model.b0) if self.cost == 1 else model.draft_rows
+        return replace(
+            model,
+            draft_tokens=self.tokens,
+            draft_rows=rows,
+            draft_acceptance=self.acceptance,
+            draft_cost=self.cost,
+        )
+
+
+def scenario(replicas: int, *, keep: bool = True, guesses: Guesses | None = None) -> Scenario:
+    model = ReplicaModel(c0_s=1.0, b0=B0 / replicas, prefill_tokens_per_s=PREFILL)
+    model = guesses.model(model) if guesses else model
     return Scenario(replicas=(model,) * replicas, kv_on_update="keep" if keep else "recompute")
 
 
 class Bench:
     """Runs settings of one preset over seeds."""
 
-    def __init__(self, preset: str, replicas: int, length: Length, runner: Runner) -> None:
+    def __init__(self, preset: str, replicas: int, length: Length, guesses: Guesses, runner: Runner) -> None:
         self.preset, self.law = preset, PRESETS[preset]
-        self.replicas, self.length, self.runner = replicas, length, runner
+        self.replicas, self.length, self.guesses, self.runner = replicas, length, guesses, runner
 
-    def run(self, settings: Sequence[RolloutConfig], seeds: Iterable[int], **engine: bool) -> list[list[Outcome]]:
+    def run(
+        self, settings: Sequence[RolloutConfig], seeds: Iterable[int], *, keep: bool = True, guessing: bool = False
+    ) -> list[list[Outcome]]:
         """Outcomes by setting and seed."""
         seeds = list(seeds)
-        place = scenario(self.replicas, **engine)
+        place = scenario(self.replicas, keep=keep, guesses=self.guesses if guessing else None)
         trials = [Trial(config=c, seed=s, lengths=self.law, scenario=place) for c in settings for s in seeds]
         found = run_trials(trials, self.length, self.runner)
         return [found[i * len(seeds) : (i + 1) * len(seeds)] for i in range(len(settings))]
@@ -142,7 +165,7 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
         """Ours at the rival's lag: without guesses, with them, and with them for both."""
         mine = ours(cap, mean_lag(runs))
         (plain,) = bench.run([mine], every)
-        guessing, theirs = bench.run([mine, rival], few, guesses=True)
+        guessing, theirs = bench.run([mine, rival], few, guessing=True)
         return {
             "rival": entry(rival, runs),
             "rollover": entry(mine, plain, runs),
@@ -195,12 +218,15 @@ def main() -> None:
     parser.add_argument("--targets", default="0.5,1,1.5,2,2.5,3", help="lags near which the best rivals are met")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--guessing-seeds", type=int, default=5, help="of runs with guesses")
+    parser.add_argument("--acceptance", type=float, default=0.5, help="chance that a guess is right")
+    parser.add_argument("--guess-cost", type=float, default=0.2, help="what one costs an iteration, in samples")
     parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--warmup", type=int, default=24)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"frontier-{date.today()}.json")
     args = parser.parse_args()
     length = Length(steps=args.steps, warmup=args.warmup)
+    guesses = Guesses(acceptance=args.acceptance, cost=args.guess_cost)
     record: dict[str, Any] = {
         "settings": vars(args) | {"out": args.out.name, "N": N, "G": G, "B0": B0, "prefill_tokens_per_c0": PREFILL},
         "python": platform.python_version(),
@@ -209,7 +235,7 @@ def main() -> None:
     with workers(args.jobs) as runner:
         for preset in args.presets.split(","):
             for replicas in map(int, args.replicas.split(",")):
-                bench = Bench(preset, replicas, length, runner)
+                bench = Bench(preset, replicas, length, guesses, runner)
                 targets = [float(lag) for lag in args.targets.split(",")]
                 record["studies"].append(study(bench, targets, args.seeds, args.guessing_seeds))
                 show(record["studies"][-1])

@@ -77,10 +77,12 @@ def iteration_times(
 
 
 def fit(times: dict[int, float]) -> dict[str, float]:
-    """``t(B) = c0 (1 + B / B0)`` by least squares of the relative errors."""
-    sizes, measured = np.array(list(times)), np.array(list(times.values()))
-    design = np.stack([1 / measured, sizes / measured], 1)
-    (c0, slope), *_ = np.linalg.lstsq(design, np.ones(len(sizes)), rcond=None)
+    """``t(B) = c0 (1 + B / B0)`` by least squares of the relative errors. Every B of the range counts alike, however
+    many were measured near it: small ones are often crowded."""
+    sizes, measured = np.array(sorted(times)), np.array([times[size] for size in sorted(times)])
+    weights = np.sqrt(np.gradient(sizes.astype(float)))
+    design = np.stack([1 / measured, sizes / measured], 1) * weights[:, None]
+    (c0, slope), *_ = np.linalg.lstsq(design, weights, rcond=None)
     error = np.abs((c0 + slope * sizes) / measured - 1).max()
     return {"c0_s": float(c0), "B0": float(c0 / slope), "largest_relative_error": float(error)}
 

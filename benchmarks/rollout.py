@@ -1,7 +1,7 @@
 """Strategies over the embedded engine, decoding for real, beside what the simulator says of them.
 
-    python benchmarks/rollout.py            # five minutes on a quiet machine
-    python benchmarks/rollout.py --small    # seconds, to see that it works
+    OMP_NUM_THREADS=2 python benchmarks/rollout.py            # 20 minutes on a quiet machine
+    OMP_NUM_THREADS=2 python benchmarks/rollout.py --small    # seconds, to see that it works
 
 The engine is measured first: prefill, weight swap, sending a call, and how long an iteration takes with B samples of
 this load's mean context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits
@@ -44,7 +44,7 @@ from replayed import (
     trained_length_drift,
 )
 from safetensors.torch import load_file
-from workload import Load, make_model
+from workload import SHAPES, Load, make_model
 
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
@@ -56,9 +56,9 @@ HERE = Path(__file__).parent
 LOAD_OF_B0 = 2.4
 """Samples per batch over B0."""
 PROMPT_TOKENS = 16
-TIMED_TURNS = 3
+TIMED_TURNS = 5
 """In which iterations are timed; the first is not counted."""
-BOUND = 8
+BOUND = 16
 """Staleness bound of all strategies that have one."""
 Result = dict[str, Any]
 
@@ -170,34 +170,40 @@ def iteration_time(run: Run, measured: Result) -> float:
 
 
 def settings(batch: int, group: int, cap: int) -> list[Setting]:
-    """The first is what the others are compared with; ``rollover`` still wants its targets."""
+    """The first is what the others are compared with; ``rollover`` at the lag of ``april`` still wants its target. As
+    packaged: whole groups, caches recomputed, the default bound."""
 
     def setting(name: str, strategy: str, keep: bool = True, **options: Any) -> Setting:
         bound = {} if strategy == "sync" else {"max_staleness": BOUND}
         config = RolloutConfig(
             strategy=strategy,  # type: ignore[arg-type]
-            rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound, **options,
+            rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound | options,
         )  # fmt: skip
         return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute")
 
-    samples, twice = batch * group, {"over_sampling_batch_size": 2 * batch}
-    ours = {"unit": "sample", "lag_target": 2.0}
+    num_samples, twice = batch * group, {"over_sampling_batch_size": 2 * batch}
+    groups, samples = {"lag_target": 1.0}, {"unit": "sample", "lag_target": 1.0}
+    packaged = {"max_staleness": RolloutConfig().max_staleness}
     return [
         setting("sync", "sync"),
         setting("april, recompute", "april", keep=False, **twice),
         setting("april", "april", **twice),
-        setting("concurrency, C = NG", "concurrency", num_running=samples),
-        setting("concurrency, C = 1.5 NG", "concurrency", num_running=3 * samples // 2),
-        setting("rollover, april's lag, recompute", "rollover", keep=False, **ours),
-        setting("rollover, april's lag", "rollover", **ours),
-        setting("rollover, lag 2", "rollover", **ours),
+        setting("april, as packaged", "april", keep=False, **twice, **packaged),
+        setting("concurrency, C = NG", "concurrency", num_running=num_samples),
+        setting("concurrency, C = 1.5 NG", "concurrency", num_running=3 * num_samples // 2),
+        setting("rollover, april's lag, recompute, groups", "rollover", keep=False, **groups),
+        setting("rollover, april's lag, recompute", "rollover", keep=False, **samples),
+        setting("rollover, april's lag, groups", "rollover", **groups),
+        setting("rollover, april's lag", "rollover", **samples),
+        setting("rollover, lag 3", "rollover", **samples | {"lag_target": 3.0}),
+        setting("rollover, as packaged", "rollover", keep=False, **groups, **packaged),
     ]
 
 
 def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: int, warmup: int) -> list[Setting]:
     """``rollover`` is to have the lag of ``april`` with the same caches, in simulation."""
     workload = trace.workload()
-    april = {s.kv_on_update: s for s in chosen if s.config.strategy == "april"}
+    april = {s.kv_on_update: s for s in chosen if s.config.strategy == "april" and "packaged" not in s.name}
 
     def aim(setting: Setting) -> Setting:
         if "april's lag" not in setting.name:
@@ -251,16 +257,24 @@ async def take_turns(
     return found, times
 
 
-def foretold(
-    chosen: Sequence[Setting], workload: Replay, told: Mapping[str, ReplicaModel], args: argparse.Namespace
-) -> dict[str, Result]:
-    """The same of each setting by each model."""
+def foretell_all(record: Result, trace: Trace) -> Result:
+    """The record with what the simulator says of each setting and repeat, told nothing but the measured times."""
+    measured, steps = record["engine"], record["steps"]
+    told = models(measured, {int(size): seconds for size, seconds in measured["iteration_in_rollout_s"].items()})
+    for seed, runs in enumerate(record["repeats"]):
+        workload = trace.workload(seed)
+        for name, entry in runs.items():
+            setting = recorded_setting(record["settings"][name])
+            for who, model in told.items():
+                run = foretell(setting, workload, model, steps["warmup"] + steps["counted"])
+                entry[who] = figures(run, workload, setting, steps["warmup"])
+    told_record = {"told": {name: asdict(model) for name, model in told.items()}}
+    return record | {"engine": measured | told_record, "summary": summary(record["repeats"])}
 
-    def by(setting: Setting, model: ReplicaModel) -> Result:
-        run = foretell(setting, workload, model, args.warmup_steps + args.steps)
-        return figures(run, workload, setting, args.warmup_steps)
 
-    return {setting.name: {name: by(setting, model) for name, model in told.items()} for setting in chosen}
+def recorded_setting(entry: Result) -> Setting:
+    config = entry["config"] | {"stop_strings": tuple(entry["config"]["stop_strings"])}
+    return Setting(name=entry["name"], config=RolloutConfig(**config), kv_on_update=entry["kv_on_update"])
 
 
 def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
@@ -291,18 +305,47 @@ def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
 def show(found: Mapping[str, Result]) -> None:
     said = " | ".join(f"{who:>5s} {'ratio':>5s}" for who in ("line", "table"))
     print(
-        f"{'':34s} {'tok/s':>6s} {'gain':>5s} {'from..to':>10s} | {said} | lag {'mean':>5s} {'p95':>4s} {'max':>4s}"
+        f"{'':40s} {'tok/s':>6s} {'gain':>5s} {'from..to':>10s} | {said} | lag {'mean':>5s} {'p95':>4s} {'max':>4s}"
         f" | {'waste':>5s} {'re-prefill':>10s} {'length':>7s}"
     )
     for name, entry in found.items():
         mean, said, ratio = entry["mean"], entry["foretold"], entry["measured_over_foretold"]
         spread = f"{min(entry['gains']):.2f}..{max(entry['gains']):.2f}"
         print(
-            f"{name:34s} {mean['tokens_per_s']:6.0f} {entry['gain']:5.2f} {spread:>10s}"
+            f"{name:40s} {mean['tokens_per_s']:6.0f} {entry['gain']:5.2f} {spread:>10s}"
             f" | {said['line']:5.2f} {ratio['line']:5.2f} | {said['table']:5.2f} {ratio['table']:5.2f} |"
             f"     {mean['lag']:5.2f} {mean['lag_p95']:4.1f} {mean['lag_max']:4.1f}"
             f" | {mean['wasted_tokens']:5.0f} {mean['reprefilled_tokens']:10.0f} {mean['length_drift']:+7.1%}"
         )
+
+
+def run_all(args: argparse.Namespace, trace: Trace) -> Result:
+    """All that is measured."""
+    steps = args.warmup_steps + args.steps
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_model("3M" if args.small else args.model, Path(temporary) / "model", "float32")
+        sizes = [int(size) for size in args.batch_sizes.split(",")]
+        measured = measure_engine(folder, max(64, round(mean_context(trace))), sizes)
+        before = models(measured, measured["iteration_s"])["table"]
+        batch = args.batch or round(LOAD_OF_B0 * before.b0 / args.group)
+        chosen = settings(batch, args.group, trace.cap_tokens)
+        chosen = [s for s in chosen if s.name in (chosen[0].name, *args.only.split("; ")) or not args.only]
+        chosen = aimed(chosen, trace, before, 4 * steps, args.warmup_steps)
+        workloads = [trace.workload(seed) for seed in range(args.repeats)]
+        turns = [asyncio.run(take_turns(chosen, workload, folder, measured, args)) for workload in workloads]
+    in_rollout_s = {size: statistics.fmean(times[size] for _, times in turns) for size in sizes}
+    return {
+        "command": sys.argv,
+        "date": str(date.today()),
+        "threads": torch.get_num_threads(),
+        "machine": machine() | {"load_average": os.getloadavg()},
+        "versions": {"torch": torch.__version__},
+        "engine": measured | {"iteration_in_rollout_s": in_rollout_s},
+        "batch": batch,
+        "steps": {"warmup": args.warmup_steps, "counted": args.steps},
+        "settings": {s.name: asdict(s) for s in chosen},
+        "repeats": [runs for runs, _ in turns],
+    }
 
 
 def main() -> None:
@@ -310,53 +353,32 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=Path, default=HERE / "lengths.json", help="JSON: a list of lengths per prompt"
     )
-    parser.add_argument("--scale", type=float, default=1.5, help="divides the lengths")
+    parser.add_argument("--model", default="28M", choices=sorted(SHAPES), help="float32, random weights")
+    parser.add_argument("--scale", type=float, default=3.0, help="divides the lengths")
     parser.add_argument("--group", type=int, default=4, help="samples per prompt")
     parser.add_argument("--batch", type=int, help="prompts per step; default: what makes 2.4 B0 samples")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,24,32,48", help="at which iterations are timed")
-    parser.add_argument("--warmup-steps", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--warmup-steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="of the settings, these by name, parted by '; ', and sync")
     parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")
+    parser.add_argument(
+        "--again", type=Path, help="measure nothing: foretell this record again, with the simulator as it is"
+    )
     args = parser.parse_args()
     if args.small:
         vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,32", warmup_steps=1, steps=3, repeats=1)
     trace = read_lengths(args.lengths, args.group, args.scale, PROMPT_TOKENS)
-    steps = args.warmup_steps + args.steps
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = make_model("3M", Path(temporary) / "model", "float32")
-        sizes = [int(size) for size in args.batch_sizes.split(",")]
-        measured = measure_engine(folder, max(64, round(mean_context(trace))), sizes)
-        before = models(measured, measured["iteration_s"])["table"]
-        batch = args.batch or round(LOAD_OF_B0 * before.b0 / args.group)
-        chosen = settings(batch, args.group, trace.cap_tokens)
-        chosen = aimed(chosen, trace, before, 4 * steps, args.warmup_steps)
-        workloads = [trace.workload(seed) for seed in range(args.repeats)]
-        turns = [asyncio.run(take_turns(chosen, workload, folder, measured, args)) for workload in workloads]
-    repeats = [runs for runs, _ in turns]
-    told = models(measured, {size: statistics.fmean(times[size] for _, times in turns) for size in sizes})
-    for workload, runs in zip(workloads, repeats, strict=True):
-        for name, entry in foretold(chosen, workload, told, args).items():
-            runs[name] |= entry
-    found = summary(repeats)
-    print(f"N = {batch} prompts of G = {args.group}, N G / B0 = {batch * args.group / before.b0:.2f}")
-    show(found)
-    record = {
-        "command": sys.argv,
-        "date": str(date.today()),
-        "threads": torch.get_num_threads(),
-        "machine": machine() | {"load_average": os.getloadavg()},
-        "versions": {"torch": torch.__version__},
-        "engine": measured | {"told": {name: asdict(m) for name, m in told.items()}},
-        "batch": batch,
-        "steps": {"warmup": args.warmup_steps, "counted": args.steps},
-        "settings": {s.name: asdict(s) for s in chosen},
-        "summary": found,
-        "repeats": repeats,
-    }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"recorded in {args.out}")
+    record = foretell_all(json.loads(args.again.read_text()) if args.again else run_all(args, trace), trace)
+    samples = record["batch"] * args.group
+    b0 = record["engine"]["told"]["line"]["b0"]
+    print(f"N = {record['batch']} prompts of G = {args.group}, N G / B0 = {samples / b0:.2f}")
+    show(record["summary"])
+    out = args.again or args.out
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"recorded in {out}")
 
 
 if __name__ == "__main__":

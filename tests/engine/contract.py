@@ -18,7 +18,7 @@ from rollover.errors import EngineError
 from rollover.types import FinishReason, SamplingParams
 
 LONG = 120
-"""Tokens of a call that is still running whenever a test interferes with it."""
+"""Tokens of a call that takes a while and is run to its end."""
 DEADLINE_S = 60.0
 
 
@@ -70,8 +70,9 @@ class EngineContract:
     """Subclass and implement ``make_engine``, ``new_weights`` and ``bad_weights``."""
 
     deadline_s = DEADLINE_S
-    long = LONG
-    """Tokens of a call that must not be over before it is aborted, or given other weights."""
+    endless = LONG
+    """Tokens of a call that is aborted in the end, and must not be over before: an engine that decodes while others
+    are held up wants many."""
 
     def make_engine(self) -> FullEngine:
         """A fresh engine at version 0 that runs at least 4 calls and never stops a call before its limit
@@ -163,34 +164,34 @@ class EngineContract:
 
     def test_abort_returns_once_the_final_chunks_are_on_the_streams(self) -> None:
         async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             chunks = [await anext(stream)]
             await engine.abort(["a#0"])
             assert engine.stats().num_running == engine.stats().num_waiting == 0
             chunks += [c async for c in stream]
             assert_wellformed(chunks)
             assert chunks[-1].finish_reason is FinishReason.ABORT
-            assert 1 <= len(tokens(chunks)) < self.long
+            assert 1 <= len(tokens(chunks)) < self.endless
             assert engine.stats().decoded_tokens == len(tokens(chunks))
 
         self.run(law)
 
     def test_abort_leaves_the_others_alone(self) -> None:
         async def law(engine: FullEngine) -> None:
-            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=self.long, seed=2)))
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             await anext(stream)
             await engine.abort(["a#0"])
             assert [c.finish_reason async for c in stream][-1] is FinishReason.ABORT
             chunks = await other
             assert chunks[-1].finish_reason is FinishReason.LENGTH
-            assert len(tokens(chunks)) == self.long
+            assert len(tokens(chunks)) == LONG
 
         self.run(law)
 
     def test_aborting_nothing_unknown_twice_or_the_finished_is_no_error(self) -> None:
         async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             await anext(stream)
             await engine.abort([])
             await engine.abort(["nobody", "a"])
@@ -218,18 +219,18 @@ class EngineContract:
 
     def test_closing_the_iterator_aborts_the_call(self) -> None:
         async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
             await engine.abort(["a#0"])
             assert engine.stats().num_running == engine.stats().num_waiting == 0
-            assert engine.stats().decoded_tokens < self.long
+            assert engine.stats().decoded_tokens < self.endless
 
         self.run(law)
 
     def test_cancelling_the_caller_aborts_the_call(self) -> None:
         async def law(engine: FullEngine) -> None:
-            caller = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.long)))
+            caller = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
             while engine.stats().decoded_tokens == 0:
                 await asyncio.sleep(0.001)
             caller.cancel()
@@ -237,7 +238,7 @@ class EngineContract:
                 await caller
             await engine.abort(["a#0"])
             assert engine.stats().num_running == engine.stats().num_waiting == 0
-            assert engine.stats().decoded_tokens < self.long
+            assert engine.stats().decoded_tokens < self.endless
             assert len(tokens(await collect(engine, request("b")))) == 12
 
         self.run(law)
@@ -271,12 +272,12 @@ class EngineContract:
         async def law(engine: FullEngine) -> None:
             if not engine.capabilities.seeded:
                 pytest.skip("the engine's sampling noise depends on batching")
-            whole = tokens(await collect(engine, request("whole", max_new_tokens=self.long)))
-            stream = engine.generate(request("cut", max_new_tokens=self.long))
+            whole = tokens(await collect(engine, request("whole", max_new_tokens=LONG)))
+            stream = engine.generate(request("cut", max_new_tokens=LONG))
             head = [await anext(stream)]
             await engine.abort(["cut#0"])
             head += [c async for c in stream]
-            rest = await collect(engine, request("cut", max_new_tokens=self.long, response_ids=tokens(head), hop=1))
+            rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), hop=1))
             assert tokens(head) + tokens(rest) == whole
             if engine.capabilities.keeps_kv_on_abort:
                 assert rest[0].num_prefilled_tokens == 0
@@ -285,7 +286,7 @@ class EngineContract:
 
     def test_nothing_is_sampled_between_pause_and_resume(self) -> None:
         async def law(engine: FullEngine) -> None:
-            call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.long)))
+            call = asyncio.create_task(collect(engine, request("a", max_new_tokens=self.endless)))
             await asyncio.sleep(0)
             await engine.pause()
             before = engine.stats().decoded_tokens
@@ -295,8 +296,9 @@ class EngineContract:
             assert engine.stats().decoded_tokens == before
             assert not call.done() and not late.done()
             await engine.resume()
-            assert len(tokens(await call)) == self.long
             assert len(tokens(await late)) == 12
+            await engine.abort(["a#0"])
+            assert len(tokens(await call)) > before
 
         self.run(law)
 
@@ -316,15 +318,21 @@ class EngineContract:
         async def law(engine: FullEngine) -> None:
             if not engine.capabilities.in_flight_update:
                 pytest.skip("the engine's calls end before a weight load")
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG, seed=2)))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             chunks = [await anext(stream)]
+            while not chunks[-1].token_ids:
+                chunks.append(await anext(stream))
             await engine.pause()
             await engine.load(1, self.new_weights())
             await engine.resume()
+            while not (chunks[-1].token_ids and chunks[-1].policy_version == 1):
+                chunks.append(await anext(stream))
+            await engine.abort(["a#0"])
             chunks += [c async for c in stream]
             assert_wellformed(chunks)
-            assert len(tokens(chunks)) == self.long
             assert {c.policy_version for c in chunks if c.token_ids} == {0, 1}
+            assert len(tokens(await other)) == LONG
 
         self.run(law)
 
@@ -350,7 +358,7 @@ class EngineContract:
 
     def test_close_ends_open_calls_with_abort(self) -> None:
         async def law(engine: FullEngine) -> None:
-            stream = engine.generate(request("a", max_new_tokens=self.long))
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
             chunks = [await anext(stream)]
             await engine.close()
             chunks += [c async for c in stream]

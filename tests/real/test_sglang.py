@@ -104,6 +104,7 @@ async def client_of(url: str) -> AsyncIterator[HTTPClient]:
 
 class SGLang(EngineContract):
     deadline_s = 900.0
+    endless = 500
     server = "url"
     kv_on_update = "recompute"
     stream_interval_tokens = 1

@@ -152,8 +152,10 @@ class EngineContract:
         async def law(engine: FullEngine) -> None:
             greedy = {"max_new_tokens": 60, "temperature": 0.0}
             free = tokens(await collect(engine, request("free", **greedy)))
-            end = next(e for e in range(6, 60) if self.spells(free[e - 2 : e]) not in self.spells(free[: e - 1]))
-            stopping = {**greedy, "stop_strings": (self.spells(free[end - 2 : end]),)}
+            pairs = {e: self.spells(free[e - 2 : e]) for e in range(6, 60)}
+            whole = {e: pair for e, pair in pairs.items() if "\N{REPLACEMENT CHARACTER}" not in pair}
+            end, stop = next((e, pair) for e, pair in whole.items() if pair not in self.spells(free[: e - 1]))
+            stopping = {**greedy, "stop_strings": (stop,)}
             for cut in (0, end - 1):
                 chunks = await collect(engine, request("stopped", hop=cut, response_ids=free[:cut], **stopping))
                 assert_wellformed(chunks)

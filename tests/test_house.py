@@ -68,7 +68,7 @@ def needs_no_torch(module: Path) -> bool:
         return False  # a program, not a library
     return (
         len(place) == 1
-        or place[0] in ("rollout", "report", "tasks", "workload", "frontier", "planner")
+        or place[0] in ("cli", "rollout", "report", "tasks", "workload", "frontier", "planner")
         or module.name == "config.py"
     )
 

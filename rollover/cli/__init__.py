@@ -1,0 +1,72 @@
+"""The command line: reads what the user wants, calls the function that does it, and reports failures.
+
+Every failure the user can mend ends here as one message and exit code 2; a traceback means a bug. What needs
+torch is imported inside the command that runs it, so ``--help`` and a refused config answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+
+import click
+
+import rollover
+from rollover.cli import ahead, runs
+from rollover.cli.command import Commands
+from rollover.errors import RolloverError
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Run 'rollover COMMAND --help' for the options of a command.",
+)
+@click.version_option(rollover.__version__, prog_name="rollover", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train language models with reinforcement learning and waste no rollout."""
+
+
+for part in (
+    runs.train,
+    runs.sft,
+    runs.evaluate,
+    runs.report,
+    ahead.simulate,
+    ahead.plan,
+    ahead.calibrate,
+    ahead.workload,
+):
+    cli.add_command(part)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False)
+    except click.UsageError as error:
+        hint = f"\nsee: {error.ctx.command_path} --help" if error.ctx else ""
+        return _fail(error.format_message() + hint)
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except RolloverError as error:
+        return _fail(str(error), error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        file = f" ({error.filename})" if error.filename else ""
+        return _fail(f"no space left on the disk{file}: make room", error)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+def _fail(message: str, error: BaseException | None = None) -> int:
+    """Show the message, and below it what was noted on the error."""
+    first, *more = "\n".join([message, *getattr(error, "__notes__", ())]).splitlines() or [""]
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
+    for line in more:
+        click.echo(f"       {line}", err=True)
+    return 2

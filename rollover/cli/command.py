@@ -1,0 +1,123 @@
+"""What the commands are made of: suggestions for misspelt ones, overrides of the config, two kinds of options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rollover.errors import nearest
+
+OVERRIDES = "rollover.overrides"
+"""Where a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
+
+
+class Formatter(click.HelpFormatter):
+    """Help with headings that stand out on a terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
+
+
+class Context(click.Context):
+    formatter_class = Formatter
+
+
+class Commands(click.Group):
+    """Commands; a misspelt one gets a suggestion."""
+
+    context_class = Context
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            raise click.UsageError(f"no command {args[0]!r}{nearest(args[0], self.commands)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class ConfiguredCommand(click.Command):
+    """A command that takes ``--section.key value`` beside its own options, in any order."""
+
+    context_class = Context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, ctx.meta[OVERRIDES] = self._split(ctx, args)
+        return super().parse_args(ctx, own)
+
+    def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Arguments of the command itself, and overrides of the config."""
+        options = {
+            name: isinstance(param, click.Option) and not param.is_flag
+            for param in self.get_params(ctx)
+            for name in param.opts
+        }
+        own: list[str] = []
+        overrides: list[str] = []
+        rest = list(args)
+        while rest:
+            argument = rest.pop(0)
+            if argument == "--":
+                own += [argument, *rest]
+                break
+            name, equals, value = argument.partition("=")
+            if name.replace("_", "-") in options:
+                name = name.replace("_", "-")
+            is_override = name.startswith("--") and name not in options
+            if is_override:
+                self._check_key(ctx, name, options)
+            target = overrides if is_override else own
+            target.append(name + equals + value)
+            if (is_override or options.get(name)) and not equals and rest and not rest[0].startswith("--"):
+                target.append(rest.pop(0))
+        return own, overrides
+
+    def _check_key(self, ctx: click.Context, name: str, options: Iterable[str]) -> None:
+        """Refuse what is neither ``--section.key`` nor a key outside all sections."""
+        from rollover.config import RunConfig
+
+        known = [f"--{f.name}" for f in fields(RunConfig)]
+        if "." not in name and name.replace("-", "_") not in [key.replace("-", "_") for key in known]:
+            long = [option for option in options if option.startswith("--")]
+            raise click.UsageError(f"no option {name!r}{nearest(name, [*long, *known])}", ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Configuration"):
+            formatter.write_dl(
+                [
+                    ("--KEY VALUE", "Set a key outside all sections, as in --steps 20."),
+                    (
+                        "--SECTION.KEY VALUE",
+                        "Set any key, as in --rollout.group_size 16 or --tasks.train.0.weight 2.",
+                    ),
+                ]
+            )
+
+
+class OutputFile(click.Path):
+    """A file to be written: its folder must be there before the work begins."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        file = Path(str(super().convert(value, param, ctx)))
+        if not file.parent.is_dir():
+            self.fail(f"{file}: there is no folder {str(file.parent)!r}", param, ctx)
+        return file
+
+
+def listed(kind: type) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
+    """Reads values between commas."""
+
+    def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        try:
+            return None if text is None else tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of numbers between commas", ctx, param) from None
+
+    return read

@@ -1,0 +1,174 @@
+"""The commands that make a run, measure it, and draw it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollover.cli.command import OVERRIDES, ConfiguredCommand
+from rollover.errors import ConfigError, DataError, ModelError, RolloverError
+
+if TYPE_CHECKING:
+    from rollover.config import RunConfig
+    from rollover.rundir import RunDir
+
+DEFAULT_EXPERIMENT = "quickstart"
+
+
+def _run_dir(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--run-dir",
+        "--output-dir",
+        "run_dir",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Write to DIR instead of runs/CONFIG-DATE-TIME.",
+    )(command)
+
+
+def _dry_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--dry-run", is_flag=True, help="Check everything, print the plan and the complete config, and stop."
+    )(command)
+
+
+@click.command(cls=ConfiguredCommand)
+@click.argument("config", required=False)
+@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
+@_run_dir
+@_dry_run
+@click.pass_context
+def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool) -> None:
+    """Train a model, or go on with a run.
+
+    CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
+
+    \b
+    rollover train                                    the quickstart, minutes on a laptop
+    rollover train run.toml --trainer.learning_rate 2e-6
+    rollover train --resume runs/quickstart-20260101-120000
+    """
+    from rollover import rundir
+
+    overrides = ctx.meta[OVERRIDES]
+    if resume is None:
+        _start(ctx, config or DEFAULT_EXPERIMENT, run_dir, dry_run, "train")
+        return
+    if config is not None or run_dir is not None:
+        other = "--run-dir" if config is None else "CONFIG"
+        raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
+    if dry_run:
+        _show_plan(rundir.saved_config(resume, overrides))
+        return
+    _work("train", *rundir.open_for_resume(resume, overrides, sys.argv))
+
+
+@click.command(cls=ConfiguredCommand)
+@click.argument("config")
+@_run_dir
+@_dry_run
+@click.pass_context
+def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
+    """Fine-tune on worked solutions, without reinforcement learning.
+
+    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies.
+
+    \b
+    rollover sft quickstart --sft.num_steps 500
+    """
+    _start(ctx, config, run_dir, dry_run, "sft")
+
+
+@click.command(name="eval", cls=ConfiguredCommand)
+@click.argument("config", metavar="CONFIG|RUN")
+@_run_dir
+@_dry_run
+@click.pass_context
+def evaluate(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
+    """Measure a model: pass@k on every evaluation source.
+
+    Give a config, or a run directory to measure its newest checkpoint.
+
+    \b
+    rollover eval runs/quickstart-20260101-120000
+    rollover eval run.toml --model.path ./my-model --eval.samples_per_prompt 16 --eval.k '[1, 16]'
+    """
+    _start(ctx, config, run_dir, dry_run, "evaluate")
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+def report(run: Path, open_browser: bool) -> None:
+    """Write RUN/report.html, also while RUN is at work."""
+    from rollover.report.html import write_report
+
+    path = write_report(run)
+    click.echo(f"report: {path}")
+    if open_browser:
+        click.launch(str(path))
+
+
+def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
+    """Begin a new run of ``job``, a function of ``rollover.jobs``."""
+    from rollover import rundir
+    from rollover.config import load
+
+    overrides = ctx.meta[OVERRIDES]
+    of_run = job == "evaluate" and rundir.is_run(Path(name))
+    config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
+    if dry_run:
+        _show_plan(config)
+        return
+    experiment = Path(name).resolve().name if of_run else Path(name).stem
+    path = run_dir or rundir.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
+    _work(job, config, rundir.create(config, path, sys.argv))
+
+
+def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's config with its newest checkpoint as the model."""
+    from rollover import rundir
+    from rollover.errors import RunError
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(run / "checkpoints")
+    if checkpoint is None:
+        raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
+    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
+    return rundir.derived_config(run, [*model, *overrides])
+
+
+def _work(job: str, config: RunConfig, run: RunDir) -> None:
+    """Do ``job`` in its directory, and say where its report is."""
+    from rollover import jobs
+
+    with run:
+        try:
+            {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)
+        except KeyboardInterrupt:
+            if job == "train":
+                click.echo(f"stopped; go on with: {run.resume_command}", err=True)
+            raise
+        except (RolloverError, OSError) as error:
+            if isinstance(error, ConfigError | DataError | ModelError):
+                run.discard_unless_begun()
+            if job == "train" and run.journal.is_file():
+                error.add_note(f"nothing is lost; go on with: {run.resume_command}")
+            raise
+        finally:
+            if run.report.is_file():
+                click.echo(f"report: {run.report}")
+
+
+def _show_plan(config: RunConfig) -> None:
+    """The plan as comments over the config: what is printed is itself a config file."""
+    from rollover.config import to_toml
+    from rollover.jobs import plan
+
+    for line in plan(config):
+        click.echo(f"# {line}")
+    click.echo(f"\n{to_toml(config)}", nl=False)

@@ -33,6 +33,7 @@ def frontier(study: Study) -> Figure:
             {
                 **line([p.lag for p in points], [p.gain.mean for p in points], strategy, colour),
                 "mode": "lines+markers",
+                "cliponaxis": False,  # sync has a lag of 0
                 "marker": {"size": 8, "color": colour},
                 "error_y": {"type": "data", "array": margins, "thickness": 1.2, "width": 3, "color": colour},
                 "customdata": [escaped(label(p.config)) for p in points],
@@ -69,6 +70,7 @@ def _mark(point: Point, name: str, symbol: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
+        "cliponaxis": False,
         "x": [point.lag],
         "y": [point.gain.mean],
         "name": name,

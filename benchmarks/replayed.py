@@ -8,7 +8,9 @@ of ``rollover.sim.result``, step by step; between steps the engine's weights are
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ import numpy as np
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities, Chunk, Engine, EngineStats, GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
+from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
@@ -51,7 +54,15 @@ class Setting:
 
     @property
     def strategy(self) -> Strategy:
-        return STRATEGIES[self.config.strategy].from_config(self.config, max_running=MAX_RUNNING)
+        return STRATEGIES[self.config.strategy].from_config(self.config, self.capabilities)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the engine on this machine, whatever the model of it says."""
+        prefill = CPU_PREFILL_TOKENS if self.kv_on_update == "recompute" else math.inf
+        return Capabilities(
+            max_running=MAX_RUNNING, max_context_tokens=sys.maxsize, prefill_tokens_per_iteration=prefill
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

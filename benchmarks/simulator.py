@@ -49,7 +49,7 @@ FULL_STEPS = 0.95
 def timed(strategy: str, scenario: Scenario, *, steps: int, **config: Any) -> tuple[Simulation, dict[str, Any]]:
     """Simulate, and what that took."""
     rollout = RolloutConfig(strategy=strategy, max_new_tokens=LAW.cap_tokens, **config)  # type: ignore[arg-type]
-    made = STRATEGIES[strategy].from_config(rollout, max_running=scenario.max_running)
+    made = STRATEGIES[strategy].from_config(rollout, scenario.capabilities)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     simulation = simulate(made, Generator(LAW), scenario, steps=steps)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s

@@ -60,10 +60,10 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         max_staleness=0 if name == "sync" else 99,
         **options,
     )
-    strategy = STRATEGIES[name].from_config(config, max_running=2**20)
-    replica = ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL)
+    scenario = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL),))
+    strategy = STRATEGIES[name].from_config(config, scenario.capabilities)
     scale = 3 if name == "rollover" else 1  # whose bursts are of several steps
-    simulation = simulate(strategy, PRESETS[preset].workload(), Scenario(replicas=(replica,)), steps=scale * STEPS)
+    simulation = simulate(strategy, PRESETS[preset].workload(), scenario, steps=scale * STEPS)
     window = simulation.after(scale * WARM_UP)
     return Point(
         label=label,

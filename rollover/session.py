@@ -6,6 +6,7 @@ happens; a resumed run is opened from its newest checkpoint and its journal, whi
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections import defaultdict
@@ -238,12 +239,12 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
         if resuming:
             progress.resumed(trainer.version)
+        if math.isfinite(rate := engine.capabilities.prefill_tokens_per_iteration):
+            run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
         driver = RolloutDriver(
             engine=engine,
-            strategy=STRATEGIES[config.rollout.strategy].from_config(
-                config.rollout, max_running=engine.capabilities.max_running
-            ),
+            strategy=STRATEGIES[config.rollout.strategy].from_config(config.rollout, engine.capabilities),
             source=EachSample(source, config.rollout.num_siblings),
             scorer=scorer,
             sampling=config.rollout.sampling(stops),

@@ -12,6 +12,7 @@ import torch
 
 from rollover import cli
 from rollover.algorithms.registry import ALGORITHMS
+from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
@@ -73,6 +74,8 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_a_finished_run_leaves_everything_in_its_directory(finished: Path) -> None:
     assert json.loads((finished / "config.json").read_text())["rollout"]["strategy"] == "april"
     assert [p.name for p in sorted((finished / "checkpoints").iterdir())] == [f"step_{v}" for v in (1, 2, 3, 4)]
+    meta = json.loads((finished / "config.json").read_text())["meta"]
+    assert meta["prefill_tokens_per_iteration"] == CPU_PREFILL_TOKENS, "what schedules were told of the engine"
     assert list((finished / "tensorboard").glob("events.out.tfevents.*"))
     assert "</html>" in (finished / "report.html").read_text()
     assert not (finished / "model").exists(), "the model is the user's own folder"

@@ -63,6 +63,11 @@ class Chunk:
     """Response tokens re-prefilled to start this call; on its first chunk only."""
 
 
+GPU_PREFILL_TOKENS = 150.0
+"""In the time of an iteration, which reads each weight, two bytes, once. A prefilled token takes two operations for
+each, and a GPU computes some 300 while it reads a byte, half of that in practice."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an engine can do beyond the contract. Declared, never faked."""
@@ -79,6 +84,9 @@ class Capabilities:
     """Has a part that is kept for requests that ask for it, and so decodes them faster than others."""
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
+    prefill_tokens_per_iteration: float = GPU_PREFILL_TOKENS
+    """Tokens it prefills in the time of a decode iteration of few samples, to an order of magnitude; infinite where
+    caches outlive new weights, so that what was stopped is not prefilled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,6 +136,7 @@ class EnginePool:
             keeps_kv_on_abort=len(each) == 1 and each[0].keeps_kv_on_abort,
             in_flight_update=all(c.in_flight_update for c in each),
             seeded=all(c.seeded for c in each),
+            prefill_tokens_per_iteration=sum(c.prefill_tokens_per_iteration for c in each),
         )
 
     def stats(self) -> EngineStats:

@@ -62,6 +62,8 @@ class Advice:
             if (value := getattr(config, knob.key)) is not None:
                 values[knob.key] = value
             values["max_staleness"] = bound(self.chosen)
+        if config.prefill_tokens_per_iteration is not None:
+            values["prefill_tokens_per_iteration"] = config.prefill_tokens_per_iteration
         algorithm = {"algorithm": {"advantage": "history"}} if config.unit == "sample" else {}
         return dumps({"rollout": values, **algorithm})
 

@@ -92,6 +92,9 @@ def read_recorded(path: Path) -> Recorded:
 
 def _rollout(path: Path, config: dict[str, Any]) -> RolloutConfig:
     section = {key: value for key, value in (config.get("rollout") or {}).items() if value is not None}
+    told = (config.get("meta") or {}).get("prefill_tokens_per_iteration")
+    if section.get("strategy") == "rollover" and told is not None:  # by the engine; what the user says goes first
+        section.setdefault("prefill_tokens_per_iteration", told)
     return schema.build(RolloutConfig, toml.Document(name=f"{path / 'config.json'}: rollout", data=section))
 
 

@@ -108,6 +108,9 @@ def setting(name: str, setup: Setup, value: float | None, *, max_staleness: int 
             changes[knob.key] = min(changes[knob.key], setup.scenario.max_running)
         if strategy not in ("oversample", "tail_rounds") and knob.key != "max_staleness":
             changes["max_staleness"] = _FREE if max_staleness is None else max_staleness
+    told = setup.scenario.capabilities.prefill_tokens_per_iteration
+    if strategy == "rollover" and setup.unit == "s" and math.isfinite(told):
+        changes["prefill_tokens_per_iteration"] = float(f"{told:.2g}")
     return RolloutConfig(
         strategy=strategy,  # type: ignore[arg-type]  # checked against the names it allows
         rollout_batch_size=groups,

@@ -142,7 +142,7 @@ class Point:
 
 
 def strategy_of(config: RolloutConfig, scenario: Scenario) -> Strategy:
-    return STRATEGIES[config.strategy].from_config(config, max_running=scenario.max_running)
+    return STRATEGIES[config.strategy].from_config(config, scenario.capabilities)
 
 
 def run_trial(trial: Trial, *, length: Length) -> Outcome:

@@ -6,11 +6,13 @@ ended waits in the next burst. Let it run for D decode iterations. A sample of l
 
 * r = E[j] batches' worth of work is in flight for each batch that is trained;
 * an iteration's cost is shared by m batches: K = D / m for each;
+* samples that go on in a later burst are prefilled again, where new weights cost them their caches;
 * a token decoded in the i-th burst of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
   the k-th batch of a burst, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
   that few tokens wait.
 
-All of that follows from the lengths alone. Throughput only asks for a small K, hence no speed of any machine enters.
+All of that follows from the lengths alone. Throughput asks for a small K and little prefill; of the machine one number
+enters, the tokens that it prefills in the time of an iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _MOST_BATCHES = 64
 _LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a burst."""
 _SAME = 1.01
-"""Iterations that differ by less are alike; the younger tokens decide."""
+"""Times that differ by less are alike; the younger tokens decide."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,22 +64,31 @@ class Burst:
     """Mean age of trained tokens, in versions."""
     iterations_per_batch: float
     """K."""
+    prefilled_per_batch: float
+    """Response tokens of resumed samples, where caches are lost between bursts."""
 
 
-ONE_BY_ONE = Burst(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0)
+ONE_BY_ONE = Burst(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0, prefilled_per_batch=0.0)
 """Synchronous rollout: what can be done before any length is known."""
 
 
 @lru_cache(maxsize=64)
 def best_burst(
-    lengths: Lengths, *, max_lag: float, max_staleness: int, batch_size: int, num_running: float = np.inf
+    lengths: Lengths,
+    *,
+    max_lag: float,
+    max_staleness: int,
+    batch_size: int,
+    num_running: float = np.inf,
+    prefill_tokens_per_iteration: float = np.inf,
 ) -> Burst:
-    """The burst with the fewest iterations per batch among those whose tokens are ``max_lag`` versions old in the mean
-    and ``max_staleness`` at most.
+    """The burst that takes least time, counted in iterations per batch, among those whose tokens are ``max_lag``
+    versions old in the mean and ``max_staleness`` at most.
 
     Args:
         batch_size: groups of a batch.
         num_running: samples that can be decoded at the same time; of more, some wait until others end.
+        prefill_tokens_per_iteration: what is prefilled in the time of an iteration; infinite where caches are kept.
     """
     if not lengths.groups:
         return ONE_BY_ONE
@@ -92,17 +103,18 @@ def best_burst(
     num_batches_M1 = np.array(choices)[:, None]
 
     found = [_carried(tokens_PG, longest_P, stop) for stop in stops]
-    ratio_D, most_D, carried_D = (np.array(column) for column in zip(*found, strict=True))
+    ratio_D, most_D, carried_D, again_D = (np.array(column) for column in zip(*found, strict=True))
     behind_M = np.array([_behind(total_P, m) for m in choices])
     lag_MD = behind_M[:, None] + num_batches_M1 * carried_D / total_P.sum()
     pool_MD = num_batches_M1 * ratio_D * batch_size * size
     waiting_MD = np.maximum(0.0, pool_MD - num_running) * (total_P.mean() / size)
     iterations_MD = (stops + waiting_MD / num_running) / num_batches_M1
+    prefilled_D = again_D * batch_size
 
     allowed_MD = (lag_MD <= max_lag) & (num_batches_M1 * most_D <= max_staleness + 1)
     if not allowed_MD.any():
         return ONE_BY_ONE
-    cost_MD = np.where(allowed_MD, iterations_MD, np.inf)
+    cost_MD = np.where(allowed_MD, iterations_MD + prefilled_D / prefill_tokens_per_iteration, np.inf)
     alike_MD = cost_MD <= cost_MD.min() * _SAME
     m, d = np.unravel_index(np.where(alike_MD, lag_MD, np.inf).argmin(), lag_MD.shape)
     return Burst(
@@ -111,6 +123,7 @@ def best_burst(
         ratio=float(ratio_D[d]),
         lag=float(lag_MD[m, d]),
         iterations_per_batch=float(iterations_MD[m, d]),
+        prefilled_per_batch=float(prefilled_D[d]),
     )
 
 
@@ -121,13 +134,23 @@ def _some_of(lengths: Lengths) -> NDArray[np.float64]:
     return np.array([g + (0,) * (size - len(g)) for g in ordered], dtype=np.float64)
 
 
-def _carried(tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float) -> tuple[float, float, float]:
+def _carried(
+    tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float
+) -> tuple[float, float, float, float]:
     """Of groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most bursts that
-    one takes part in, and the bursts that lie between decoding and training, summed over tokens."""
+    one takes part in; the bursts that lie between decoding and training, summed over tokens; and the tokens that are
+    there when a sample goes on, summed over its resumes, in the mean of groups."""
     bursts_P = np.ceil(longest_P / stop)
     whole_PG, rest_PG = np.divmod(tokens_PG, stop)
     decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # burst numbers, summed over tokens
-    return bursts_P.mean(), bursts_P.max(), float((bursts_P[:, None] * tokens_PG - decoded_PG).sum())
+    resumes_PG = np.maximum(0, np.ceil(tokens_PG / stop) - 1)
+    again_PG = stop * resumes_PG * (resumes_PG + 1) / 2
+    return (
+        bursts_P.mean(),
+        bursts_P.max(),
+        float((bursts_P[:, None] * tokens_PG - decoded_PG).sum()),
+        again_PG.sum(axis=1).mean(),
+    )
 
 
 def _behind(total_P: NDArray[np.float64], num_batches: int) -> float:

@@ -37,6 +37,7 @@ _VALID_WITH: dict[str, tuple[str, ...]] = {
     "window_groups": ("windowed",),
     "fast_lane_samples": ("fast_lane",),
     "lag_target": ("rollover",),
+    "prefill_tokens_per_iteration": ("rollover",),
 }
 """Keys that have an effect with these strategies alone."""
 
@@ -83,6 +84,10 @@ class RolloutConfig:
     """Oldest samples that `fast_lane` runs on the lightly loaded replica; when absent, an eighth of a batch's."""
     lag_target: float | None = None
     """Mean age of trained tokens, in versions, that `rollover` works up to; 1 when absent."""
+    prefill_tokens_per_iteration: float | None = None
+    """What `rollover` weighs computing caches again with: response tokens that the engine, or all servers together,
+    prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
+    it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
     max_staleness: int | None = None
     """Bound in policy versions: training step minus the version of the oldest token trained in it. When absent, 0 for
     `sync` and `probe`, as many as the over-sampling can need for `oversample` and `tail_rounds`, else 4 or what the
@@ -139,6 +144,10 @@ class RolloutConfig:
             raise ValueError(f"rollout.staleness_threshold must be at least 0, got {self.staleness_threshold}")
         if self.lag_target is not None and not 0 <= self.lag_target < math.inf:
             raise ValueError(f"rollout.lag_target must be at least 0, got {self.lag_target}")
+        if self.prefill_tokens_per_iteration is not None and not self.prefill_tokens_per_iteration > 0:
+            raise ValueError(
+                f"rollout.prefill_tokens_per_iteration must be above 0, got {self.prefill_tokens_per_iteration}"
+            )
         if self.strategy in _ON_POLICY and self.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness is {self.max_staleness}, but strategy {self.strategy!r} is always at 0;"

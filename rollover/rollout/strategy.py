@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.ledger import GroupEntry, Ledger
@@ -52,8 +53,8 @@ class Strategy:
     on_full = OnFull.WAIT
 
     @classmethod
-    def from_config(cls, config: RolloutConfig, *, max_running: int) -> Strategy:
-        """``max_running``: samples the engine can decode at the same time."""
+    def from_config(cls, config: RolloutConfig, engine: Capabilities) -> Strategy:
+        """What the config says, on an engine that can do so much."""
         siblings = config.num_siblings
         return cls(
             batch_size=config.rollout_batch_size * siblings,
@@ -61,7 +62,7 @@ class Strategy:
             num_siblings=siblings,
             max_staleness=config.staleness_bound,
             launched_groups=config.launched_groups * siblings,
-            num_running=min(config.num_running or max_running, max_running),
+            num_running=min(config.num_running or engine.max_running, engine.max_running),
         )
 
     def groups_to_open(self, ledger: Ledger) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.engine.base import Capabilities
 from rollover.sim.models import NO_TIME, Latency, ReplicaModel
 
 
@@ -54,6 +57,18 @@ class Scenario:
     @property
     def max_running(self) -> int:
         return sum(r.max_running for r in self.replicas)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What strategies are told of the engine."""
+        rates = [r.prefill_tokens_per_s * r.c0_s for r in self.replicas]
+        return Capabilities(
+            max_running=self.max_running,
+            max_context_tokens=sys.maxsize,
+            in_flight_update=True,
+            fast_lane=self.has_fast_lane,
+            prefill_tokens_per_iteration=math.inf if self.kv_on_update == "keep" else sum(rates),
+        )
 
     @property
     def has_fast_lane(self) -> bool:

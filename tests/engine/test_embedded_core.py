@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine import harness
@@ -192,6 +194,11 @@ def test_under_keep_the_record_is_what_was_sampled_from_and_belongs_to_neither_v
     for model in (old, new):
         pure = logprobs(model, PROMPT, response)[15:]
         assert max(abs(a - b) for a, b in zip(pure, recorded[15:], strict=True)) > 0.1
+
+
+def test_what_a_weight_update_costs_is_declared(folder: Path) -> None:
+    assert core_of(folder, kv_on_update="keep").capabilities.prefill_tokens_per_iteration == math.inf
+    assert core_of(folder, kv_on_update="recompute").capabilities.prefill_tokens_per_iteration == CPU_PREFILL_TOKENS
 
 
 def test_under_keep_a_parked_sample_resumes_without_prefill_and_says_how_old_its_cache_is(

@@ -131,6 +131,7 @@ def test_the_pool_can_what_all_members_can_and_has_the_room_of_those_that_are_up
             assert pool.capabilities.max_running == 12
             assert pool.capabilities.max_context_tokens == 500
             assert pool.capabilities.in_flight_update
+            assert pool.capabilities.prefill_tokens_per_iteration == 2 * one.capabilities.prefill_tokens_per_iteration
             assert not pool.capabilities.keeps_kv_on_abort  # a sample may be resumed by another member
             two.failing = "ill"
             await pool.pause()

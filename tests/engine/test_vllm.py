@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -526,6 +527,7 @@ def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folde
         assert tokens(chunks)[cut:] == scripted(seed, LONG - cut, str(new), start=cut)
         assert sampled[:cut] == [0] * cut
         assert {c.kv_version for c in chunks} == {0}
+        assert engine.capabilities.prefill_tokens_per_iteration == math.inf
 
     check(folder, law, kv_on_update="keep")
 

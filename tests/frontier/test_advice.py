@@ -58,6 +58,13 @@ def test_a_setting_that_trains_single_samples_names_the_advantage_it_needs() -> 
     assert "algorithm" not in tomllib.loads(advise([SYNC, point(2.0, 0.1)], 9.0).toml())
 
 
+def test_what_the_setting_was_told_of_the_engine_is_pasted_with_it() -> None:
+    ours = {"strategy": "rollover", "over_sampling_batch_size": None, "lag_target": 1.0}
+    snippet = tomllib.loads(advise([SYNC, point(2.0, 0.1, **ours, prefill_tokens_per_iteration=40.0)], 9.0).toml())
+    assert snippet["rollout"]["prefill_tokens_per_iteration"] == 40.0
+    assert "prefill_tokens_per_iteration" not in advise([SYNC, point(2.0, 0.1, **ours)], 9.0).toml()
+
+
 @pytest.mark.parametrize("strategy", ["april", "concurrency", "bounded_async", "sorted", "inflight", "threshold"])
 def test_the_recommended_bound_is_never_in_the_way(strategy: str) -> None:
     setup, length = small(), Length(steps=24, warmup=4)

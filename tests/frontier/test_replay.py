@@ -72,6 +72,18 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
 
 
+@pytest.mark.parametrize(("said", "simulated"), [(None, 20.0), (70.0, 70.0)])
+def test_rollover_is_told_again_what_it_had_been_told_of_its_engine(
+    tmp_path: Path, said: float | None, simulated: float
+) -> None:
+    setup = small(unit="c0")
+    setup = replace(setup, rollout=replace(setting("rollover", setup, 1.0), prefill_tokens_per_iteration=said))
+    run = recorded_run(tmp_path / "run", setup, 12)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"meta": {"prefill_tokens_per_iteration": 20.0}}))
+    assert read_recorded(run).rollout.prefill_tokens_per_iteration == simulated
+
+
 def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:
     setup = small()
     setup = replace(setup, rollout=setting("sync", setup, None))

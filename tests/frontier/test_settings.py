@@ -54,6 +54,18 @@ def test_values_are_in_units_of_the_batch() -> None:
     assert label(setting("sync", small(), None)) == "sync"
 
 
+def test_rollover_is_told_how_fast_a_known_engine_prefills() -> None:
+    assert setting("rollover", small(), 1.0).prefill_tokens_per_iteration == 500.0
+    two = Scenario(replicas=(REPLICA, REPLICA))
+    assert setting("rollover", small(scenario=two), 1.0).prefill_tokens_per_iteration == 1000.0
+    assert setting("rollover", small(unit="c0"), 1.0).prefill_tokens_per_iteration is None, (
+        "an assumption is not pasted"
+    )
+    kept = Scenario(replicas=(REPLICA,), kv_on_update="keep")
+    assert setting("rollover", small(scenario=kept), 1.0).prefill_tokens_per_iteration is None
+    assert setting("april", small(), 1.5).prefill_tokens_per_iteration is None
+
+
 def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
     assert check_strategies(["april", "sync", "april"], small()) == ("sync", "april")
     with pytest.raises(ConfigError, match="--strategies: no strategy 'aprul'; did you mean 'april'"):

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.base import Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
@@ -116,7 +116,9 @@ def config_of(name: str, **config: Any) -> RolloutConfig:
 
 
 def strategy_of(name: str, *, max_running: int = 64, **config: Any) -> Strategy:
-    return STRATEGIES[name].from_config(config_of(name, **config), max_running=max_running)
+    return STRATEGIES[name].from_config(
+        config_of(name, **config), Capabilities(max_running=max_running, max_context_tokens=2**20)
+    )
 
 
 @dataclass

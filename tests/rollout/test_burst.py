@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,15 +15,17 @@ Groups = tuple[tuple[int, ...], ...]
 GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2).map(tuple), min_size=12, max_size=12).map(tuple)
 
 
-def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, int]:
+def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, int, float]:
     """With the same groups admitted to every burst, once that has gone on for long: groups in flight per group trained,
-    mean age of tokens, greatest age."""
+    mean age of tokens, greatest age, tokens prefilled again per group trained."""
     waiting: list[tuple[tuple[int, ...], int]] = []
     over: list[tuple[tuple[int, ...], int]] = []
-    num_in_flight = now = 0
+    num_in_flight = now = again = 0
     for now in range(-(-max(map(max, groups)) // stop)):
         waiting += [(group, now) for group in groups]
         num_in_flight = len(waiting)
+        there = [(now - begun) * stop for _, begun in waiting]
+        again = sum(n for (group, _), n in zip(waiting, there, strict=True) for length in group if 0 < n < length)
         over = [(g, begun) for g, begun in waiting if max(g) <= (now - begun + 1) * stop]
         waiting = [(g, begun) for g, begun in waiting if max(g) > (now - begun + 1) * stop]
     over.sort(key=lambda entry: -sum(entry[0]))
@@ -32,39 +36,51 @@ def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, 
         for length in group
         for token in range(length)
     ]
-    return num_in_flight / len(groups), sum(ages) / len(ages), max(ages)
+    return num_in_flight / len(groups), sum(ages) / len(ages), max(ages), again / len(groups)
 
 
-def best(groups: Groups, *, max_lag: float, max_staleness: int = 11, num_running: float = 1e9) -> Burst:
+def best(
+    groups: Groups, *, max_lag: float, max_staleness: int = 11, num_running: float = 1e9, prefill: float = math.inf
+) -> Burst:
     return best_burst(
-        Lengths(groups), max_lag=max_lag, max_staleness=max_staleness, batch_size=12, num_running=num_running
+        Lengths(groups),
+        max_lag=max_lag,
+        max_staleness=max_staleness,
+        batch_size=12,
+        num_running=num_running,
+        prefill_tokens_per_iteration=prefill,
     )
 
 
-@given(GROUPS, st.floats(0, 6))
-def test_it_leads_to_what_it_says(groups: Groups, max_lag: float) -> None:
-    burst = best(groups, max_lag=max_lag)
+PREFILL = st.sampled_from([2.0, 20.0, math.inf])
+
+
+@given(GROUPS, st.floats(0, 6), PREFILL)
+def test_it_leads_to_what_it_says(groups: Groups, max_lag: float, prefill: float) -> None:
+    burst = best(groups, max_lag=max_lag, prefill=prefill)
     if 12 % burst.num_batches or not burst.iterations:  # batches of unequal size are a matter of rounding
         return
-    ratio, lag, oldest = counted(groups, burst.num_batches, burst.iterations)
+    ratio, lag, oldest, again = counted(groups, burst.num_batches, burst.iterations)
     assert burst.ratio == pytest.approx(ratio)
     assert burst.lag == pytest.approx(lag)
     assert lag <= max_lag + 1e-9
     assert oldest <= 11
     assert burst.iterations_per_batch == pytest.approx(burst.iterations / burst.num_batches)
+    assert burst.prefilled_per_batch == pytest.approx(12 * again)
 
 
-@given(GROUPS, st.sampled_from([0.3, 1.0, 2.5]))
-def test_no_other_has_fewer_iterations(groups: Groups, max_lag: float) -> None:
+@given(GROUPS, st.sampled_from([0.3, 1.0, 2.5]), PREFILL)
+def test_no_other_takes_less_time(groups: Groups, max_lag: float, prefill: float) -> None:
     """All stops by which a third of the groups or more end, and all divisors of the 12 groups: one within both limits is
     no faster by more than the margin within which younger tokens are preferred."""
-    found = best(groups, max_lag=max_lag)
+    found = best(groups, max_lag=max_lag, prefill=prefill)
+    time = found.iterations_per_batch + found.prefilled_per_batch / prefill
     for num_batches in (1, 2, 3, 4, 6, 12):
         for stop in sorted(map(max, groups))[3:]:
-            _, lag, _ = counted(groups, num_batches, stop)
+            _, lag, _, again = counted(groups, num_batches, stop)
             most = -(-max(map(max, groups)) // stop) * num_batches
             if lag <= max_lag and most <= 12:
-                assert found.iterations_per_batch <= 1.01 * stop / num_batches + 1e-9
+                assert time <= 1.01 * (stop / num_batches + 12 * again / prefill) + 1e-9
 
 
 def test_before_any_length_is_known_batches_are_collected_one_by_one() -> None:
@@ -83,6 +99,13 @@ def test_stragglers_are_carried_over_and_a_crowd_at_the_cap_is_not() -> None:
     many = best(((10,),) * 320 + ((400,),) * 180, max_lag=0.9, max_staleness=99)
     assert few.ratio > 1 and few.iterations < 400
     assert many.ratio == 1 and many.iterations == 400 and many.num_batches > 1
+
+
+def test_stragglers_are_waited_for_where_prefilling_them_again_takes_longer() -> None:
+    groups = ((10,),) * 490 + ((400,),) * 10
+    carried, waited = (best(groups, max_lag=0.9, max_staleness=99, prefill=rate) for rate in (1000.0, 0.1))
+    assert carried.ratio > 1 and carried.prefilled_per_batch > 0
+    assert waited.ratio == 1 and waited.prefilled_per_batch == 0
 
 
 def test_no_more_batches_are_collected_than_shorten_the_step() -> None:

@@ -17,6 +17,8 @@ KEYS = {
     "staleness_threshold": ({"threshold"}, 0.3),
     "window_groups": ({"windowed"}, 40),
     "fast_lane_samples": ({"fast_lane"}, 9),
+    "lag_target": ({"rollover"}, 0.5),
+    "prefill_tokens_per_iteration": ({"rollover"}, 30.0),
 }
 
 
@@ -45,6 +47,11 @@ def test_a_key_is_refused_where_it_has_no_effect(name: str, key: str) -> None:
             "rollout.staleness_threshold must be at least 0, got -0.1",
         ),
         ({"strategy": "threshold", "staleness_threshold": float("nan")}, "must be at least 0, got nan"),
+        (
+            {"strategy": "rollover", "prefill_tokens_per_iteration": 0.0},
+            "rollout.prefill_tokens_per_iteration must be above 0, got 0.0",
+        ),
+        ({"strategy": "rollover", "prefill_tokens_per_iteration": float("nan")}, "must be above 0, got nan"),
         ({"strategy": "probe", "max_staleness": 1}, "rollout.max_staleness is 1, but strategy 'probe' is always at 0"),
         (
             {"strategy": "threshold", "staleness_threshold": 1.2, "max_staleness": 1},

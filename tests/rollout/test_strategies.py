@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -20,6 +22,7 @@ from rollover.rollout.events import (
     WasteCause,
 )
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.strategies import Rollover
 from rollover.rollout.strategy import OnFull
 from rollover.types import Batch, SampleId
 from tests.rollout.kit import (
@@ -27,6 +30,7 @@ from tests.rollout.kit import (
     ParityScorer,
     Rig,
     assert_trainable,
+    config_of,
     lognormal,
     play,
     strategy_of,
@@ -119,6 +123,13 @@ def test_groups_to_open(name: str, config: dict[str, Any], ledger: dict[str, int
 )
 def test_what_happens_when_the_batch_is_full(name: str, on_full: OnFull) -> None:
     assert strategy_of(name).on_full is on_full
+
+
+def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:
+    engine = Capabilities(max_running=8, max_context_tokens=64, prefill_tokens_per_iteration=30.0)
+    for said, told in ((None, 30.0), (7.0, 7.0), (math.inf, math.inf)):
+        made = Rollover.from_config(config_of("rollover", prefill_tokens_per_iteration=said), engine)
+        assert isinstance(made, Rollover) and made.prefill_tokens_per_iteration == told
 
 
 def test_parked_before_fresh_and_oldest_group_first() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
@@ -30,9 +32,14 @@ class Lengths:
         return tuple(min(self.cap, self._length(index, i, attempt)) for i in range(group_size))
 
 
-def strategy_of(name: str, *, max_running: int = 2**31, **config: Any) -> Strategy:
+def strategy_of(
+    name: str, *, max_running: int = 2**31, prefill_tokens_per_iteration: float = math.inf, **config: Any
+) -> Strategy:
     config = {"rollout_batch_size": 2, "group_size": 2, "max_new_tokens": 60} | config
-    return STRATEGIES[name].from_config(RolloutConfig(strategy=name, **config), max_running=max_running)  # type: ignore[arg-type]
+    engine = Capabilities(
+        max_running=max_running, max_context_tokens=2**31, prefill_tokens_per_iteration=prefill_tokens_per_iteration
+    )
+    return STRATEGIES[name].from_config(RolloutConfig(strategy=name, **config), engine)  # type: ignore[arg-type]
 
 
 def one_replica(*, b0: float = 1e12, **model: Any) -> Scenario:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -114,6 +115,22 @@ def test_a_burst_is_trained_without_a_start_in_between_and_its_longest_responses
 def test_the_bound_is_kept_and_limits_the_burst(max_staleness: int) -> None:
     window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
     assert window.max_lag == max_staleness
+
+
+def test_what_a_burst_carries_over_is_weighed_with_what_prefilling_it_again_takes() -> None:
+    """Single samples of a thin tail, on an engine that prefills 20 tokens in the time of an iteration."""
+    law = PRESETS["light-8k"]
+
+    def speed(name: str, **config: Any) -> float:
+        settings = {"rollout_batch_size": N, "group_size": G, "max_new_tokens": law.cap_tokens}
+        made = strategy_of(name, **settings, **config)
+        engine = one_replica(b0=64.0, prefill_tokens_per_s=20.0)
+        return simulate(made, law.workload(5), engine, steps=120).after(40).tokens_per_s
+
+    ours = {"unit": "sample", "lag_target": 1.0, "max_staleness": 60}
+    blind, weighed = (speed("rollover", **ours, prefill_tokens_per_iteration=rate) for rate in (math.inf, 20.0))
+    assert weighed > 1.4 * blind
+    assert weighed > 1.6 * speed("sync")
 
 
 @pytest.mark.parametrize("steps", range(24, 40))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.strategies import STRATEGIES, April, Concurrency
 from rollover.rollout.strategy import Strategy
@@ -63,7 +64,9 @@ def _played(preset: str, name: str, size: float, keeps_kv: bool) -> Window:
         config |= {"over_sampling_batch_size": int(size * N), "max_staleness": 99}
     elif name != "sync":
         config |= {"num_running": int(size), "max_staleness": 99}
-    strategy = CLASSES[name].from_config(config_of(ALIASES.get(name, name), **config), max_running=2**20)
+    strategy = CLASSES[name].from_config(
+        config_of(ALIASES.get(name, name), **config), Capabilities(max_running=2**20, max_context_tokens=2**20)
+    )
     scenario = Scenario(
         replicas=(ReplicaModel(c0_s=1.0, b0=256.0, prefill_tokens_per_s=PREFILL),),
         kv_on_update="keep" if keeps_kv else "recompute",

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.stopping import StopStrings
 from rollover.engine.http.call import Call, Delta
 from rollover.engine.http.client import HTTPClient, Patience
@@ -66,6 +68,7 @@ class ServerEngine(ABC):
             max_running=config.max_running,
             max_context_tokens=self.model.max_context_tokens,
             in_flight_update=keeps_calls_over_update,
+            prefill_tokens_per_iteration=math.inf if keeps_cache_over_update else GPU_PREFILL_TOKENS,
         )
         self._config = config
         self._process = process
@@ -142,11 +145,7 @@ class ServerEngine(ABC):
         Raises ``EngineError`` naming what is wrong and how to start the server rightly.
         """
         context = min(self.model.max_context_tokens, await self._check_server())
-        self.capabilities = Capabilities(
-            max_running=self._config.max_running,
-            max_context_tokens=context,
-            in_flight_update=self._keeps_calls,
-        )
+        self.capabilities = replace(self.capabilities, max_context_tokens=context)
         await self._freeze()
         try:
             await self._install(self._version, self._weights)

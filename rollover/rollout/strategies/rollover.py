@@ -4,7 +4,8 @@ What moves the curve of throughput against lag, and what this does about it (``d
 
 * Several batches from one collection share its tail. ``best_burst`` weighs that against stopping early and carrying
   the rest over, as APRIL (arXiv 2509.18521) does, with the lengths that were seen lately: where many responses reach
-  the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them.
+  the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them,
+  unless prefilling them again under new weights takes longer than waiting.
 * The longest responses are trained first. A token's age counts, so the few tokens of short responses are those that
   wait while the batches of a burst are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
@@ -17,9 +18,11 @@ Nothing is discarded, carried-over work goes first, and the staleness bound is a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.burst import Burst, best_burst
+from rollover.rollout.config import RolloutConfig
 from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull, Strategy
@@ -38,8 +41,16 @@ class Rollover(Configured):
 
     target_lag: float
     """Mean age of trained tokens, in versions."""
+    prefill_tokens_per_iteration: float
+    """Of the engine, in the time of a decode iteration; infinite where nothing is prefilled again."""
 
     on_full = OnFull.PARK
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig, engine: Capabilities) -> Strategy:
+        if config.prefill_tokens_per_iteration is None:
+            config = replace(config, prefill_tokens_per_iteration=engine.prefill_tokens_per_iteration)
+        return super(Rollover, cls).from_config(config, engine)
 
     def groups_to_open(self, ledger: Ledger) -> int:
         if _is_collected(ledger, self.batch_size):
@@ -70,6 +81,7 @@ class Rollover(Configured):
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
             num_running=self.num_running,
+            prefill_tokens_per_iteration=self.prefill_tokens_per_iteration,
         )
 
 

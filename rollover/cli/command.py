@@ -15,21 +15,21 @@ OVERRIDES = "rollover.overrides"
 """Where a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
 
 
-class Formatter(click.HelpFormatter):
+class _Formatter(click.HelpFormatter):
     """Help with headings that stand out on a terminal."""
 
     def write_heading(self, heading: str) -> None:
         self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
 
 
-class Context(click.Context):
-    formatter_class = Formatter
+class _Context(click.Context):
+    formatter_class = _Formatter
 
 
 class Commands(click.Group):
     """Commands; a misspelt one gets a suggestion."""
 
-    context_class = Context
+    context_class = _Context
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -42,7 +42,7 @@ class Commands(click.Group):
 class ConfiguredCommand(click.Command):
     """A command that takes ``--section.key value`` beside its own options, in any order."""
 
-    context_class = Context
+    context_class = _Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, ctx.meta[OVERRIDES] = self._split(ctx, args)

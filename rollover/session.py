@@ -42,7 +42,7 @@ from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source
-from rollover.types import Batch, SamplingParams
+from rollover.types import Batch, SamplingParams, TrainedStep
 from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
 
@@ -141,7 +141,7 @@ class Session:
             self._progress.message(f"{result.num_failed} evaluation samples could not be scored and count as 0")
         self._step_began_s += self._clock.now_s() - began_s
 
-    def log_step(self, batch: Batch, trained: dict[str, float]) -> None:
+    def log_step(self, batch: Batch, trained: TrainedStep) -> None:
         """Write the metrics of the step that ends now, and begin the next one."""
         now_s = self._clock.now_s()
         counters, before = _Counters.of(self.driver.ledger, self._scorer, self._engine), self._at_last_step
@@ -150,7 +150,7 @@ class Session:
         if self.config.rollout.overlaps_training:
             rollout_s = step_s
         numbers = {
-            **trained,
+            **trained.metrics,
             **batch_metrics(batch),
             **ledger_metrics(self.driver.ledger),
             **draft_metrics(counters.engine, before.engine),

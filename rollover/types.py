@@ -94,6 +94,8 @@ class Segment(NamedTuple):
     """Run clock at the first and after the last token of the segment."""
     num_prefilled_tokens: int = 0
     """Response tokens whose cache had to be computed again before this segment could start."""
+    engine: str = ""
+    """Name of the engine that sampled these tokens, where a run has several."""
 
     def continues_into(self, later: Segment) -> bool:
         """Whether ``later`` went on without an interruption and under the same weights and cache."""
@@ -101,6 +103,7 @@ class Segment(NamedTuple):
             self.policy_version == later.policy_version
             and self.finish_reason is None
             and self.kv_version == later.kv_version
+            and self.engine == later.engine
         )
 
     def joined(self, later: Segment) -> Segment:
@@ -215,3 +218,36 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(g.num_tokens for g in self.groups)
+
+
+class WasteCause(StrEnum):
+    """Why decoded tokens were never trained."""
+
+    SURPLUS_GROUP = "surplus_group"
+    DISCARDED_ON_ABORT = "discarded_on_abort"
+    RESTARTED = "restarted"
+    EVICTED_STALE = "evicted_stale"
+    MASKED_STALE = "masked_stale"
+    FILTER_ZERO_SIGNAL = "filter_zero_signal"
+    FAILED = "failed_or_crashed"
+    END_OF_RUN = "end_of_run"
+
+
+class Drift(NamedTuple):
+    """How far the log-probs that an engine reported are from the trainer's, over tokens that the current weights
+    sampled (lag 0), where both are the same number up to rounding."""
+
+    num_tokens: int
+    mean_abs: float
+    """Mean of |rollout log-prob - proximal log-prob|, in nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """What one training step did with its batch."""
+
+    metrics: Mapping[str, float]
+    untrained: Mapping[WasteCause, int] = field(default_factory=dict)
+    """Response tokens of the batch that no gradient reached, by cause."""
+    drift: Mapping[str, Drift] = field(default_factory=dict)
+    """By the name of the engine that sampled the tokens (``Segment.engine``)."""

@@ -238,7 +238,7 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> I
         times = []
         for _ in range(4):
             batch = _batch(trainer.version, sequences, length, config["vocab_size"])
-            times.append(trainer.step(batch)["time/step_s"])
+            times.append(trainer.step(batch).metrics["time/step_s"])
         yield Step(
             sequences=sequences,
             prompt_tokens=length,

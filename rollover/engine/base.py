@@ -61,6 +61,8 @@ class Chunk:
     """Set on the last chunk of a call and on no other."""
     num_prefilled_tokens: int = 0
     """Response tokens re-prefilled to start this call; on its first chunk only."""
+    engine: str = ""
+    """Name of the engine that sampled the tokens; a pool of several fills it in."""
 
 
 GPU_PREFILL_TOKENS = 150.0

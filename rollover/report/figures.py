@@ -15,7 +15,7 @@ from rollover.report import measures
 from rollover.report.metrics import Kind, series
 from rollover.report.record import RunRecord
 from rollover.report.summary import PHASES
-from rollover.rollout.events import WasteCause
+from rollover.types import WasteCause
 
 Figure = dict[str, Any]
 """``{"data": [...], "layout": {...}}``"""

@@ -21,7 +21,7 @@ from rollover.report.summary import (
     summary_rows,
 )
 from rollover.report.timeline import Timeline
-from rollover.rollout.events import WasteCause
+from rollover.types import WasteCause
 
 FILE_NAME = "report.html"
 WINDOW_STEPS = 6

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollover.report.timeline import SampleTrace, Timeline, TrainedStep, WastePoint
-from rollover.rollout.events import WasteCause
-from rollover.types import SampleId
+from rollover.types import SampleId, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

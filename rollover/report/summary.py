@@ -18,7 +18,7 @@ from rollover.report.measures import Lag, Lengths
 from rollover.report.metrics import MetricRow, series
 from rollover.report.record import RunRecord
 from rollover.report.timeline import Timeline
-from rollover.rollout.events import WasteCause
+from rollover.types import WasteCause
 
 PHASES = ("rollout", "reward", "train", "publish")
 

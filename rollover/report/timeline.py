@@ -24,9 +24,8 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
-from rollover.types import FinishReason, SampleId, Segment
+from rollover.types import FinishReason, SampleId, Segment, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,9 @@ in a third of the time of a frozen dataclass: a simulation makes tens of million
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import NamedTuple
 
-from rollover.types import Prompt, SampleId, Segment
-
-
-class WasteCause(StrEnum):
-    """Why decoded tokens were never trained."""
-
-    SURPLUS_GROUP = "surplus_group"
-    DISCARDED_ON_ABORT = "discarded_on_abort"
-    RESTARTED = "restarted"
-    EVICTED_STALE = "evicted_stale"
-    MASKED_STALE = "masked_stale"
-    FILTER_ZERO_SIGNAL = "filter_zero_signal"
-    FAILED = "failed_or_crashed"
-    END_OF_RUN = "end_of_run"
+from rollover.types import Prompt, SampleId, Segment, WasteCause
 
 
 class GroupOpened(NamedTuple):

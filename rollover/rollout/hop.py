@@ -19,17 +19,19 @@ class OpenSegment:
     num_prefilled_tokens: int = 0
     policy_version: int = -1
     kv_version: int = -1
+    engine: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def belongs(self, chunk: Chunk) -> bool:
-        return not self.token_ids or (self.policy_version, self.kv_version) == (
+        return not self.token_ids or (self.policy_version, self.kv_version, self.engine) == (
             chunk.policy_version,
             chunk.kv_version,
+            chunk.engine,
         )
 
     def add(self, chunk: Chunk) -> None:
-        self.policy_version, self.kv_version = chunk.policy_version, chunk.kv_version
+        self.policy_version, self.kv_version, self.engine = chunk.policy_version, chunk.kv_version, chunk.engine
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.num_prefilled_tokens += chunk.num_prefilled_tokens
@@ -45,6 +47,7 @@ class OpenSegment:
             start_s=self.start_s,
             end_s=end_s,
             num_prefilled_tokens=self.num_prefilled_tokens,
+            engine=self.engine,
         )
         self.start_s, self.num_prefilled_tokens = end_s, 0
         self.token_ids, self.logprobs = [], []

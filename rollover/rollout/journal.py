@@ -25,10 +25,9 @@ from rollover.rollout.events import (
     SampleScored,
     SampleStarted,
     SegmentEnded,
-    WasteCause,
 )
 from rollover.rollout.ledger import Ledger
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 FORMAT_VERSION = 1
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}

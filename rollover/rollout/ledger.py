@@ -45,10 +45,9 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.history import RewardHistory
-from rollover.types import Batch, FinishReason, Prompt, SampleId, append_segment
+from rollover.types import Batch, FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT
 

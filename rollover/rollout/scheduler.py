@@ -25,11 +25,10 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.ledger import Ledger, SampleState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import Batch, Prompt, SampleId, Segment
+from rollover.types import Batch, Prompt, SampleId, Segment, WasteCause
 
 
 class Source(Protocol):

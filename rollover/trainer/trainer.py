@@ -45,7 +45,7 @@ from rollover.trainer.models import (
 )
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import Batch
+from rollover.types import Batch, TrainedStep
 
 
 class Trainer:
@@ -120,8 +120,8 @@ class Trainer:
         """Parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
         return named_weights(self._model)
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Train one batch and count it. Returns the step's metrics.
+    def step(self, batch: Batch) -> TrainedStep:
+        """Train one batch and count it.
 
         Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob or the gradient is
         not finite; then go on from the last checkpoint.
@@ -151,7 +151,7 @@ class Trainer:
         assert metrics is not None
         self._version += 1
         elapsed_s = time.perf_counter() - started_s
-        return {
+        metrics_of_step = {
             "loss": sum(losses) / len(losses),
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": rate,
@@ -160,6 +160,7 @@ class Trainer:
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
+        return TrainedStep(metrics=metrics_of_step)
 
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
         """Log-probs of the response tokens under ``weights()``, as ``step`` would compute them."""

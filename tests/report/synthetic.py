@@ -18,10 +18,9 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 GROUP_SIZE = 4
 TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012

@@ -20,10 +20,9 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.ledger import Ledger
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.report.synthetic import Simulation
 
 ABORT, STOP = FinishReason.ABORT, FinishReason.STOP

@@ -22,11 +22,10 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
-from rollover.types import FinishReason, Prompt, SampleId, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,

@@ -31,11 +31,10 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.journal import Journal, effective, fold, read_events, restart
 from rollover.rollout.ledger import Ledger
-from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
+from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,

@@ -23,10 +23,9 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.ledger import GroupState, Ledger, SampleState
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 
 def prompt(i: int) -> Prompt:

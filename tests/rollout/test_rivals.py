@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.rollout.config import Limits
-from rollover.rollout.events import BatchConsumed, Event, GroupDropped, WasteCause
+from rollover.rollout.events import BatchConsumed, Event, GroupDropped
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.strategy import OnFull
-from rollover.types import SampleId
+from rollover.types import SampleId, WasteCause
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
 from tests.rollout.test_strategies import G, N, ready, waste

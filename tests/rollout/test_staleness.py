@@ -17,11 +17,10 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
-    WasteCause,
 )
 from rollover.rollout.ledger import GroupEntry, Ledger
 from rollover.rollout.staleness import choose_batch, headroom
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.rollout.kit import assert_bounded, num_due
 
 Chooser = Callable[..., tuple[int, ...] | None]

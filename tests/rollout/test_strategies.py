@@ -12,19 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.events import (
-    BatchConsumed,
-    Event,
-    GroupDropped,
-    GroupOpened,
-    SampleStarted,
-    SegmentEnded,
-    WasteCause,
-)
+from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.strategies import Rollover
 from rollover.rollout.strategy import OnFull
-from rollover.types import Batch, SampleId
+from rollover.types import Batch, SampleId, WasteCause
 from tests.rollout.kit import (
     NAMES,
     ParityScorer,

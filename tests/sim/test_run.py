@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from rollover.errors import RunError
-from rollover.rollout.events import Event, GroupDropped, SegmentEnded, WasteCause
+from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Failure, Scenario
+from rollover.types import WasteCause
 from rollover.workload.generator import Generator
 from rollover.workload.law import LengthLaw
 from tests.rollout.kit import NAMES

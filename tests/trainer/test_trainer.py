@@ -57,7 +57,7 @@ def test_any_split_of_the_batch_gives_the_same_gradient(folder: Path, algorithm:
         for model in (trainer._model, trainer._ref_model):
             if exact and model is not None:
                 to_float64(model)
-        metrics = trainer.step(make_batch())
+        metrics = trainer.step(make_batch()).metrics
         return gradients(trainer), metrics
 
     for exact, tolerance in ((False, 1e-6), (True, 1e-12)):
@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_by_hand(folder: Path) -> N
     """GRPO on the first step: sum of -min(rho, 2) * A * ratio, mean over tokens, then over samples."""
     batch = make_batch()
     trainer = make_trainer(folder, micro_batch_tokens=80, max_grad_norm=0)
-    metrics = trainer.step(batch)
+    metrics = trainer.step(batch).metrics
 
     model = make_model()
     samples = of_batch(batch)
@@ -111,7 +111,7 @@ def test_proximal_logprobs_are_those_at_the_start_of_the_batch_for_every_mini_ba
 ) -> None:
     batch = make_batch(num_groups=5)
     trainer = make_trainer(folder, mini_batches=2, learning_rate=0.02, seed=3)
-    metrics = trainer.step(batch)
+    metrics = trainer.step(batch).metrics
     dealt = Batch(step=0, groups=deal(batch.groups, 2, seed=3, step=0))
     with torch.no_grad():
         start = separate_logprobs(make_model(), of_batch(dealt), 0.8)
@@ -210,7 +210,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
 
 def test_bfloat16_keeps_master_weights_and_gradients_in_float32(folder: Path) -> None:
     exact, rounded = make_trainer(folder), make_trainer(folder, dtype="bfloat16")
-    norms = [t.step(make_batch())["grad_norm"] for t in (exact, rounded)]
+    norms = [t.step(make_batch()).metrics["grad_norm"] for t in (exact, rounded)]
     assert {w.dtype for w in rounded.weights().values()} == {torch.float32}
     assert norms[1] != norms[0] and norms[1] == pytest.approx(norms[0], rel=0.1)
 
@@ -229,7 +229,7 @@ def test_weights_are_views_in_hugging_face_names_with_tied_matrices_once(folder:
 
 def test_the_learning_rate_follows_the_schedule_of_the_run(folder: Path) -> None:
     trainer = make_trainer(folder, schedule="linear", learning_rate=1e-3, num_steps=3)
-    rates = [trainer.step(make_batch(step=s))["learning_rate"] for s in range(3)]
+    rates = [trainer.step(make_batch(step=s)).metrics["learning_rate"] for s in range(3)]
     assert rates == pytest.approx([1e-3, 5e-4, 0])
 
 

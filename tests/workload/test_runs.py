@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import DataError, RunError
-from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded, WasteCause
+from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from rollover.workload.runs import read_run
 from rollover.workload.trace import TracePrompt
 

@@ -5,6 +5,7 @@ Tree::
     RolloverError                 the command line prints the message alone and exits with code 2
       ConfigError                 a key of the run's TOML file or a command-line override
       DataError                   a dataset, a row or a reward function
+        RewardError               ... one response that cannot be scored; its sample fails and the run goes on
       ModelError                  a model folder, a tokenizer or a checkpoint
       RunError                    the run directory: in use, of another config, not resumable
       EngineError                 an inference engine that answers wrongly, late or not at all
@@ -31,6 +32,10 @@ class ConfigError(RolloverError, ValueError):
 
 class DataError(RolloverError, ValueError):
     """A dataset, row or reward function that cannot be used."""
+
+
+class RewardError(DataError):
+    """A response that could not be scored; the message is the reason its sample failed."""
 
 
 class ModelError(RolloverError, ValueError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rollover.clock import Clock
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import DataError
+from rollover.errors import RewardError
 from rollover.rollout.hop import sample_seed
 from rollover.tasks.evaluate import EvalRow, ScoredPrompt, evaluate
 from rollover.tasks.scorer import Scorer
@@ -82,7 +82,12 @@ class Evaluator:
         self._num_evaluations = 0
 
     async def run(self) -> Evaluation:
-        """One evaluation. Raises ``EngineError`` when the engine fails."""
+        """One evaluation.
+
+        Raises:
+            EngineError: the engine fails.
+            DataError: a reward function is wrong.
+        """
         self._num_evaluations += 1
         room = asyncio.Semaphore(self._engine.capabilities.max_running)
         ids = [SampleId(p, i) for p in range(len(self._prompts)) for i in range(self._samples_per_prompt)]
@@ -94,7 +99,7 @@ class Evaluator:
                 trajectory = await self._generate(sample_id)
             try:
                 reward, failed = await self._scorer.score(trajectory), False
-            except DataError:
+            except RewardError:
                 reward, failed = 0.0, True
             done += 1
             self._on_progress(done, len(ids))
@@ -103,7 +108,7 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(i)) for i in ids]
-        except ExceptionGroup as failed:  # they fail of one cause: the engine
+        except ExceptionGroup as failed:  # they fail of one cause: the engine or a reward function
             raise failed.exceptions[0] from None
         results = [task.result() for task in tasks]
         n = self._samples_per_prompt

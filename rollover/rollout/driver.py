@@ -35,7 +35,7 @@ from typing import Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine
-from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
 from rollover.rollout.hop import OpenSegment, check_chunk, hop_request, reached_end
@@ -47,7 +47,8 @@ from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajec
 
 
 class Scorer(Protocol):
-    """Turns a finished trajectory into a reward. Has its own deadline and retries; raises when it gives up."""
+    """Turns a finished trajectory into a reward. Has its own deadline and retries; raises when it gives up: another
+    ``RolloverError`` than ``RewardError`` when there is no use in trying other trajectories."""
 
     async def score(self, trajectory: Trajectory) -> float: ...
 
@@ -121,7 +122,7 @@ class RolloutDriver:
         Raises:
             EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
             EngineError: the engine answers nobody: every running sample failed, one of them ``max_retries`` times.
-            DataError: every sample fails.
+            DataError: every sample fails, or a reward function is wrong.
             RunError: the group filter rejects everything.
         """
         if self._broken is not None:
@@ -364,8 +365,11 @@ class RolloutDriver:
         reward, failure = 0.0, None
         try:
             reward = await self._scorer.score(self.ledger.sample(sample_id).trajectory)
-        except RolloverError as e:
+        except RewardError as e:
             failure = str(e)
+        except RolloverError as e:  # a mistake that every other sample would meet too
+            self._break(e)
+            return
         except Exception as e:
             failure = f"{type(e).__name__}: {e}"
         except asyncio.CancelledError:

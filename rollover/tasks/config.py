@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
@@ -25,7 +26,8 @@ class RewardConfig:
     ``math_verify``: equal as mathematics (1/2 = 0.5 = \\frac{1}{2}). ``function``: the user's own."""
     function: str | None = None
     """``"module:function"``, called as ``f(prompts, completions, completion_ids=..., **columns)`` with lists
-    of one element each; returns a list of one number. May be ``async``. Only for ``kind = "function"``."""
+    of one element each; returns a list, array or tensor of one number, at most 1e15. May be ``async``. ``None``, NaN
+    and infinity fail the sample, which then counts as waste. Only for ``kind = "function"``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments for ``function``."""
     extract: Extraction | None = None
@@ -39,7 +41,9 @@ class RewardConfig:
     """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
     ``#### 72``. For ``exact`` and ``math_verify``."""
     timeout_s: float = 10.0
-    """Seconds one scoring may take; then its process is killed."""
+    """Seconds one scoring may take; then its process is killed, with all it has started. When the last retry is late
+    too, a ``function`` has failed its sample, and every other kind scores 0: a response that cannot be judged is not
+    right, and leaving it out would favour easy ones."""
     workers: int = 2
     """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
     the event loop: right for verifiers of a few microseconds, which then must not hang."""
@@ -68,8 +72,10 @@ class RewardConfig:
                 raise ValueError(
                     f"reward.answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
                 ) from None
-        if not self.timeout_s > 0:
-            raise ValueError(f"reward.timeout_s must be above 0, got {self.timeout_s}")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"reward.timeout_s must be above 0 and finite, got {self.timeout_s}")
+        if not isfinite(self.pass_score):
+            raise ValueError(f"reward.pass_score must be a finite number, got {self.pass_score}")
         if self.workers < 0:
             raise ValueError(f"reward.workers must be at least 0 (0: on the event loop), got {self.workers}")
         if self.workers == 0 and self.kind == "math_verify":
@@ -81,6 +87,11 @@ class RewardConfig:
     def extraction(self) -> Extraction:
         """``extract`` with its default filled in."""
         return self.extract or "tag"
+
+    @property
+    def knows_the_answer(self) -> bool:
+        """Whether the reward is our own comparison with a known answer, and not the judgement of a user's function."""
+        return self.kind != "function"
 
     @property
     def needs_answer(self) -> bool:

@@ -6,25 +6,18 @@ of its own. What it returns is a finite number; anything else is a ``RewardError
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import math
-import os
 import re
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from rollover.errors import DataError, nearest
+from rollover.errors import DataError, RewardError
 from rollover.tasks.columns import read_column
 from rollover.tasks.config import Extraction, RewardConfig
+from rollover.tasks.function import accepted_names, load_function
 from rollover.tasks.gym import GymDataset, thaw
-
-
-class RewardError(DataError):
-    """A response that could not be scored; the message is the reason its sample failed."""
+from rollover.tasks.returns import single_reward, usable_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +52,13 @@ class RewardSample:
     completion: str
     """Decoded, without special tokens."""
     completion_ids: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "columns": dict(self.columns)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RewardSample:
+        return cls(**{**value, "completion_ids": tuple(value["completion_ids"])})
 
 
 class Reward(Protocol):
@@ -111,7 +111,7 @@ class VerifierReward:
 
     async def score(self, sample: RewardSample) -> float:
         answer = extract_answer(sample.completion, self._config.extraction, self._config.answer_pattern)
-        return _finite(self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}")
+        return usable_reward(self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}")
 
 
 class ExactReward:
@@ -131,7 +131,8 @@ class ExactReward:
 class MathReward:
     """1 when math-verify finds the response's final expression equal to the reference; else 0.
 
-    math-verify's own time limits use signals and are switched off: the process has a deadline.
+    math-verify's own time limits use signals and are switched off: the process has a deadline. A response that
+    cannot be judged by then is not right, and neither is one on which the library fails.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -146,14 +147,18 @@ class MathReward:
         self._spec = spec
 
     async def score(self, sample: RewardSample) -> float:
-        answer = self._parse(sample.completion)
-        for text in _references(self._spec, sample):
-            reference = self._parse(_as_latex(text))
-            if not reference:
-                raise RewardError(f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'")
-            if self._library.verify(reference, answer, timeout_seconds=None):
-                return 1.0
-        return 0.0
+        references = [self._reference(text) for text in _references(self._spec, sample)]
+        try:
+            answer = self._parse(sample.completion)
+            return float(any(self._library.verify(r, answer, timeout_seconds=None) for r in references))
+        except Exception:  # a number of more digits than Python reads, say
+            return 0.0
+
+    def _reference(self, text: str) -> list[Any]:
+        reference = self._parse(_as_latex(text))
+        if not reference:
+            raise RewardError(f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'")
+        return reference
 
     def _parse(self, text: str) -> list[Any]:
         parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
@@ -165,8 +170,8 @@ class FunctionReward:
 
     It is called once per response, with lists of one element, because a response is scored when it is
     finished and not when its siblings are. Prompts given as messages arrive as messages, with the completion
-    as ``[{"role": "assistant", "content": ...}]``. ``None`` ("does not apply") is an error here: the function
-    is the only reward of its source.
+    as ``[{"role": "assistant", "content": ...}]``. ``None`` ("does not apply") fails the sample: the function is
+    the only reward of its source.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -174,13 +179,14 @@ class FunctionReward:
         self._spec = spec
         self._name = spec.config.function
         self._function = load_function(self._name)
-        self._wanted = self._check_signature()
+        self._wanted = accepted_names(self._name, self._function, spec.columns, spec.config.params)
 
     @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self._function)
 
     async def score(self, sample: RewardSample) -> float:
+        """Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the function raises."""
         prompt, completion = self._texts(sample)
         arguments: dict[str, Any] = {
             "prompts": [prompt],
@@ -194,11 +200,7 @@ class FunctionReward:
         result = self._function(**arguments)
         if inspect.isawaitable(result):
             result = await result
-        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
-            raise RewardError(f"reward function {self._name} must return a list of 1 number, got {result!r}")
-        if result[0] is None:
-            raise RewardError(f"reward function {self._name} returned None (does not apply); return a number always")
-        return _finite(result[0], f"reward function {self._name}")
+        return single_reward(result, f"reward function {self._name}")
 
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
         column = self._spec.prompt_column
@@ -206,84 +208,6 @@ class FunctionReward:
         if isinstance(messages, list):
             return messages, [{"role": "assistant", "content": sample.completion}]
         return sample.prompt, sample.completion
-
-    def _check_signature(self) -> set[str] | None:
-        """Names the function takes by keyword; ``None``: any."""
-        offered = {"prompts", "completions", "completion_ids", *self._spec.columns, *self._spec.config.params}
-        parameters = inspect.signature(self._function).parameters.values()
-        for parameter in parameters:
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise DataError(
-                    f"reward function {self._name} takes {parameter.name!r} by position only; "
-                    "write it as f(prompts, completions, **columns)"
-                )
-            optional = parameter.default is not parameter.empty or parameter.kind in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if not optional and parameter.name not in offered:
-                hint = nearest(parameter.name, offered)
-                raise DataError(
-                    f"reward function {self._name} asks for {parameter.name!r}, which is neither prompts, "
-                    f"completions, completion_ids, a column nor in reward.params{hint}"
-                )
-        names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return None
-        for name in self._spec.config.params:
-            if name not in names:
-                raise DataError(f"reward function {self._name} takes no {name!r} (reward.params){nearest(name, names)}")
-        return names
-
-
-def reason(error: Exception) -> str:
-    """Why a scoring failed, in one line: our own errors speak for themselves, others with type and place."""
-    if isinstance(error, DataError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import ``"module:function"``; modules in the working directory are found too."""
-    module_name, _, function_name = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # user code may raise anything on import
-        raise DataError(
-            f"reward function {path}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            f"it must be installed or lie in {os.getcwd()}"
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if not callable(function):
-        names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-        hint = nearest(function_name, names)
-        raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
-    return function
-
-
-def function_columns(config: RewardConfig) -> tuple[str, ...]:
-    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every
-    function is given."""
-    if config.function is None:
-        return ()
-    given = {"prompts", "completions", "completion_ids", *config.params}
-    parameters = inspect.signature(load_function(config.function)).parameters.values()
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in given)
-
-
-def _finite(value: Any, whose: str) -> float:
-    try:
-        reward = float(value)
-    except (TypeError, ValueError):
-        raise RewardError(f"{whose} returned {value!r}, which is no number") from None
-    if not math.isfinite(reward):
-        raise RewardError(f"{whose} returned {reward}, which is not finite")
-    return reward
 
 
 def _references(spec: RewardSpec, sample: RewardSample) -> list[str]:

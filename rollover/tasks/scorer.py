@@ -2,7 +2,9 @@
 
 ``score`` never blocks the event loop for longer than a verifier that its user declared cheap
 (``workers = 0``) takes; everything else runs in killable processes under a deadline. A scoring that raises
-or is late is retried, then fails its sample alone, with the reason.
+or is late is retried, then fails its sample alone, with the reason. Two exceptions: a check of ours against a known
+answer that is late gives 0, for a response that cannot be judged is not right, and to leave it out would favour the
+easy ones; and a function that has not yet returned what it should is the user's mistake, told at the first sample.
 """
 
 from __future__ import annotations
@@ -12,18 +14,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rollover.errors import DataError
+from rollover.errors import DataError, RewardError
+from rollover.tasks.outcome import Outcome, outcome
 from rollover.tasks.pool import WorkerPool
 from rollover.tasks.prompts import Tokenizer
-from rollover.tasks.rewards import (
-    FunctionReward,
-    Reward,
-    RewardError,
-    RewardSample,
-    RewardSpec,
-    build_reward,
-    reason,
-)
+from rollover.tasks.returns import MisshapenReward, RefusedReward
+from rollover.tasks.rewards import FunctionReward, Reward, RewardSample, RewardSpec, build_reward
 from rollover.types import Trajectory
 
 
@@ -34,6 +30,8 @@ class ScorerStats:
     num_scored: int = 0
     num_retried: int = 0
     num_failed: int = 0
+    num_late: int = 0
+    """Checks against a known answer that were late, so that the response counts as wrong; among ``num_scored``."""
     busy_s: float = 0.0
     """Time trajectories spent being scored, summed over them, waiting for a free process included."""
 
@@ -62,6 +60,8 @@ class Scorer:
         pooled = [spec for spec in specs if spec.config.workers > 0]
         self._pool = WorkerPool(pooled, max(s.config.workers for s in pooled)) if pooled else None
         self._stats = ScorerStats()
+        self._proved: set[str] = set()
+        """Sources whose reward has come out right once."""
 
     @property
     def stats(self) -> ScorerStats:
@@ -77,23 +77,38 @@ class Scorer:
         return self._specs[source].config.pass_score
 
     async def score(self, trajectory: Trajectory) -> float:
-        """Reward of a finished trajectory. Raises ``RewardError``, with the reason, after the last retry."""
+        """Reward of a finished trajectory.
+
+        Raises:
+            RewardError: it could not be scored, after the last retry; with the reason.
+            DataError: the reward function is wrong, and it would be for every other trajectory.
+        """
         spec = self._specs[trajectory.prompt.source]
         started_s = time.perf_counter()
-        failure = ""
-        for attempt in range(spec.config.retries + 1):
+        num_retried, late, failure = 0, False, ""
+        for num_retried in range(spec.config.retries + 1):
+            late = False
             try:
                 reward = await self._attempt(spec, self._sample(trajectory))
             except TimeoutError:
-                failure = f"timed out after {spec.config.timeout_s:g} s (reward.timeout_s)"
-            except Exception as error:  # whatever a reward raises fails its sample, never the run
-                failure = reason(error)
+                late, failure = True, f"timed out after {spec.config.timeout_s:g} s (reward.timeout_s)"
+            except RefusedReward as error:
+                failure = str(error)
+                if isinstance(error, MisshapenReward) and spec.source not in self._proved:
+                    raise DataError(_told(spec, failure, trajectory)) from None
+                break
+            except RewardError as error:
+                failure = str(error)
             else:
-                self._count(num_scored=1, num_retried=attempt, busy_s=time.perf_counter() - started_s)
+                self._proved.add(spec.source)
+                self._count(num_scored=1, num_retried=num_retried, busy_s=time.perf_counter() - started_s)
                 return reward
-        self._count(num_failed=1, num_retried=spec.config.retries, busy_s=time.perf_counter() - started_s)
-        what = spec.config.function or spec.config.kind
-        raise RewardError(f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})")
+        busy_s = time.perf_counter() - started_s
+        if late and spec.config.knows_the_answer:
+            self._count(num_scored=1, num_late=1, num_retried=num_retried, busy_s=busy_s)
+            return 0.0
+        self._count(num_failed=1, num_retried=num_retried, busy_s=busy_s)
+        raise RewardError(_told(spec, failure, trajectory))
 
     async def close(self) -> None:
         """Kill the processes; scorings still under way fail."""
@@ -109,23 +124,19 @@ class Scorer:
         )
 
     async def _attempt(self, spec: RewardSpec, sample: RewardSample) -> float:
+        """Raises ``TimeoutError`` past the deadline, ``RewardError`` for whatever the reward raises, and ``DataError``
+        when a process finds that the rewards cannot be built."""
         if spec.source in self._inline:
             async with asyncio.timeout(spec.config.timeout_s):
-                return await self._inline[spec.source].score(sample)
+                return (await outcome(self._inline[spec.source], sample)).number()
         assert self._pool is not None
-        reply = await self._pool.run(
-            {
-                "source": spec.source,
-                "prompt": sample.prompt,
-                "columns": dict(sample.columns),
-                "completion": sample.completion,
-                "completion_ids": list(sample.completion_ids),
-            },
-            spec.config.timeout_s,
-        )
-        if "error" in reply:
-            raise RewardError(reply["error"])
-        return float(reply["reward"])
+        reply = await self._pool.run({"source": spec.source, "sample": sample.to_json()}, spec.config.timeout_s)
+        return Outcome.from_json(reply).number()
 
     def _count(self, **more: float) -> None:
         self._stats = ScorerStats(**{k: v + more.get(k, 0) for k, v in asdict(self._stats).items()})
+
+
+def _told(spec: RewardSpec, failure: str, trajectory: Trajectory) -> str:
+    what = spec.config.function or spec.config.kind
+    return f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.errors import DataError, EngineError, EngineTimeout, ResourceError, RunError
+from rollover.errors import DataError, EngineError, EngineTimeout, ResourceError, RewardError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
@@ -77,7 +77,7 @@ async def raises() -> float:
 
 
 async def raises_silently() -> float:
-    raise DataError("")
+    raise RewardError("")
 
 
 async def is_cancelled() -> float:

@@ -81,3 +81,12 @@ def wants_more(prompts: list[str], completions: list[str], rubric: list[str]) ->
 
 def by_position(prompts: list[str], completions: list[str], /) -> list[float]:
     return [0.0]
+
+
+async def evaluated(prompts: list[str], completions: list[str], **columns: Any) -> Any:
+    """Returns what the response says."""
+    return eval(completions[0], {})
+
+
+def out_of_its_own_time(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    raise TimeoutError("the judge did not answer")

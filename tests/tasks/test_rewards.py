@@ -123,7 +123,7 @@ def test_a_conversation_reaches_the_function_as_messages() -> None:
     [
         ("undecided", "functions:undecided returned None (does not apply)"),
         ("infinite", "functions:infinite returned inf, which is not finite"),
-        ("bare", "functions:bare must return a list of 1 number, got 1.0"),
+        ("bare", "functions:bare must return a list of 1 number, got float 1.0"),
     ],
 )
 def test_a_reward_that_is_no_number_names_its_function(name: str, message: str) -> None:

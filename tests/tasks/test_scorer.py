@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import subprocess
 import sys
@@ -141,7 +140,7 @@ def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
     [
         ("raises", "KeyError: 'nothing here' (functions.py, line "),
         ("dies", "the reward process died (exit code 7)"),
-        ("infinite", f"{FUNCTIONS}:infinite returned inf"),
+        ("out_of_its_own_time", "TimeoutError: the judge did not answer (functions.py, line "),
     ],
 )
 def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
@@ -154,6 +153,86 @@ def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: st
         assert (scorer.stats.num_failed, scorer.stats.num_retried) == (1, 1)
 
     with_scorer([spec(name)], use)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[None]", "returned None (does not apply)"),
+        ("[float('nan')]", "returned nan, which is not finite"),
+        ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_for_again(
+    workers: int, text: str, message: str
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), text))
+        assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
+        assert await scorer.score(trajectory(prompt(), "[2]")) == 2.0
+        assert (scorer.stats.num_failed, scorer.stats.num_retried) == (1, 0)
+
+    with_scorer([spec("evaluated", workers=workers, retries=3)], use)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': 1.0}", "None", "[[1.0]]"])
+def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sample(workers: int, text: str) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(DataError) as caught:
+            await scorer.score(trajectory(prompt(), text))
+        assert not isinstance(caught.value, RewardError)
+        assert f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got " in str(caught.value)
+
+    with_scorer([spec("evaluated", workers=workers)], use)
+
+
+def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_not() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
+        with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
+            await scorer.score(trajectory(prompt(), "[]"))
+
+    with_scorer([spec("evaluated")], use)
+
+
+def test_a_function_that_cannot_be_built_in_its_process_is_the_user_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(scorer: Scorer) -> None:
+        monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
+        with pytest.raises(DataError, match=r"cannot import 'tests.tasks.only_once' \(RuntimeError: once was enough\)"):
+            await scorer.score(trajectory(prompt(), "x"))
+
+    config = RewardConfig(kind="function", function="tests.tasks.only_once:reward", workers=1)
+    with_scorer([RewardSpec(source="s", config=config)], use)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
+    retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """math-verify, in a process whose library hangs on one response."""
+    (tmp_path / "math_verify.py").write_text(
+        "def parse(text, parsing_timeout):\n"
+        "    while 'hang' in text: pass\n"
+        "    if 'raise' in text: raise ValueError('digits')\n"
+        "    return [text.strip('$')]\n"
+        "def verify(gold, answer, timeout_seconds): return gold == answer\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def use(scorer: Scorer) -> None:
+        asked = prompt(answer="4")
+        assert await scorer.score(trajectory(asked, "4")) == 1.0
+        assert await scorer.score(trajectory(asked, "hang")) == 0.0
+        assert await scorer.score(trajectory(asked, "raise")) == 0.0
+        assert await scorer.score(trajectory(asked, "4")) == 1.0
+        stats = scorer.stats
+        assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (4, 1, 0, retries)
+
+    config = RewardConfig(kind="math_verify", workers=1, timeout_s=0.5, retries=retries)
+    with_scorer([RewardSpec(source="s", config=config, answer_column="answer")], use)
 
 
 def test_sources_share_one_pool_of_the_largest_size() -> None:
@@ -184,25 +263,6 @@ def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
 def test_a_wrong_function_is_told_when_the_scorer_is_made() -> None:
     with pytest.raises(DataError, match="asks for 'rubric'"):
         Scorer([spec("wants_more")], char_tokenizer())
-
-
-def test_a_worker_ends_with_its_parent_even_while_a_reward_hangs() -> None:
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "rollover.tasks.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(json.dumps({"specs": [spec("hangs").to_json()]}) + "\n")
-    worker.stdin.flush()
-    assert json.loads(worker.stdout.readline()) == {"ready": True}
-    job = {"source": "s", "prompt": "p", "columns": {}, "completion": "hang", "completion_ids": [1]}
-    worker.stdin.write(json.dumps(job) + "\n")
-    worker.stdin.close()
-    assert worker.wait(timeout=60) == 0
-    assert worker.stdout.read() == ""
-    worker.stdout.close()
 
 
 def test_pass_scores_are_the_sources_own() -> None:

@@ -1,0 +1,67 @@
+"""The worker's end of the connection over which requests come and replies go.
+
+It belongs to one process: a forked child closes its copy, programs that are started do not inherit it, and a reply is
+sent only over the very socket that was opened here, whatever has been done to its descriptor since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any, NoReturn
+
+LOST = 74
+"""Exit code of a worker that found its connection closed."""
+
+
+class Channel:
+    """Reads and writes JSON, a line each, on the socket ``descriptor``."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lines = self._socket.makefile("rb")
+        self._process = os.getpid()
+        self._identity = _identity(descriptor)
+        os.register_at_fork(after_in_child=self._abandon)
+
+    def receive(self) -> dict[str, Any]:
+        """The next request. Ends the process when there will be none."""
+        self._check()
+        line = self._lines.readline()
+        if not line.endswith(b"\n"):
+            os._exit(0)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._check()
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def leave_in_a_child(self) -> None:
+        """End the process if it is a forked child that has come back from the code of a user: the answer is its
+        parent's to give."""
+        if os.getpid() != self._process:
+            os._exit(0)
+
+    def _check(self) -> None:
+        self.leave_in_a_child()
+        if _identity(self._socket.fileno()) != self._identity:
+            _lose()
+
+    def _abandon(self) -> None:
+        if _identity(self._socket.fileno()) == self._identity:
+            os.close(self._socket.detach())
+
+
+def _lose() -> NoReturn:
+    os._exit(LOST)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    try:
+        stat = os.fstat(descriptor)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino

@@ -1,0 +1,106 @@
+"""A user's reward function before it is called: where it is, and what it asks for.
+
+Importing it runs the user's module, which may raise or exit: that is a ``DataError`` that names the module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+from rollover.errors import DataError, nearest
+from rollover.tasks.config import RewardConfig
+
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import ``"module:function"``; modules in the working directory are found too."""
+    module_name, _, function_name = path.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise DataError(
+            f"reward function {path}: the module {module_name!r} ends the program when it is imported "
+            f"(exit code {error.code}); put what it does as a program under: if __name__ == '__main__'"
+        ) from error
+    except Exception as error:  # user code may raise anything on import
+        where = "" if _was_found(module_name, error) else f"; it must be installed or lie in {os.getcwd()}"
+        raise DataError(
+            f"reward function {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; mend it'}"
+        ) from error
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        hint = nearest(function_name, names)
+        raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
+    return function
+
+
+def function_columns(config: RewardConfig) -> tuple[str, ...]:
+    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every
+    function is given."""
+    if config.function is None:
+        return ()
+    given = {*ALWAYS_GIVEN, *config.params}
+    parameters = _parameters(config.function, load_function(config.function))
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in given)
+
+
+def accepted_names(
+    path: str, function: Callable[..., Any], columns: Collection[str], params: Collection[str]
+) -> set[str] | None:
+    """Names the function takes by keyword; ``None``: any.
+
+    Raises:
+        DataError: it asks for more than it can get, or does not take one of ``params``.
+    """
+    offered = {*ALWAYS_GIVEN, *columns, *params}
+    parameters = _parameters(path, function)
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise DataError(
+                f"reward function {path} takes {parameter.name!r} by position only; "
+                "write it as f(prompts, completions, **columns)"
+            )
+        optional = parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if not optional and parameter.name not in offered:
+            hint = nearest(parameter.name, offered)
+            raise DataError(
+                f"reward function {path} asks for {parameter.name!r}, which is neither prompts, "
+                f"completions, completion_ids, a column nor in reward.params{hint}"
+            )
+    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    for name in params:
+        if name not in names:
+            raise DataError(f"reward function {path} takes no {name!r} (reward.params){nearest(name, names)}")
+    return names
+
+
+def _parameters(path: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none
+        raise DataError(f"reward function {path} has no signature; wrap it in a function of Python") from None
+
+
+def _was_found(module_name: str, error: Exception) -> bool:
+    """Whether the module itself is there, and something in it failed."""
+    return not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."))
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,140 @@
+"""Two processes for one piece of work: one that does it, and a keeper that outlives it and clears up.
+
+The work is code of users. It may fork, start programs, put them into sessions of their own, ignore signals, hang or
+die. The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed
+or until its parent dies. Then it kills every process that came of the work, and ends with the work's exit code.
+
+On Linux orphans among the descendants become the keeper's children ("child subreaper"), so none can get away from it.
+Elsewhere only the work's own process group is killed.
+
+Libraries were looked at. ``concurrent.futures`` and ``multiprocessing`` cannot stop a task that is late, Pebble kills
+the worker and not what the worker started, loky finds descendants by their living parents only, and the pipes of all
+of them answer to whoever inherits them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+_SIGNALLED = 128
+"""Added to the number of the signal that killed the work, as shells do."""
+_CLEARING_S = 5.0
+"""A process that is not gone so long after SIGKILL hangs in the kernel and is left to it."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def keep(work: Callable[[], None]) -> NoReturn:
+    """Do ``work`` in a child, and end when it has ended, with its exit code. Needs a process without threads."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    woken, wakes = os.pipe()  # a signal writes its number here
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        os.close(woken)
+        os.close(wakes)
+        _do(work, keeper)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    code = _wait(worker, woken)
+    _clear(worker)
+    os._exit(_SIGNALLED + signal.SIGKILL if code is None else code)
+
+
+def describe_exit(code: int) -> str:
+    """How the work ended, from the exit code of its keeper."""
+    number = code - _SIGNALLED if code > _SIGNALLED else -code
+    if number not in signal.valid_signals():
+        return f"died (exit code {code})"
+    names = {one.value: one.name for one in signal.Signals}
+    memory = "; was it out of memory?" if number == signal.SIGKILL else ""
+    return f"was killed ({names.get(number, f'signal {number}')}){memory}"
+
+
+def _do(work: Callable[[], None], keeper: int) -> NoReturn:
+    """The child: a process group of its own, and nothing to read on standard input."""
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)  # it died before the line above
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # the frames above belong to the keeper and must not be returned to
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _wait(worker: int, woken: int) -> int | None:
+    """Exit code of the work; ``None`` when the keeper shall end first."""
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        signals = os.read(woken, 4096) if woken in ready else b""
+        if (code := _reap(worker)) is not None:
+            return code
+        if 0 in ready or signal.SIGTERM in signals:
+            return None
+
+
+def _reap(worker: int) -> int | None:
+    """Take note of the children that have ended. Returns the exit code of ``worker`` if it is among them."""
+    code = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == worker:
+                code = os.waitstatus_to_exitcode(status)
+    return code if code is None or code >= 0 else _SIGNALLED - code
+
+
+def _clear(worker: int) -> None:
+    """Kill the work's process group, and then child after child: the children of a killed one become our own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    deadline_s = time.monotonic() + _CLEARING_S
+    while time.monotonic() < deadline_s:
+        _reap(worker)
+        children = _children()
+        if not children:
+            return
+        for pid in children:
+            with suppress(ProcessLookupError, PermissionError):
+                group = os.getpgid(pid)
+                os.kill(pid, signal.SIGKILL) if group == os.getpgid(0) else os.killpg(group, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    """Our children, those that have ended but are not reaped among them. Only where there is /proc."""
+    found, parent = [], str(os.getpid())
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # pid (name) state parent ...; the name may hold anything
+            if place.read_text(errors="replace").rpartition(")")[2].split()[1] == parent:
+                found.append(int(place.parent.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,201 @@
+"""Reward functions that fork, hang, die and leave things behind: each sample gets its own reward, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import RewardError
+from rollover.tasks import RewardConfig, Scorer
+from rollover.tasks.rewards import RewardSpec
+from tests.tasks.test_scorer import prompt, trajectory
+from tests.tasks.words import char_tokenizer
+
+HOSTILE = "tests.tasks.hostile"
+_PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """The processes that came of this test and still live."""
+    mark = f"mark-{uuid.uuid4()}"
+    monkeypatch.setenv("HOSTILE_MARK", mark)
+
+    def alive() -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark.encode() in (place / "environ").read_bytes():
+                    found.append(int(place.name))
+            except OSError:
+                continue
+        return found
+
+    return alive
+
+
+def spec(name: str, **fields: Any) -> RewardSpec:
+    config = RewardConfig(kind="function", function=f"{HOSTILE}:{name}", **({"workers": 1, "retries": 0} | fields))
+    return RewardSpec(source="s", config=config)
+
+
+def with_scorer(made: RewardSpec, use: Callable[[Scorer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        scorer = Scorer([made], char_tokenizer())
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await use(scorer)
+        finally:
+            async with asyncio.timeout(_PATIENCE_S):
+                await scorer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forks_and_returns_twice",
+        "forks_and_raises_in_the_child",
+        "leaves_a_child_that_waits",
+        "leaves_a_program",
+        "leaves_a_program_in_a_session_of_its_own",
+        "leaves_a_daemon",
+        "uses_a_pool",
+        "leaves_a_thread",
+        "ignores_signals",
+        "prints_a_lot",
+        "reads_standard_input",
+    ],
+)
+def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, marked: Callable[[], list[int]]) -> None:
+    async def use(scorer: Scorer) -> None:
+        numbers = range(3 if name == "prints_a_lot" else 12)
+        rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(), str(n))) for n in numbers))
+        assert rewards == [float(n) for n in numbers]
+        assert marked(), "the mark finds what is alive"
+
+    with_scorer(spec(name, workers=2), use)
+    assert marked() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["leaves_a_program", "leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"],
+)
+def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Callable[[], list[int]]) -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "1")) == 1.0
+        with pytest.raises(RewardError, match=r"timed out after 0\.3 s"):
+            await scorer.score(trajectory(prompt(), "hang 2"))
+        assert (scorer.num_processes, marked()) == (0, [])
+        assert await scorer.score(trajectory(prompt(), "3")) == 3.0
+
+    with_scorer(spec(name, timeout_s=0.3), use)
+    assert marked() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("leaves_a_daemon", "die 1", "the reward process died (exit code 7)"),
+        ("dies", "die 1", "the reward process was killed (SIGKILL); was it out of memory?"),
+        ("kills_its_parent", "kill 1", "the reward process was killed (SIGKILL)"),
+        ("closes_what_it_does_not_know", "close 1", "the reward process died (exit code "),
+        ("exits", "exit 1", "SystemExit: 3 (hostile.py, line "),
+        ("raises_a_book", "1", "ValueError: zzz"),
+    ],
+)
+def test_a_function_that_ruins_its_process_fails_its_sample_alone(
+    name: str, text: str, message: str, marked: Callable[[], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        for _ in range(2):
+            with pytest.raises(RewardError) as caught:
+                await scorer.score(trajectory(prompt(), text))
+            assert message in str(caught.value)
+            assert len(str(caught.value)) < 1000
+            if name != "raises_a_book":
+                assert await scorer.score(trajectory(prompt(), "3")) == 3.0
+
+    monkeypatch.setenv("HOSTILE_FILE", str(tmp_path / "file"))
+    with_scorer(spec(name), use)
+    assert marked() == []
+    assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
+
+
+def test_samples_that_wait_for_a_slot_get_it_when_others_were_late_died_or_were_cancelled(
+    marked: Callable[[], list[int]],
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        texts = ["hang 1", "die 2", "3", "hang 4", "die 5", "6", "7"] * 2
+        scored = [asyncio.create_task(scorer.score(trajectory(prompt(), text))) for text in texts]
+        await asyncio.sleep(0)
+        scored[6].cancel()
+        results = await asyncio.gather(*scored, return_exceptions=True)
+        for n, (text, result) in enumerate(zip(texts, results, strict=True)):
+            if n == 6:
+                assert isinstance(result, asyncio.CancelledError)
+            elif text[0].isdigit():
+                assert result == float(text)
+            else:
+                assert isinstance(result, RewardError)
+        assert scorer.num_processes <= 2
+
+    with_scorer(spec("leaves_a_daemon", workers=2, timeout_s=0.3), use)
+    assert marked() == []
+
+
+def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[], list[int]]) -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "1")) == 1.0
+        waiting = [asyncio.create_task(scorer.score(trajectory(prompt(), f"hang {n}"))) for n in range(4)]
+        await asyncio.sleep(0)
+        await scorer.close()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(result, RewardError) for result in results)
+        assert (scorer.num_processes, marked()) == (0, [])
+
+    with_scorer(spec("leaves_a_program", timeout_s=50.0), use)
+
+
+KILLED = """
+import asyncio, sys
+from tests.tasks.test_hostile import Scorer, char_tokenizer, prompt, spec, trajectory
+
+async def run():
+    scorer = Scorer([spec(sys.argv[1], timeout_s=600.0)], char_tokenizer())
+    await scorer.score(trajectory(prompt(), "1"))
+    hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang 2")))
+    await asyncio.sleep(0.2)
+    print("hanging", flush=True)
+    await hanging
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("name", ["leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"])
+def test_a_killed_run_leaves_no_process_behind(name: str, marked: Callable[[], list[int]]) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, name], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "hanging\n"
+        assert len(marked()) > 1
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait(_PATIENCE_S)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while marked() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert marked() == []

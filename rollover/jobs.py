@@ -211,9 +211,10 @@ def plan(config: RunConfig) -> list[str]:
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
-            num_rows = check_source(source)
-            size = "" if num_rows is None else f", {num_rows} rows"
-            lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}")
+            facts = check_source(source)
+            size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
+            reply = f"; {facts.reply}" if facts.reply else ""
+            lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
     return lines
 
 

@@ -17,7 +17,7 @@ from rollover.errors import ModelError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.tasks.config import SourceConfig
-from rollover.tasks.examples import examples, solution
+from rollover.tasks.examples import Solutions, examples
 from rollover.tasks.source import eval_sources, held_out_texts, train_source
 
 NUM_TOKENIZER_TEXTS = 2000
@@ -87,9 +87,9 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
     plain = replace(config.tasks, train=configs, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
     source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
-    by_name = {c.name: c for c in configs}
+    solutions = Solutions(source, configs)
     prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
-    texts = [f"{p.text}\n{solution(by_name[p.source], p)}" for p in prompts]
+    texts = [f"{p.text}\n{solutions.of(p)}" for p in prompts]
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
     build_scratch_model(folder, tokenizer, shape, seed=config.seed)
     return folder

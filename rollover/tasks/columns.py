@@ -2,6 +2,9 @@
 
 Decided once, on the first row: one candidate is taken, two are the user's to choose. Every later row must
 hold the chosen columns; one that does not is named with its file and line.
+
+Messages that end with an assistant's turn hold prompt and answer in one column. That turn is then the reference, unless
+an answer column is there too; the column counts as both, prompt and answer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 from rollover.errors import DataError
 from rollover.tasks.config import SourceConfig
+from rollover.tasks.conversation import ends_with_reply, is_messages, split_conversation
 
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages")
 ANSWER_COLUMNS = (
@@ -22,6 +26,9 @@ ANSWER_COLUMNS = (
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
 )
+
+REPLY = "answer"
+"""What a reward function calls the reply where it is the reference."""
 
 
 class ColumnMap:
@@ -42,8 +49,11 @@ class ColumnMap:
         self._answer_key = f"answer_column of source {config.name!r}"
         prompt, answer = ("question", None) if self._is_gym else (config.prompt_column, config.answer_column)
         self._prompt = prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
+        self._replies = ends_with_reply(_require(first, self._prompt, key=self._prompt_key, where=where))
         self._answer = answer
-        if answer is None and config.reward.needs_answer:
+        if answer is None and self._replies and not any(_has(first, name) for name in ANSWER_COLUMNS):
+            self._answer = self._prompt
+        elif answer is None and config.reward.needs_answer:
             self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
         # A name that no column has is the function's mistake, and told where functions are checked.
         self._needed = tuple(name for name in needed if name in first)
@@ -52,14 +62,23 @@ class ColumnMap:
         self._travelling = tuple(self.kept(first, where))
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
-        """The prompt of a row: text or messages. ``DataError`` when its prompt, its answer or a column that the reward
-        function asks for is missing."""
+        """The prompt of a row: text, or messages without the reply that they may end with. ``DataError`` when its
+        prompt, its answer or a column that the reward function asks for is missing."""
         if self._answer is not None:
             _require(row, self._answer, key=self._answer_key, where=where)
         for name in self._needed:
             if name not in row:  # null is a value that functions may know what to do with
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
-        return _require(row, self._prompt, key=self._prompt_key, where=where)
+        content = _require(row, self._prompt, key=self._prompt_key, where=where)
+        if not is_messages(content):
+            return content
+        prompt, reply = split_conversation(content, where)
+        if reply is None and self._answer == self._prompt:
+            raise DataError(
+                f"{where}: the messages do not end with an assistant's turn, which is the reference answer of this"
+                f" source; mend the row or set {self._answer_key}"
+            )
+        return prompt
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The columns that travel, as they come back from the journal: those wanted, the answer, and a prompt
@@ -85,13 +104,20 @@ class ColumnMap:
 
     @property
     def answer(self) -> str | None:
-        """Path of the reference answer; ``None`` when neither the reward nor the user asks for one."""
+        """Path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of the prompt
+        when it is the reply in there."""
         return self._answer
 
     @property
+    def replies(self) -> bool:
+        """Whether the messages of the first row end with an assistant's turn."""
+        return self._replies
+
+    @property
     def travelling(self) -> tuple[str, ...]:
-        """Columns of the first row that travel with its prompt."""
-        return self._travelling
+        """Columns of the first row that travel with its prompt, and the name under which functions get the reply where
+        it is the reference."""
+        return (*self._travelling, REPLY) if self._replies and self._answer == self._prompt else self._travelling
 
 
 def read_column(row: Mapping[str, Any], path: str) -> Any:
@@ -106,6 +132,24 @@ def read_column(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def read_reply(row: Mapping[str, Any], path: str | None) -> str | None:
+    """The assistant's turn that ends the messages at ``path``; ``None`` where there is none."""
+    content = _messages_at(row, path)
+    return split_conversation(content, "the row").reply if content else None
+
+
+def read_messages(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
+    """The messages at ``path`` without a reply; ``None`` where there is text or nothing."""
+    content = _messages_at(row, path)
+    return split_conversation(content, "the row").prompt if content else None
+
+
+def read_reference(row: Mapping[str, Any], *, answer: str, prompt: str | None) -> Any:
+    """The reference answer at the path ``answer``, which may be that of the prompt."""
+    reply = read_reply(row, prompt) if answer == prompt else None
+    return read_column(row, answer) if reply is None else reply
+
+
 def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str | None:
     """The only candidate that ``row`` holds; ``None`` when it holds none.
 
@@ -117,6 +161,13 @@ def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, 
             f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; set {key} to one of them"
         )
     return present[0] if present else None
+
+
+def _messages_at(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
+    if path is None or not _has(row, path):
+        return None
+    content = read_column(row, path)
+    return content if is_messages(content) else None
 
 
 def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:

@@ -122,10 +122,12 @@ class SourceConfig:
     """Configuration name of a ``hf`` dataset."""
     prompt_column: str | None = None
     """Column of the prompt, text or messages; dots go into structures. Unset: the one column among ``prompt,
-    question, input, messages``."""
+    question, input, messages``. An assistant's turn that ends the messages is no part of the prompt: it is what
+    supervised fine-tuning teaches, and the reference answer where there is no answer column."""
     answer_column: str | None = None
     """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,
-    reward_model.ground_truth, reward_spec.ground_truth``."""
+    reward_model.ground_truth, reward_spec.ground_truth``, or else the assistant's turn that ends the messages, which
+    reward functions get as ``answer``. The name of the prompt column asks for that turn also where there are others."""
     keep_columns: tuple[str, ...] | None = None
     """Columns that travel with the prompt (to the reward function and into the journal). Unset: all."""
     limit: int | None = None

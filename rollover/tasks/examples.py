@@ -1,16 +1,17 @@
 """Supervised examples: a prompt with the response it should have had.
 
-For reasoning-gym tasks the response is a worked solution made from the item; for datasets it is the answer column.
+For reasoning-gym tasks the response is a worked solution made from the item. For datasets it is the assistant's turn
+that ends the messages, where they end with one, and else the answer column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 from rollover.errors import DataError
-from rollover.tasks.columns import ANSWER_COLUMNS, find_column, read_column
+from rollover.tasks.columns import ANSWER_COLUMNS, find_column, read_column, read_reply
 from rollover.tasks.config import SourceConfig
 from rollover.tasks.gym import thaw
 from rollover.tasks.source import PromptSource
@@ -18,14 +19,22 @@ from rollover.tasks.worked import worked_solution
 from rollover.types import Prompt
 
 
-def solution(config: SourceConfig, prompt: Prompt) -> str:
-    """The response ``prompt`` should have.
+class Solutions:
+    """The responses that the prompts of ``source`` should have; ``configs`` are those of its parts."""
 
-    Raises:
-        DataError: the task has no worked solutions, or the row no answer column.
-    """
-    if config.kind == "reasoning_gym":
-        return worked_solution(config.gym_dataset, thaw(prompt.columns))
+    def __init__(self, source: PromptSource, configs: Sequence[SourceConfig]) -> None:
+        self._configs = {config.name: config for config in configs}
+        self._prompt_columns = {spec.source: spec.prompt_column for spec in source.reward_specs}
+
+    def of(self, prompt: Prompt) -> str:
+        """Raises ``DataError`` when the task has no worked solutions, or the row neither reply nor answer."""
+        config = self._configs[prompt.source]
+        if config.kind == "reasoning_gym":
+            return worked_solution(config.gym_dataset, thaw(prompt.columns))
+        return read_reply(prompt.columns, self._prompt_columns[prompt.source]) or _answer(config, prompt)
+
+
+def _answer(config: SourceConfig, prompt: Prompt) -> str:
     where = f"prompt {prompt.prompt_id}"
     column = config.answer_column or find_column(
         prompt.columns, ANSWER_COLUMNS, where=where, key=f"source {config.name!r}: answer_column"
@@ -43,10 +52,10 @@ def examples(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of them
     only the last line is left, spread evenly over the examples."""
-    by_name: Mapping[str, SourceConfig] = {config.name: config for config in configs}
+    solutions = Solutions(source, configs)
     for index in count():
         prompt = source.prompt(index)
-        text = solution(by_name[prompt.source], prompt)
+        text = solutions.of(prompt)
         if _spread(index) < bare_answers:
             text = text.rsplit("\n", 1)[-1]
         response = tokenizer([text], add_special_tokens=False)["input_ids"][0]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
+from rollover.tasks.conversation import is_messages
 
 
 class Tokenizer(Protocol):
@@ -65,7 +66,7 @@ class PromptEncoder:
             if not self._templated:
                 return content + self._config.prompt_suffix
             messages = [{"role": "user", "content": content}]
-        elif _is_messages(content):
+        elif is_messages(content):
             messages = [dict(message) for message in content]
             if not self._templated:
                 raise DataError(
@@ -92,11 +93,3 @@ class PromptEncoder:
         except Exception as error:  # templates raise jinja's errors, and their own on roles they refuse
             raise DataError(f"{where}: the chat template refuses these messages: {error}") from error
         return str(text)
-
-
-def _is_messages(content: Any) -> bool:
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in content)
-    )

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from rollover.errors import DataError, RewardError
-from rollover.tasks.columns import read_column
+from rollover.tasks.columns import REPLY, read_messages, read_reference
 from rollover.tasks.config import Extraction, RewardConfig
 from rollover.tasks.function import accepted_names, load_function
 from rollover.tasks.gym import GymDataset, thaw
@@ -170,7 +170,8 @@ class FunctionReward:
 
     It is called once per response, with lists of one element, because a response is scored when it is
     finished and not when its siblings are. Prompts given as messages arrive as messages, with the completion
-    as ``[{"role": "assistant", "content": ...}]``. ``None`` ("does not apply") fails the sample: the function is
+    as ``[{"role": "assistant", "content": ...}]``. Where their last turn is the reference it is not among them but
+    in ``answer``. ``None`` ("does not apply") fails the sample: the function is
     the only reward of its source.
     """
 
@@ -193,6 +194,8 @@ class FunctionReward:
             "completions": [completion],
             "completion_ids": [list(sample.completion_ids)],
         }
+        if self._spec.answer_column == self._spec.prompt_column is not None:
+            arguments[REPLY] = [_reference(self._spec, sample)]
         arguments |= {k: [v] for k, v in sample.columns.items() if k != self._spec.prompt_column}
         arguments |= self._spec.config.params
         if self._wanted is not None:
@@ -203,16 +206,19 @@ class FunctionReward:
         return single_reward(result, f"reward function {self._name}")
 
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
-        column = self._spec.prompt_column
-        messages = sample.columns.get(column) if column is not None else None
-        if isinstance(messages, list):
+        messages = read_messages(sample.columns, self._spec.prompt_column)
+        if messages is not None:
             return messages, [{"role": "assistant", "content": sample.completion}]
         return sample.prompt, sample.completion
 
 
-def _references(spec: RewardSpec, sample: RewardSample) -> list[str]:
+def _reference(spec: RewardSpec, sample: RewardSample) -> Any:
     assert spec.answer_column is not None
-    value = read_column(sample.columns, spec.answer_column)
+    return read_reference(sample.columns, answer=spec.answer_column, prompt=spec.prompt_column)
+
+
+def _references(spec: RewardSpec, sample: RewardSample) -> list[str]:
+    value = _reference(spec, sample)
     texts: list[str] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, (str, int, float)):

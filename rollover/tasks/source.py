@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnMap
@@ -215,22 +215,35 @@ def _left_out(max_tokens: int, held_out: Collection[str]) -> str:
     return f"{text}; {mend}"
 
 
-def check_source(config: SourceConfig) -> int | None:
+class SourceFacts(NamedTuple):
+    """What is known of a source before there is a tokenizer."""
+
+    num_rows: int | None
+    """``None``: without end, or not known without a download."""
+    reply: str = ""
+    """What becomes of the turn that ends the messages, where an assistant's does."""
+
+
+def check_source(config: SourceConfig) -> SourceFacts:
     """Open the dataset and the reward function of a source without a tokenizer, as far as nothing is downloaded.
-    Returns the number of rows where there is one.
 
     Raises:
         DataError: as a run would.
     """
     if config.kind == "reasoning_gym":
         GymDataset(config.gym_dataset, config.config)
-        return config.limit
+        return SourceFacts(config.limit)
     if config.kind == "hf" and not Path(str(config.path)).is_dir():
-        return None
+        return SourceFacts(None)
     rows = open_rows(config)
     columns = ColumnMap(config, rows[0], rows.where(0), needed=function_columns(config.reward))
     build_reward(_reward_spec(config, columns, config.name))
-    return len(rows)
+    if not columns.replies:
+        return SourceFacts(len(rows))
+    reply = "the assistant's last turn is what sft teaches, and not in the prompt"
+    if columns.answer == columns.prompt:
+        reply = "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
+    return SourceFacts(len(rows), reply)
 
 
 def _open_rows(config: SourceConfig, gym_seed: int, limit: int | None) -> Rows:

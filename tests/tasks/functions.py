@@ -90,3 +90,9 @@ async def evaluated(prompts: list[str], completions: list[str], **columns: Any) 
 
 def out_of_its_own_time(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     raise TimeoutError("the judge did not answer")
+
+
+def of_a_conversation(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+    assert [turn["role"] for turn in prompts[0]] == ["system", "user"]
+    assert completions == [[{"role": "assistant", "content": "x"}]]
+    return [float(answer[0].rpartition("#### ")[2])]

@@ -100,6 +100,10 @@ class RunDir:
                 f"{free_bytes / 1e9:.1f} GB are free; make room or choose another place with --run-dir"
             )
 
+    def noted(self, fact: str) -> Any:
+        """What ``note`` has added under this name; ``None`` when it has not."""
+        return _read(self.path)[1].get(fact)
+
     def note(self, **facts: Any) -> None:
         """Add to "meta" in ``config.json`` what is known only once the run is up (its device, say)."""
         config, meta = _read(self.path)

@@ -40,6 +40,7 @@ from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metric
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
+from rollover.tasks.fingerprint import same_datasets
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source
 from rollover.types import Batch, SamplingParams, TrainedStep
@@ -220,6 +221,8 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run))
         metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
         evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
+        resuming = run.journal.exists()
+        run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
         folder = initial_policy(config, run.path / "model", progress, metrics)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
@@ -233,7 +236,6 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
         scorer = Scorer([spec for s in (source, *evaluation) for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
-        resuming = run.journal.exists()
         journal = _open_journal(run, checkpoint)
         stack.callback(journal.close)
         ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()

@@ -205,6 +205,36 @@ def test_sft_alone_learns_the_answers_and_leaves_a_model_folder(experiment: Path
     assert after > before
 
 
+def test_a_chat_dataset_is_asked_without_its_replies_compared_with_them_and_taught_them(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    runs.save_model(Path("chat"))
+    tokenizer = AutoTokenizer.from_pretrained("chat")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}#{% endif %}"
+    )
+    tokenizer.save_pretrained("chat")
+    turns = [[{"role": "user", "content": f"{n}{c}"}, {"role": "assistant", "content": c}] for n, c in enumerate("abc")]
+    Path("letters.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    Path("chat_reward.py").write_text(
+        "async def share(completions, answer):\n"
+        "    text = completions[0][0]['content']\n"
+        "    return [text.count(answer[0]) / max(1, len(text))]\n"
+    )
+    model = ("--model.path", "chat", "--tasks.train.0.reward.function", "chat_reward:share")
+    assert cli.main(["train", "run.toml", "--dry-run", *model]) == 0
+    assert "scored by function; the assistant's last turn is the reference answer and" in capsys.readouterr().out
+    for t in trained(train("--steps", "1", *model)):
+        asked, response = runs.decode(t.prompt.token_ids), runs.decode(t.token_ids)
+        assert asked in ("0a\n#", "1b\n#", "2c\n#")
+        assert t.reward == pytest.approx(response.count(asked[1]) / max(1, len(response)))
+    taught = ("--sft.num_steps", "60", "--sft.batch_size", "3", "--sft.learning_rate", "1e-2")
+    assert cli.main(["sft", "run.toml", "--run-dir", "taught", *model, *taught]) == 0
+    assert runs.rows(Path("taught"), "warmup")[-1]["loss"] < 0.1
+
+
 def test_eval_reports_pass_at_k_on_every_source(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = runs.UNSEEN.replace('name = "unseen"', 'name = "seen"').replace("unseen.jsonl", "letters.jsonl")
     Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN + more)

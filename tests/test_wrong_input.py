@@ -6,8 +6,10 @@ The command line runs in this process; only what needs a second process or a dam
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,6 +105,8 @@ def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
     [
         (["--tasks.train.0.reward.function", "letter_reward:shar"], "no function 'shar' in letter_reward; did you mean 'share'?"),
         (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or lie in"),
+        (["--tasks.train.0.reward.function", "program:share"], "the module 'program' ends the program when it is imported (exit code 3); put what it does as a program under: if __name__"),
+        (["--tasks.train.0.reward.function", "unfinished:share"], "cannot import 'unfinished' (SyntaxError: "),
         (["--tasks.train.0.reward.function", "letter_reward:share"], "is not async and would block the run; set reward.workers to 1 or more"),
         (["--tasks.train.0.reward.function", "letter_reward"], "reward.function must read 'module:function', got 'letter_reward'"),
         (["--tasks.train.0.reward.kind", "exakt"], "'exakt' is not allowed; did you mean 'exact'?"),
@@ -111,6 +115,8 @@ def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
     ],
 )  # fmt: skip
 def test_an_unknown_task_or_reward_gets_the_nearest(refused: Say, argv: list[str], message: str) -> None:
+    Path("program.py").write_text("import sys\nsys.exit(3)\n")
+    Path("unfinished.py").write_text("def share(:\n")
     assert message in refused_start(refused, *argv)
 
 
@@ -285,6 +291,33 @@ def test_a_checkpoint_of_another_model_is_refused(refused: Say, run: Path) -> No
     assert "intermediate_size = 48, but the run's model 'model' has 64" in refused_resume(refused, run)
 
 
+@pytest.mark.parametrize("file", ["letters.jsonl", "unseen.jsonl"])
+def test_a_run_is_not_resumed_over_another_dataset_and_goes_on_when_the_right_one_is_back(
+    refused: Say, file: str
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "1"]) == 0
+    right = Path(file).read_bytes()
+    Path(file).write_bytes(right.splitlines(keepends=True)[0])
+    assert f"{file} has changed since the run began ({len(right)} bytes then, " in refused_resume(refused, Path("out"))
+    Path(file).unlink()
+    assert f"a dataset of this run is gone: source '{file[:-6]}': no file {file}" in refused_resume(
+        refused, Path("out")
+    )
+    Path(file).write_bytes(right)
+    assert cli.main(["train", "--resume", "out", "--steps", "2"]) == 0
+    assert len(runs.batches(Path("out"))) == 2
+
+
+def test_a_run_recorded_without_fingerprints_is_resumed_and_gets_them(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    recorded = config["meta"].pop("datasets")["train/letters"]
+    (run / "config.json").write_text(json.dumps(config))
+    assert cli.main(["train", "--resume", "out", "--steps", "3"]) == 0
+    again = json.loads((run / "config.json").read_text())["meta"]["datasets"]["train/letters"]
+    assert (again["size"], again["sha256"]) == (recorded["size"], recorded["sha256"])
+
+
 # -- a machine that has run out -------------------------------------------------------------------------------------
 
 
@@ -347,6 +380,22 @@ def test_out_of_memory_says_what_to_lower(
 def test_a_cache_that_does_not_fit_into_memory_is_named(refused: Say) -> None:
     message = refused("train", "run.toml", "--engine.kv_cache_bytes", str(10**16))
     assert f"lower engine.kv_cache_bytes (now {10**16})" in message
+
+
+def test_a_reward_of_the_wrong_form_ends_the_run_at_its_first_sample_which_is_scored_again_when_it_is_mended(
+    refused: Say,
+) -> None:
+    wrong = "async def f(completions, **columns):\n    return 1.0\n"
+    Path("plain_reward.py").write_text(wrong)
+    argv = ("train", "run.toml", "--run-dir", "out", "--tasks.train.0.reward.function", "plain_reward:f")
+    message = refused(*argv)
+    assert "reward function plain_reward:f must return a list of 1 number, got float 1.0 (prompt letters/" in message
+    ledger = runs.ledger(Path("out"))
+    assert (ledger.num_failed, ledger.num_scored, len(ledger.unscored) > 0) == (0, 0, True)
+    del sys.modules["plain_reward"]
+    Path("plain_reward.py").write_text(wrong.replace("return 1.0", "return [float(len(completions[0]))]"))
+    assert cli.main(["train", "--resume", "out"]) == 0
+    assert runs.ledger(Path("out")).num_failed == 0
 
 
 def test_a_reward_that_always_fails_stops_the_run_with_its_reason(refused: Say) -> None:

@@ -8,12 +8,14 @@ the file and, where there is one, the line.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollover.errors import DataError
 from rollover.tasks.config import SourceConfig
+from rollover.tasks.data_file import DataFile
 
 
 class Rows(Protocol):
@@ -32,6 +34,7 @@ class JsonlRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = DataFile(path)
         self._offsets = array("q")
         self._lines = array("q")
         offset = 0
@@ -47,6 +50,7 @@ class JsonlRows:
         return len(self._offsets)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        self._file.check()
         with self._path.open("rb") as file:
             file.seek(self._offsets[row])
             return self._parse(file.readline(), self._lines[row])
@@ -57,10 +61,15 @@ class JsonlRows:
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # broken, of more digits than Python reads, or nested too deep
             raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); mend or delete the line") from None
         if not isinstance(value, dict):
             raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")
+        if _SURROGATE.search(line) and (half := _half_a_character(value)):
+            raise DataError(
+                f"{self._path}, line {number}: {half!r} is one half of a character (a lone surrogate) and no text;"
+                " mend or delete the line"
+            )
         return value
 
 
@@ -79,7 +88,10 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self._table.slice(row, 1).to_pylist()[0])
+        try:
+            return dict(self._table.slice(row, 1).to_pylist()[0])
+        except ValueError as error:  # text that is not UTF-8, a date that Python does not know
+            raise DataError(f"{self.where(row)}: {error}; mend the row") from None
 
     def where(self, row: int) -> str:
         return f"{self._path}, row {row}"
@@ -119,6 +131,26 @@ class HfRows:
         return f"dataset {self._name}, row {row}"
 
 
+def dataset_file(config: SourceConfig) -> Path:
+    """The file of a file source. Raises ``DataError`` when there is none."""
+    path = Path(str(config.path))
+    if not path.is_file():
+        raise DataError(f"source {config.name!r}: no file {path} (relative to {Path.cwd()}); correct its path")
+    return path
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Where the JSON text has one, alone or in a pair, the value is worth a closer look."""
+
+
+def _half_a_character(value: Any) -> str:
+    """A surrogate in some text of ``value``; empty where there is none."""
+    if isinstance(value, str):
+        return "".join(c for c in value if "\ud800" <= c <= "\udfff")[:1]
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((half for one in inner if (half := _half_a_character(one))), "")
+
+
 def open_rows(config: SourceConfig) -> Rows:
     """Open the dataset of a file or hub source. Raises ``DataError`` when it is missing, broken or empty."""
     assert config.path is not None
@@ -126,9 +158,7 @@ def open_rows(config: SourceConfig) -> Rows:
     if config.kind == "hf":
         rows = HfRows(config.path, config.subset, config.split or "train")
     else:
-        path = Path(config.path)
-        if not path.is_file():
-            raise DataError(f"source {config.name!r}: no file {path} (relative to {Path.cwd()}); correct its path")
+        path = dataset_file(config)
         rows = JsonlRows(path) if config.kind == "jsonl" else ParquetRows(path)
     if not len(rows):
         raise DataError(f"source {config.name!r}: {config.path} holds no rows")

@@ -214,6 +214,14 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     ("rows", "fields", "message"),
     [
         ([], {}, "a.jsonl holds no rows"),
+        (
+            ['{"question": "1", "answer": 1' + "0" * 5000 + "}"],
+            {},
+            "a.jsonl, line 1: not valid JSON (Exceeds the limit",
+        ),
+        (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
+        ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is one half of a char"),
+        ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is one half of a character"),
         (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),
         ([*sums(1), "", "[1]"], {}, "a.jsonl, line 3: expected a JSON object, got list"),
         (
@@ -292,6 +300,18 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
     assert "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check" in str(
         caught.value
     )
+
+
+def test_a_character_written_in_two_halves_is_text(tmp_path: Path) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", r'{"question": "1", "answer": "\ud83d\ude00"}'))
+    assert source.prompt(0).columns == {"answer": "\N{GRINNING FACE}"}
+
+
+def test_text_of_a_parquet_file_that_is_none_is_told_with_its_row(tmp_path: Path) -> None:
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
+    pq.write_table(pa.table({"question": ["1"], "answer": broken}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet, row 0: 'utf-8' codec can't decode .*; mend the row"):
+        opened(SourceConfig(kind="parquet", name="p", path=str(tmp_path / "a.parquet"), reward=EXACT))
 
 
 def test_a_column_json_cannot_hold_is_told(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ class Session:
             **draft_metrics(counters.engine, before.engine),
             **self.timings,
             "time/reward_s": counters.reward_s - before.reward_s,
+            "reward/late": float(counters.late_rewards - before.late_rewards),
             "time/step_s": step_s,
             "rollout/tokens_per_s": (counters.decoded - before.decoded) / rollout_s,
             "perf/trained_tokens_per_s": batch.num_tokens / step_s,
@@ -201,14 +202,15 @@ class Session:
 class _Counters:
     """Running totals, so that a step's share is a difference."""
 
-    def __init__(self, decoded: int, reward_s: float, engine: EngineStats) -> None:
+    def __init__(self, decoded: int, reward_s: float, late_rewards: int, engine: EngineStats) -> None:
         self.decoded = decoded
         self.reward_s = reward_s
+        self.late_rewards = late_rewards
         self.engine = engine
 
     @classmethod
     def of(cls, ledger: Ledger, scorer: Scorer, engine: Engine) -> _Counters:
-        return cls(ledger.tokens.decoded, scorer.stats.busy_s, engine.stats())
+        return cls(ledger.tokens.decoded, scorer.stats.busy_s, scorer.stats.num_late, engine.stats())
 
 
 @asynccontextmanager

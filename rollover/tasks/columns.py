@@ -10,6 +10,7 @@ an answer column is there too; the column counts as both, prompt and answer.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -194,9 +195,10 @@ def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: 
 
 def _has(row: Mapping[str, Any], path: str) -> bool:
     try:
-        return read_column(row, path) is not None
+        value = read_column(row, path)
     except KeyError:
         return False
+    return value is not None and not (isinstance(value, float) and math.isnan(value))  # NaN stands for null in tables
 
 
 def _top(row: Mapping[str, Any], path: str) -> str:

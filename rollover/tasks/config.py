@@ -29,7 +29,8 @@ class RewardConfig:
     of one element each; returns a list, array or tensor of one number, at most 1e15. May be ``async``. ``None``, NaN
     and infinity fail the sample, which then counts as waste. Only for ``kind = "function"``."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments for ``function``."""
+    """Further keyword arguments for ``function``. They come before columns of the same name, and what every function
+    is given comes before both."""
     extract: Extraction | None = None
     """Where in the response the answer stands. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
     the line after the last ``####``. ``last_line``: the last line that is not empty. ``whole``: everything.
@@ -59,6 +60,8 @@ class RewardConfig:
             raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
         if self.params and self.kind != "function":
             raise ValueError(f"reward.params are for kind = 'function' only, got kind {self.kind!r}")
+        if given := sorted({"prompts", "completions", "completion_ids"} & self.params.keys()):
+            raise ValueError(f"reward.params.{given[0]} cannot be set: it is what every reward function is given")
         if self.extract is not None and self.kind not in ("verifier", "exact"):
             raise ValueError(f"reward.extract has no effect with kind {self.kind!r}: leave it out")
         if self.reference_extract != "whole" and self.kind not in ("exact", "math_verify"):

@@ -4,7 +4,7 @@ A cursor is a number of prompts drawn: over other rows it means something else, 
 fingerprint of each dataset, and compares it when it is resumed. That of a file is its content (see ``data_file.py``).
 That of a dataset of the hub or a saved folder is the number of rows and a hash of a few hundred of them, so that
 another version of the library or a new download of the same rows is no change. When a file was written is told and
-never decides. What reasoning-gym generates depends on the config alone.
+never decides. What reasoning-gym generates depends on the config and the library's version, and is not compared.
 """
 
 from __future__ import annotations

@@ -145,6 +145,7 @@ class MathReward:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
         self._library = math_verify
         self._spec = spec
+        self._parse("$1$")  # loads the grammar, which must not count against the deadline of the first response
 
     async def score(self, sample: RewardSample) -> float:
         references = [self._reference(text) for text in _references(self._spec, sample)]
@@ -189,15 +190,16 @@ class FunctionReward:
     async def score(self, sample: RewardSample) -> float:
         """Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the function raises."""
         prompt, completion = self._texts(sample)
-        arguments: dict[str, Any] = {
-            "prompts": [prompt],
-            "completions": [completion],
-            "completion_ids": [list(sample.completion_ids)],
-        }
+        arguments: dict[str, Any] = {}
         if self._spec.answer_column == self._spec.prompt_column is not None:
             arguments[REPLY] = [_reference(self._spec, sample)]
         arguments |= {k: [v] for k, v in sample.columns.items() if k != self._spec.prompt_column}
         arguments |= self._spec.config.params
+        arguments |= {
+            "prompts": [prompt],
+            "completions": [completion],
+            "completion_ids": [list(sample.completion_ids)],
+        }
         if self._wanted is not None:
             arguments = {name: value for name, value in arguments.items() if name in self._wanted}
         result = self._function(**arguments)

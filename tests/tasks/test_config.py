@@ -17,6 +17,7 @@ FILE: dict[str, Any] = {"kind": "jsonl", "name": "f", "path": "f.jsonl", "reward
         ({"function": "m:f"}, "reward.function"),
         ({"kind": "function", "function": "m.f"}, "'module:function', got 'm.f'"),
         ({"params": {"a": 1}}, "reward.params"),
+        ({"kind": "function", "function": "m:f", "params": {"prompts": []}}, "reward.params.prompts cannot be set"),
         ({"kind": "math_verify", "extract": "tag"}, "reward.extract has no effect with kind 'math_verify'"),
         ({"reference_extract": "hashes"}, "reward.reference_extract"),
         ({"extract": "pattern"}, "set both or none"),

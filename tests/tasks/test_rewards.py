@@ -113,6 +113,11 @@ def test_a_function_gets_lists_of_one_and_the_columns() -> None:
     assert scored(function("narrow", params={"bonus": 2.0}), "xay", {"label": "a", "other": 1}) == 3.0
 
 
+def test_a_column_never_takes_the_place_of_the_response() -> None:
+    columns = {"completions": "of the dataset", "prompts": "x", "completion_ids": [1]}
+    assert scored(function("length"), "abc", columns) == 3.0
+
+
 def test_a_conversation_reaches_the_function_as_messages() -> None:
     columns = {"messages": [{"role": "user", "content": "hi"}], "level": 1}
     assert scored(function("conversation"), "yo", columns, prompt_column="messages") == 9.0

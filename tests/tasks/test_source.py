@@ -250,6 +250,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             {},
             "line 3: column 'answer' is missing; the columns are question; mend the row or change answer_",
         ),
+        ([*sums(1), '{"question": "1+1", "answer": NaN}'], {}, "line 2: column 'answer' is null"),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
         (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),

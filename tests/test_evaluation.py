@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import EngineError
+from rollover.errors import DataError, EngineError, RewardError
 from rollover.evaluation import Evaluator
 from rollover.types import Prompt, SamplingParams
 from tests.engine.fake import FakeEngine
@@ -29,11 +29,23 @@ class Scorer:
         return 1.0
 
 
-def evaluator(engine: FakeEngine) -> Evaluator:
+class Refusing(Scorer):
+    """Cannot score the samples of one prompt."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def score(self, trajectory: Any) -> float:
+        if trajectory.prompt.prompt_id == "p/0@0":
+            raise self.error
+        return await super().score(trajectory)
+
+
+def evaluator(engine: FakeEngine, scorer: Scorer | None = None) -> Evaluator:
     return Evaluator(
         engine=engine,
         sources=[Source()],  # type: ignore[list-item]
-        scorer=Scorer(),  # type: ignore[arg-type]
+        scorer=scorer or Scorer(),  # type: ignore[arg-type]
         sampling=SamplingParams(max_new_tokens=9),
         samples_per_prompt=2,
         ks=(1,),
@@ -48,6 +60,22 @@ def test_responses_go_on_after_failures() -> None:
         assert result.rows[-1].reward.mean == 1.0
 
     run(main())
+
+
+def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
+    async def main() -> None:
+        result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
+        assert (result.num_failed, result.rows[-1].reward.mean) == (2, 0.8)
+
+    run(main())
+
+
+def test_a_reward_function_that_is_wrong_ends_the_evaluation_with_one_error() -> None:
+    async def main() -> None:
+        await evaluator(Failing(after=10**6, failures=0), Refusing(DataError("returns text"))).run()
+
+    with pytest.raises(DataError, match="returns text"):
+        run(main())
 
 
 def test_an_engine_that_is_gone_is_one_error() -> None:

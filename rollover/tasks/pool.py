@@ -65,7 +65,10 @@ class WorkerPool:
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
 
     async def _start(self) -> _Worker:
-        worker = await _Worker.spawn()
+        try:
+            worker = await _Worker.spawn()
+        except OSError as error:  # too many processes or open files
+            raise RewardError(f"a reward process cannot be started: {error.strerror}") from None
         self._workers.add(worker)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -154,11 +157,18 @@ class _Worker:
             line = await self._reader.readline()
         except ConnectionError:
             pass
+        except ValueError:  # a line without end
+            raise _garbled() from None
         if self._ending is not None:
             raise RewardError("scoring has ended")
         if not line.endswith(b"\n"):
             raise RewardError(f"the reward process {describe_exit(await self._keeper.wait())}")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            raise _garbled() from None
+        if not isinstance(reply, dict):
+            raise _garbled()
         return reply
 
     async def _end(self) -> None:
@@ -172,3 +182,9 @@ class _Worker:
                 return
             with contextlib.suppress(ProcessLookupError):
                 self._keeper.kill()  # with it dies the process it keeps
+
+
+def _garbled() -> RewardError:
+    return RewardError(
+        "something else than replies came from the reward process; does the function write to its sockets?"
+    )

@@ -101,6 +101,20 @@ def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
     assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0
 
 
+def test_a_mistake_that_every_sample_would_meet_ends_the_run_at_once_and_the_sample_can_be_scored_again() -> None:
+    async def mistaken() -> float:
+        raise DataError("the function returns text")
+
+    async def work() -> None:
+        rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, mistaken))
+        with pytest.raises(DataError, match="the function returns text"):
+            await with_stop(rig, rig.train(1))
+        assert rig.ledger.num_failed == 0
+        assert FIRST in rig.ledger.unscored
+
+    run(work())
+
+
 def test_a_group_with_one_sample_left_is_dropped_and_replaced() -> None:
     rig, batches = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, raises))
     assert [g.group_id for g in batches[0].groups] == [1, 2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -121,6 +123,19 @@ def kills_its_parent(completions: list[str], **columns: Any) -> list[float]:
     if "kill" in completions[0]:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
+    return _own(completions)
+
+
+def forges_a_reply(completions: list[str], **columns: Any) -> list[float]:
+    """Writes a reply to every socket it can find, before its own is sent."""
+    forged = b'{"id": 99, "reward": 99.0, "failure": null, "reason": ""}\n'
+    if "garble" in completions[0]:
+        forged = b"99\n"
+    if "forge" in completions[0] or "garble" in completions[0]:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    os.write(int(name), forged)
     return _own(completions)
 
 

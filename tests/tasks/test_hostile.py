@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -17,12 +18,13 @@ import pytest
 
 from rollover.errors import RewardError
 from rollover.tasks import RewardConfig, Scorer
+from rollover.tasks.keeper import describe_exit
 from rollover.tasks.rewards import RewardSpec
 from tests.tasks.test_scorer import prompt, trajectory
 from tests.tasks.words import char_tokenizer
 
 HOSTILE = "tests.tasks.hostile"
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
@@ -46,14 +48,20 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     return alive
 
 
-def spec(name: str, **fields: Any) -> RewardSpec:
-    config = RewardConfig(kind="function", function=f"{HOSTILE}:{name}", **({"workers": 1, "retries": 0} | fields))
-    return RewardSpec(source="s", config=config)
+def specs(name: str, **fields: Any) -> list[RewardSpec]:
+    """The function for the sources ``s``, whose deadline is far, and ``late``, whose deadline is near."""
+
+    def of(source: str, timeout_s: float) -> RewardSpec:
+        given = {"workers": 1, "retries": 0, "timeout_s": timeout_s} | fields
+        config = RewardConfig(kind="function", function=f"{HOSTILE}:{name}", **given)
+        return RewardSpec(source=source, config=config)
+
+    return [of("s", _PATIENCE_S), of("late", 0.3)]
 
 
-def with_scorer(made: RewardSpec, use: Callable[[Scorer], Awaitable[None]]) -> None:
+def with_scorer(made: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]) -> None:
     async def run() -> None:
-        scorer = Scorer([made], char_tokenizer())
+        scorer = Scorer(made, char_tokenizer())
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await use(scorer)
@@ -87,7 +95,7 @@ def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, mark
         assert rewards == [float(n) for n in numbers]
         assert marked(), "the mark finds what is alive"
 
-    with_scorer(spec(name, workers=2), use)
+    with_scorer(specs(name, workers=2), use)
     assert marked() == []
 
 
@@ -99,11 +107,11 @@ def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Ca
     async def use(scorer: Scorer) -> None:
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
         with pytest.raises(RewardError, match=r"timed out after 0\.3 s"):
-            await scorer.score(trajectory(prompt(), "hang 2"))
+            await scorer.score(trajectory(prompt("late"), "hang 2"))
         assert (scorer.num_processes, marked()) == (0, [])
         assert await scorer.score(trajectory(prompt(), "3")) == 3.0
 
-    with_scorer(spec(name, timeout_s=0.3), use)
+    with_scorer(specs(name), use)
     assert marked() == []
 
 
@@ -114,6 +122,8 @@ def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Ca
         ("dies", "die 1", "the reward process was killed (SIGKILL); was it out of memory?"),
         ("kills_its_parent", "kill 1", "the reward process was killed (SIGKILL)"),
         ("closes_what_it_does_not_know", "close 1", "the reward process died (exit code "),
+        ("forges_a_reply", "forge 1", "the reward process answered request 99 when asked "),
+        ("forges_a_reply", "garble 1", "something else than replies came from the reward process"),
         ("exits", "exit 1", "SystemExit: 3 (hostile.py, line "),
         ("raises_a_book", "1", "ValueError: zzz"),
     ],
@@ -131,7 +141,7 @@ def test_a_function_that_ruins_its_process_fails_its_sample_alone(
                 assert await scorer.score(trajectory(prompt(), "3")) == 3.0
 
     monkeypatch.setenv("HOSTILE_FILE", str(tmp_path / "file"))
-    with_scorer(spec(name), use)
+    with_scorer(specs(name), use)
     assert marked() == []
     assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
 
@@ -141,7 +151,9 @@ def test_samples_that_wait_for_a_slot_get_it_when_others_were_late_died_or_were_
 ) -> None:
     async def use(scorer: Scorer) -> None:
         texts = ["hang 1", "die 2", "3", "hang 4", "die 5", "6", "7"] * 2
-        scored = [asyncio.create_task(scorer.score(trajectory(prompt(), text))) for text in texts]
+        sources = ["late" if "hang" in text else "s" for text in texts]
+        asked = [trajectory(prompt(source), text) for source, text in zip(sources, texts, strict=True)]
+        scored = [asyncio.create_task(scorer.score(one)) for one in asked]
         await asyncio.sleep(0)
         scored[6].cancel()
         results = await asyncio.gather(*scored, return_exceptions=True)
@@ -154,8 +166,22 @@ def test_samples_that_wait_for_a_slot_get_it_when_others_were_late_died_or_were_
                 assert isinstance(result, RewardError)
         assert scorer.num_processes <= 2
 
-    with_scorer(spec("leaves_a_daemon", workers=2, timeout_s=0.3), use)
+    with_scorer(specs("leaves_a_daemon", workers=2), use)
     assert marked() == []
+
+
+def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none_left(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def use(scorer: Scorer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", none_left)
+            with pytest.raises(RewardError, match="a reward process cannot be started: Resource temporarily unavail"):
+                await scorer.score(trajectory(prompt(), "1"))
+        assert await scorer.score(trajectory(prompt(), "1")) == 1.0
+
+    with_scorer(specs("leaves_a_thread"), use)
 
 
 def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[], list[int]]) -> None:
@@ -168,15 +194,15 @@ def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[]
         assert all(isinstance(result, RewardError) for result in results)
         assert (scorer.num_processes, marked()) == (0, [])
 
-    with_scorer(spec("leaves_a_program", timeout_s=50.0), use)
+    with_scorer(specs("leaves_a_program"), use)
 
 
 KILLED = """
 import asyncio, sys
-from tests.tasks.test_hostile import Scorer, char_tokenizer, prompt, spec, trajectory
+from tests.tasks.test_hostile import Scorer, char_tokenizer, prompt, specs, trajectory
 
 async def run():
-    scorer = Scorer([spec(sys.argv[1], timeout_s=600.0)], char_tokenizer())
+    scorer = Scorer(specs(sys.argv[1]), char_tokenizer())
     await scorer.score(trajectory(prompt(), "1"))
     hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang 2")))
     await asyncio.sleep(0.2)
@@ -199,3 +225,18 @@ def test_a_killed_run_leaves_no_process_behind(name: str, marked: Callable[[], l
     while marked() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert marked() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (7, "died (exit code 7)"),
+        (0, "died (exit code 0)"),
+        (128 + 11, "was killed (SIGSEGV)"),
+        (128 + 9, "was killed (SIGKILL); was it out of memory?"),
+        (-9, "was killed (SIGKILL); was it out of memory?"),
+        (255, "died (exit code 255)"),
+    ],
+)
+def test_an_exit_code_is_told_in_words(code: int, told: str) -> None:
+    assert describe_exit(code) == told

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,14 +226,17 @@ def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
     async def use(scorer: Scorer) -> None:
         asked = prompt(answer="4")
         assert await scorer.score(trajectory(asked, "4")) == 1.0
-        assert await scorer.score(trajectory(asked, "hang")) == 0.0
+        assert await scorer.score(trajectory(prompt("late", answer="4"), "hang")) == 0.0
         assert await scorer.score(trajectory(asked, "raise")) == 0.0
         assert await scorer.score(trajectory(asked, "4")) == 1.0
         stats = scorer.stats
         assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (4, 1, 0, retries)
 
-    config = RewardConfig(kind="math_verify", workers=1, timeout_s=0.5, retries=retries)
-    with_scorer([RewardSpec(source="s", config=config, answer_column="answer")], use)
+    config = RewardConfig(kind="math_verify", workers=1, timeout_s=60.0, retries=retries)
+    near = replace(config, timeout_s=0.3)
+    with_scorer(
+        [RewardSpec(source=s, config=c, answer_column="answer") for s, c in (("s", config), ("late", near))], use
+    )
 
 
 def test_sources_share_one_pool_of_the_largest_size() -> None:

@@ -245,9 +245,9 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
-        (("--rollout.lag_target", "0.5"), "strategy rollover: a lag of 0.5 in the mean"),
-        (("--rollout.strategy", "april"), "strategy april: 48 groups in flight at the start of a round"),
+        ((), "strategy april: 48 groups in flight at the start of a round, staleness at most 4 versions"),
+        (("--rollout.strategy", "rollover"), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
+        (("--rollout.strategy", "rollover", "--rollout.lag_target", "0.5"), "rollover: a lag of 0.5 in the mean"),
         (
             ("--rollout.strategy", "sync"),
             "strategy sync: 24 groups in flight at the start of a round, staleness at most 0",
@@ -265,6 +265,6 @@ def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
         lines = plan(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
         return any("strategy april mixes them" in line for line in lines)
 
-    assert warned()
-    assert not warned("--rollout.strategy", "april")
-    assert not warned("--algorithm.name", "grpo")
+    assert warned("--rollout.strategy", "rollover")
+    assert not warned()
+    assert not warned("--rollout.strategy", "rollover", "--algorithm.name", "grpo")

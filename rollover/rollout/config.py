@@ -48,15 +48,15 @@ class RolloutConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    strategy: StrategyName = "rollover"
-    """`rollover` (as many batches from one collection, and as much over-sampling, as `lag_target` allows), `sync`,
-    `oversample` (launch more, discard the rest), `april` (launch more, park the rest and resume them first),
+    strategy: StrategyName = "april"
+    """`april` (launch more, park the rest and resume them first), `sync`, `oversample` (launch more, discard the rest),
     `concurrency` (a fixed number of samples in flight), `bounded_async` (generation never stops), `token_budget` (so
     many new tokens per sample and round), `sorted` (a pool of several batches, short groups first), `tail_rounds`
     (discard, and run the discarded prompts by themselves), `inflight` (`bounded_async` in order of finishing; weights
     change under running samples), `threshold` (a quota of groups per weight update), `windowed` (`bounded_async` that
-    limits overtaking), `probe` (`sync`, longest groups first) or `fast_lane` (`concurrency` with the oldest samples on
-    a lightly loaded replica)."""
+    limits overtaking), `probe` (`sync`, longest groups first), `fast_lane` (`concurrency` with the oldest samples on a
+    lightly loaded replica) or `rollover` (as many batches from one collection, and as much over-sampling, as
+    `lag_target` allows)."""
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8

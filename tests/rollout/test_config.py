@@ -71,6 +71,11 @@ def test_what_cannot_work_is_refused(config: dict[str, Any], message: str) -> No
     assert message in str(e.value)
 
 
+def test_a_config_that_says_nothing_gets_april_with_twice_the_batch_in_flight() -> None:
+    config = RolloutConfig(rollout_batch_size=6)
+    assert (config.strategy, config.launched_groups, config.staleness_bound) == ("april", 12, 4)
+
+
 def test_defaults() -> None:
     config = RolloutConfig(max_new_tokens=1001, rollout_batch_size=6, group_size=3)
     assert (config.round_budget, config.threshold, config.window, config.fast_lane) == (251, 0.5, 6, 3)

@@ -28,6 +28,7 @@ from rollover.engine.proof import TEMPERATURES, prove_logprobs
 from rollover.errors import RunError
 from rollover.evaluation import Evaluator
 from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
+from rollover.report import throughput
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
@@ -147,20 +148,21 @@ class Session:
         now_s = self._clock.now_s()
         counters, before = _Counters.of(self.driver.ledger, self._scorer, self._engine), self._at_last_step
         step_s = now_s - self._step_began_s
-        rollout_s = max(self.timings["time/rollout_s"], 1e-9)
-        if self.config.rollout.overlaps_training:
-            rollout_s = step_s
         numbers = {
             **trained.metrics,
             **batch_metrics(batch),
             **ledger_metrics(self.driver.ledger),
             **draft_metrics(counters.engine, before.engine),
             **self.timings,
-            "time/reward_s": counters.reward_s - before.reward_s,
+# Of all samples together: where rewards overlap, it is more than the step's time.
+            "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
-            "time/step_s": step_s,
-            "rollout/tokens_per_s": (counters.decoded - before.decoded) / rollout_s,
-            "perf/trained_tokens_per_s": batch.num_tokens / step_s,
+            **throughput.of_step(
+                trained_tokens=batch.num_tokens,
+                decoded_tokens=counters.decoded - before.decoded,
+                step_s=step_s,
+                decoding_s=step_s if self.config.rollout.overlaps_training else self.timings["time/rollout_s"],
+            ),
             "memory/peak_bytes": peak_memory_bytes(),
         }
         self._metrics.write("step", batch.step, now_s, numbers)

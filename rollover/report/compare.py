@@ -14,8 +14,9 @@ from rich.text import Text
 
 from rollover.report import captions, measures, overlays
 from rollover.report.gantt import gantt
-from rollover.report.html import WINDOW_STEPS, most_parked, window_label, write_page
+from rollover.report.html import WINDOW_STEPS, most_resumed, window_label, write_page
 from rollover.report.page import Page, details, header, preformatted, table, tiles
+from rollover.report.phases import percentages
 from rollover.report.record import RunRecord, distinct_names, read_run
 from rollover.report.summary import (
     RunSummary,
@@ -23,6 +24,7 @@ from rollover.report.summary import (
     bytes_text,
     duration_text,
     number,
+    steps_text,
     summarize,
 )
 
@@ -86,7 +88,7 @@ def comparison(summaries: Sequence[RunSummary]) -> tuple[ComparisonRow, ...]:
 
 
 def _share(s: RunSummary, phase: str) -> str:
-    return f"{s.phase_s[phase] / s.loop_s:.0%}" if s.phase_s and s.loop_s else "–"
+    return f"{percentages(s.phase_s)[phase]}%" if s.phase_s else "–"
 
 
 def _step_s(s: RunSummary) -> float | None:
@@ -128,7 +130,8 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
     page = Page(" against ".join(names) + " · Rollover")
     facts = [
-        f"{name}: {s.num_steps} steps in {duration_text(s.loop_s)}" for name, s in zip(names, summaries, strict=True)
+        f"{name}: {steps_text(s.num_steps)} in {duration_text(s.loop_s)}"
+        for name, s in zip(names, summaries, strict=True)
     ]
     page.add(header("Rollover comparison", " against ".join(names), facts))
     page.add(tiles(_headline(names, summaries)))
@@ -160,32 +163,25 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
 
 
 def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tuple[str, str, str, str]]:
-    """The last run against the first."""
-    base, last = summaries[0], summaries[-1]
-    rows = {row.name: row for row in comparison((base, last))}
+    """The last run's figures, under each those of all runs by name; throughput as a ratio to the first."""
+    rows = {row.name: row for row in comparison(summaries)}
+
+    def tile(label: str, texts: Sequence[str], value: str | None = None) -> tuple[str, str, str, str]:
+        note = " · ".join(f"{name}\N{NO-BREAK SPACE}{text}" for name, text in zip(names, texts, strict=True))
+        return label, value or texts[-1], "", note
 
     def ratio(label: str, name: str) -> tuple[str, str, str, str]:
         row = rows[name]
-        return label, number(row.ratios[0], ".2f", "×"), "", f"{row.texts[1]} against {row.texts[0]}"
+        return tile(f"{label}, {names[-1]} over {names[0]}", row.texts, number(row.ratios[-1], ".2f", "×"))
 
-    def pair(label: str, name: str) -> tuple[str, str, str, str]:
-        row = rows[name]
-        return label, row.texts[1], "", f"{names[0]}: {row.texts[0]}"
-
-    accuracy = last.accuracy_after or last.accuracy_before
-    base_accuracy = base.accuracy_after or base.accuracy_before
+    final = [s.accuracy_after or s.accuracy_before for s in summaries]
     return [
-        ratio("Training throughput", "trained tokens/s, whole loop"),
-        ratio("Rollout throughput", "decoded tokens/s, rollout"),
-        (
-            "Final accuracy",
-            number(accuracy.value if accuracy else None, ".1%"),
-            "",
-            f"{names[0]}: {accuracy_text(base_accuracy)}",
-        ),
-        pair("Lag, versions", "lag, mean (versions)"),
-        pair("Off-policy tokens", "off-policy tokens"),
-        ("Wasted tokens", f"{last.wasted_fraction:.1%}", "", f"{names[0]}: {base.wasted_fraction:.1%}"),
+        ratio("Trained tokens/s", "trained tokens/s, whole loop"),
+        ratio("Decoded tokens/s", "decoded tokens/s, rollout"),
+        tile(f"Final accuracy of {names[-1]}", [number(a.value if a else None, ".1%") for a in final]),
+        tile(f"Lag of {names[-1]}, versions", rows["lag, mean (versions)"].texts),
+        tile(f"Off-policy tokens of {names[-1]}", rows["off-policy tokens"].texts),
+        tile(f"Wasted tokens of {names[-1]}", [f"{s.wasted_fraction:.1%}" for s in summaries]),
     ]
 
 
@@ -209,7 +205,7 @@ def _timelines(page: Page, records: Sequence[RunRecord], names: Sequence[str]) -
 
 
 def _common_window(records: Sequence[RunRecord]) -> tuple[int, int] | None:
-    """Steps that all runs have: of the last run's stretches the one in which it parks most."""
+    """Steps that all runs have: of the last run's stretches the one in which it resumes most."""
     common = set.intersection(*({s.step for s in r.timeline.steps} for r in records))
     if not common:
         return None
@@ -217,5 +213,5 @@ def _common_window(records: Sequence[RunRecord]) -> tuple[int, int] | None:
     found = [w for w in stretches if {w.first_step, w.last_step} <= common]
     if not found:
         return min(common), max(common)
-    chosen = found[most_parked(found)]
+    chosen = found[most_resumed(found)]
     return chosen.first_step, chosen.last_step

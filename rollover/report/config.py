@@ -23,7 +23,8 @@ class LoggingConfig:
     progress: Literal["auto", "bars", "plain", "off"] = "auto"
     """``auto`` draws bars on a terminal and prints plain lines elsewhere."""
     plain_every_steps: int = 10
-    """Plain progress: training steps between two lines. The last step always prints."""
+    """Plain progress: training steps between two lines, each with the means since the one before. The last step always
+    prints."""
 
     def __post_init__(self) -> None:
         if self.plain_every_steps < 1:

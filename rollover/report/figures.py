@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
-from rollover.report import measures
+from rollover.report import measures, phases, stretches
 from rollover.report.metrics import Kind, series
 from rollover.report.record import RunRecord
-from rollover.report.summary import PHASES
+from rollover.report.throughput import DECODED, TRAINED, Speed
 from rollover.types import WasteCause
 
 Figure = dict[str, Any]
@@ -37,9 +39,13 @@ WASTE_COLOURS = {
     WasteCause.FAILED: "--brown",
     WasteCause.END_OF_RUN: "--soft",
 }
+_POINT = {"mode": "markers", "cliponaxis": False}
 LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11.5}}
 _MAX_BARS = 120
 """Steps drawn one by one; longer runs are drawn as means over stretches."""
+_MAX_NUMBERED = 12
+_MAX_MARKED = 60
+"""Evaluations that are marked one by one, with their standard errors."""
 
 
 def axis(title: str = "", **extra: Any) -> dict[str, Any]:
@@ -79,15 +85,22 @@ def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> 
 
 
 def line(x: Sequence[float], y: Sequence[float], name: str, colour: str, **extra: Any) -> dict[str, Any]:
+    """A curve; a single point of it is marked, since a line through one point is not seen."""
     return {
         "type": "scatter",
         "mode": "lines",
+        **(_POINT | {"marker": {"color": colour, "size": 8}} if len(x) == 1 else {}),
         "x": list(x),
         "y": list(y),
         "name": label(name),
         "line": {"color": colour, "width": 2.2},
         **extra,
     }
+
+
+def step_axis(num_steps: int, title: str = "training step") -> dict[str, Any]:
+    """Few steps are numbered one by one: there is nothing between two of them."""
+    return axis(title, showgrid=False, **({"dtick": 1} if num_steps <= _MAX_NUMBERED else {}))
 
 
 def bar(x: Sequence[float], y: Sequence[Any], name: str, colour: str) -> dict[str, Any]:
@@ -152,8 +165,9 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
             "showlegend": False,
             "hoverinfo": "skip",
         }
-        data.append(line(x, reward, "per step", "--blue", **{**at, **faint}))
-        data.append(line(x, smoothed(reward), "reward (smoothed)", "--blue", **at))
+        spread = stretches.band(x, reward, "--blue", **at)
+        data += spread or [line(x, reward, "per step", "--blue", **{**at, **faint})]
+        data.append(line(*stretches.coarsened(x, smoothed(reward)), "reward (smoothed)", "--blue", **at))
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
@@ -184,6 +198,8 @@ def _accuracy_traces(record: RunRecord, names: Sequence[str], unit_s: float | No
 def _accuracy_trace(
     record: RunRecord, x: Sequence[float], y: Sequence[float], name: str, se: str, colour: str
 ) -> dict[str, Any]:
+    if len(y) > _MAX_MARKED:
+        return line(*stretches.coarsened(x, y), name, colour)
     errors = [v for _, _, v in series(record.metrics, "eval", se)]
     bars = {"error_y": {"type": "data", "array": errors, "thickness": 1.2, "width": 4, "color": colour}}
     marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
@@ -214,14 +230,16 @@ def lag_over_steps(record: RunRecord) -> Figure | None:
     x = [float(s.step) for s in steps]
     mean = [sum(a * n for a, n in s.ages.items()) / s.num_tokens for s in steps]
     head = [sum(s.head_ages) / len(s.head_ages) for s in steps]
-    oldest = [float(max(s.head_ages)) for s in steps]
+    oldest = [float(max(part)) for part in stretches.stretches([max(s.head_ages) for s in steps])]
+    starts = [part[0] for part in stretches.stretches(x)]
     data = [
-        line(x, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
-        line(x, head, "head lag, mean over samples", "--violet"),
-        line(x, mean, "token lag, mean", "--orange"),
+        line(starts, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
+        *stretches.band(x, mean, "--orange"),
+        line(*stretches.coarsened(x, head), "head lag, mean over samples", "--violet"),
+        line(*stretches.coarsened(x, mean), "token lag, mean", "--orange"),
     ]
-    y_axis = axis("versions", rangemode="tozero")
-    return figure(data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified")
+    x_axis = step_axis(len(x), stretches.x_title(len(x), what="means, oldest and a band"))
+    return figure(data, height=270, xaxis=x_axis, yaxis=axis("versions", rangemode="tozero"), hovermode="x unified")
 
 
 def lengths(record: RunRecord) -> Figure | None:
@@ -278,19 +296,15 @@ def waste_over_time(record: RunRecord) -> Figure | None:
 
 
 def time_split(record: RunRecord) -> Figure | None:
-    steps = [r for r in record.metrics if r.kind == "step" and "time/step_s" in r.values]
-    if not steps:
+    spent = list(phases.by_step(record.metrics, record.timeline).items())
+    if not spent:
         return None
-    size = -(-len(steps) // _MAX_BARS)
-    chunks = [steps[i : i + size] for i in range(0, len(steps), size)]
+    parts = stretches.stretches(spent, _MAX_BARS)
     data = []
-    spent = [[sum(r.values.get(f"time/{p}_s", 0.0) for r in c) / len(c) for c in chunks] for p in PHASES]
-    whole = [sum(r.values["time/step_s"] for r in c) / len(c) for c in chunks]
-    other = [max(0.0, w - sum(parts)) for w, parts in zip(whole, zip(*spent, strict=True), strict=True)]
-    for phase, seconds in zip((*PHASES, "other"), (*spent, other), strict=True):
-        stack = bar([c[0].step for c in chunks], seconds, phase, PHASE_COLOURS[phase])
+    for phase in phases.PHASES:
+        seconds = [fmean([of_step[phase] for _, of_step in part]) for part in parts]
+        stack = bar([part[0][0] for part in parts], seconds, phase, PHASE_COLOURS[phase])
         data.append({**stack, "hovertemplate": "%{y:.2f} s"})
-    x_title = "training step" if size == 1 else f"training step (means over {size})"
     return figure(
         data,
         height=270,
@@ -298,24 +312,37 @@ def time_split(record: RunRecord) -> Figure | None:
         bargap=0.15,
         barcornerradius=0,
         legend={**LEGEND, "traceorder": "normal"},
-        xaxis=axis(x_title, showgrid=False),
+        xaxis=step_axis(len(spent), stretches.x_title(len(spent), _MAX_BARS)),
         yaxis=axis("seconds per step"),
         hovermode="x unified",
     )
 
 
 def throughput(record: RunRecord) -> Figure | None:
+    """Tokens over seconds of a tenth of the run around each step: the steps of one collection differ by their place."""
     data = []
-    for name, label, colour in (
-        ("rollout/tokens_per_s", "decoded, of rollout time", "--blue"),
-        ("perf/trained_tokens_per_s", "trained, of the whole loop", "--orange"),
+    for speed, name, colour in (
+        (DECODED, "decoded, of rollout time", "--blue"),
+        (TRAINED, "trained, of the whole loop", "--orange"),
     ):
-        x, y = points(record, "step", name)
-        data += [line(x, y, label, colour)] if y else []
+        x, y = _moving(record, speed)
+        data += [line(*stretches.coarsened(x, y), name, colour)] if y else []
     if not data:
         return None
-    y_axis = axis("tokens per second", rangemode="tozero")
-    return figure(data, height=270, xaxis=axis("training step", showgrid=False), yaxis=y_axis, hovermode="x unified")
+    y_axis = axis("tokens/s, moving mean", rangemode="tozero")
+    x_axis = step_axis(max(len(d["x"]) for d in data))
+    return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")
+
+
+def _moving(record: RunRecord, speed: Speed) -> tuple[list[float], list[float]]:
+    """(steps, speeds), each over the steps around it, fewer at the ends."""
+    rows = [r for r in record.metrics if r.kind == "step"]
+    found = [(float(r.step), parts) for r in rows if (parts := speed.parts(r.values)) is not None]
+    tokens, seconds = ([0.0, *accumulate(parts[i] for _, parts in found)] for i in (0, 1))
+    half, last = max(2, len(found) // 20), len(found)
+    around = [(max(0, i - half), min(last, i + half + 1)) for i in range(last)]
+    spent = [(x, tokens[b] - tokens[a], seconds[b] - seconds[a]) for (x, _), (a, b) in zip(found, around, strict=True)]
+    return [x for x, _, s in spent if s > 0], [n / s for _, n, s in spent if s > 0]
 
 
 def small(record: RunRecord, name: str) -> Figure | None:
@@ -324,11 +351,12 @@ def small(record: RunRecord, name: str) -> Figure | None:
     if not y:
         return None
     margin = {"l": 40, "r": 8, "t": 8, "b": 28}
+    curve = line(*stretches.coarsened(x, y), name, "--blue", line={"color": "--blue", "width": 1.6})
     return figure(
-        [line(x, y, name, "--blue", line={"color": "--blue", "width": 1.6})],
+        [*stretches.band(x, y, "--blue"), curve],
         height=150,
         margin=margin,
         showlegend=False,
-        xaxis=axis(showgrid=False, nticks=5),
+        xaxis=step_axis(1, "") if len(x) == 1 else axis(showgrid=False, nticks=5),
         yaxis=axis(nticks=4),
     )

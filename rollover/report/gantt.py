@@ -41,7 +41,6 @@ def gantt(
     data.append(_active(active, window, origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
     right = start + length_s if length_s is not None else stop
-    unit = "group" if every == 1 else f"every {every}th group"
     return figure(
         data,
         height=max(320, min(680, 230 + 8 * len(rows))),
@@ -50,7 +49,7 @@ def gantt(
         margin={"l": 48, "r": 14, "t": 44, "b": 40},
         xaxis=axis(time_title, showgrid=False, anchor="y2", range=[start, right]),
         yaxis=axis(
-            f"samples ({unit})" if every > 1 else "samples",
+            f"samples (one group in {every})" if every > 1 else "samples",
             domain=[0.24, 1.0],
             showticklabels=False,
             showgrid=False,

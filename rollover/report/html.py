@@ -17,6 +17,7 @@ from rollover.report.summary import (
     bytes_text,
     duration_text,
     number,
+    steps_text,
     summarize,
     summary_rows,
 )
@@ -73,7 +74,7 @@ def render_report(record: RunRecord) -> str:
 
 
 def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
-    facts = [f"{summary.num_steps} steps in {duration_text(summary.loop_s)}"]
+    facts = [f"{steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"]
     facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items()]
     return facts
 
@@ -139,7 +140,7 @@ def _timeline(page: Page, record: RunRecord) -> None:
     found = measures.windows(record.timeline, num_steps=WINDOW_STEPS, max_windows=_MAX_WINDOWS)
     origin_s = figures.origin_s(record)
     drawn = [gantt(record.timeline, w, origin_s=origin_s) for w in found]
-    shown = most_parked(found)
+    shown = most_resumed(found)
     pick = choices([page.next_figure], [window_label(w) for w in found], shown) if len(found) > 1 else ""
     page.section(
         "Rollout timeline",
@@ -148,9 +149,9 @@ def _timeline(page: Page, record: RunRecord) -> None:
     )
 
 
-def most_parked(found: Sequence[Window]) -> int:
-    """The window that shows the most rolling over."""
-    return max(range(len(found)), key=lambda i: found[i].parked_s, default=0)
+def most_resumed(found: Sequence[Window]) -> int:
+    """The window that shows the most rolling over; of equals the first."""
+    return max(range(len(found)), key=lambda i: found[i].num_resumes, default=0)
 
 
 def window_label(window: Window) -> str:

@@ -119,8 +119,8 @@ class Window:
     last_step: int
     start_s: float
     end_s: float
-    parked_s: float
-    """Sample-seconds spent parked inside it."""
+    num_resumes: int
+    """Parked samples that went on inside it."""
 
 
 def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[Window, ...]:
@@ -157,8 +157,9 @@ def _last_activity_s(timeline: Timeline) -> float:
 
 
 def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> Window:
-    parked_s = sum(max(0.0, min(g.end_s, end_s) - max(g.start_s, start_s)) for s in timeline.samples for g in s.gaps)
-    return Window(first_step=first, last_step=last, start_s=start_s, end_s=end_s, parked_s=parked_s)
+    resumed_s = (g.end_s for s in timeline.samples for g in s.gaps if g.end_s < s.spans[-1].end_s)
+    num_resumes = sum(start_s < t < end_s for t in resumed_s)
+    return Window(first_step=first, last_step=last, start_s=start_s, end_s=end_s, num_resumes=num_resumes)
 
 
 def visible(samples: Iterable[SampleTrace], window: Window) -> tuple[SampleTrace, ...]:

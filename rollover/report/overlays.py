@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
-from rollover.report import figures, measures
+from rollover.report import figures, measures, stretches
 from rollover.report.figures import LEGEND, PHASE_COLOURS, Figure, axis, figure, line
 from rollover.report.record import RunRecord, distinct_names
 from rollover.report.summary import RunSummary
@@ -27,11 +27,13 @@ def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
         x, accuracy = figures.points(record, "eval", "accuracy", unit_s=scale)
         marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
         if accuracy:
-            data.append(line(x, accuracy, name, colour, legendgroup=figures.label(name), **marks))
+            marked = marks if len(accuracy) <= stretches.MAX_POINTS else {}
+            curve = stretches.coarsened(x, accuracy)
+            data.append(line(*curve, name, colour, legendgroup=figures.label(name), **marked))
         x, reward = figures.points(record, "step", "reward/mean", unit_s=scale)
         if reward:
             extra = {"yaxis": "y2", "legendgroup": figures.label(name), "showlegend": not accuracy}
-            data.append(line(x, figures.smoothed(reward), name, colour, **extra))
+            data.append(line(*stretches.coarsened(x, figures.smoothed(reward)), name, colour, **extra))
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
@@ -65,7 +67,7 @@ def head_lag(records: Sequence[RunRecord]) -> Figure | None:
         steps = [s for s in record.timeline.steps if s.head_ages]
         heads = [sum(s.head_ages) / len(s.head_ages) for s in steps]
         if steps:
-            data.append(line([float(s.step) for s in steps], heads, name, colour))
+            data.append(line(*stretches.coarsened([float(s.step) for s in steps], heads), name, colour))
     if not data:
         return None
     y_axis = axis("versions, mean over samples", rangemode="tozero")

@@ -1,4 +1,4 @@
-"""Live progress on the terminal, and plain lines where there is none.
+"""Live progress on the terminal, and plain lines where there is none: means over the steps since the last line.
 
 What it keeps true: it is called as often as the caller likes and draws at most ``refresh_hz`` times a second,
 so it never costs a noticeable share of the run. It only shows; nothing depends on it.
@@ -15,7 +15,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
+
+from rollover.report.throughput import TRAINED, means
 
 Mode = Literal["auto", "bars", "plain", "off"]
 
@@ -41,9 +44,11 @@ class Progress:
         self._now_s = now_s
         self._drawn_s = -float("inf")
         self._started_s = now_s()
+        self._recent: list[Mapping[str, float]] = []
+        """Steps since the last plain line; with bars, the last few."""
         self._rollout_from: tuple[float, int] | None = None
         """Time and decoded tokens when this step's rollout began."""
-        self._bars = _bars()
+        self._bars = _bars(self.console.width)
         self._tasks: dict[str, TaskID] = {}
         self._live = Live(Group(self._bars), console=self.console, auto_refresh=False, transient=False)
 
@@ -68,16 +73,23 @@ class Progress:
         self._update("rollout", min(ready, needed), needed, text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """One training step is done. ``metrics`` is the row that was logged."""
+        """One training step is done. ``metrics`` is the row that was logged.
+
+        What is shown are means since the last line, or over as many steps: where several batches are trained from one
+        collection, a single step is fast or slow, and its answers long or short, by its place among them.
+        """
         self._rollout_from = None
         done = self._done("train") + 1
-        text = "  ".join(_step_parts(metrics))
+        self._recent = [*self._recent, metrics][-self._every :]
+        text = "  ".join(_step_parts(means(self._recent)))
         if self._mode == "plain" and (done % self._every == 0 or done in (1, self.total_steps)):
             self._line(f"step {done}/{self.total_steps}  {text}")
+            self._recent = []
         self._update("train", done, self.total_steps, text, draw=True)
 
     def resumed(self, step: int) -> None:
         """The run goes on from ``step``."""
+        self._recent = []
         self._update("train", step, self.total_steps, f"resumed at step {step}", draw=True)
         if self._mode == "plain":
             self._line(f"resumed at step {step}/{self.total_steps}")
@@ -138,23 +150,27 @@ class _TimeLeft(TimeRemainingColumn):
         return Text("") if task.description == "rollout" else super().render(task)
 
 
-def _bars() -> Bars:
+def _bars(width: int) -> Bars:
+    """Where it is narrow, bars are shorter and the text at the end is cut, never a count or a time."""
+    whole = Column(no_wrap=True)
+    rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Bars(
-        TextColumn("[bold]{task.description:>8}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        _TimeLeft(compact=True),
-        TextColumn("{task.fields[text]}", markup=False),
+        TextColumn("[bold]{task.description:>8}", table_column=whole),
+        BarColumn(bar_width=max(8, min(24, width // 10))),
+        MofNCompleteColumn(table_column=whole),
+        _TimeLeft(compact=True, table_column=whole),
+        TextColumn("{task.fields[text]}", markup=False, table_column=rest),
         auto_refresh=False,
+        expand=True,
     )
 
 
 def _step_parts(metrics: Mapping[str, float]) -> list[str]:
     shown = (
         ("reward/mean", "reward {:.3f}"),
-        ("loss", "loss {:.3f}"),
         ("staleness/mean", "lag {:.2f}"),
-        ("perf/trained_tokens_per_s", "{:,.0f} tok/s trained"),
+        (TRAINED.name, "{:,.0f} tok/s trained"),
+        ("loss", "loss {:.3f}"),
     )
     return [text.format(metrics[name]) for name, text in shown if name in metrics]
 

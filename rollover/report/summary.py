@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from rollover.report import measures
+from rollover.report import measures, phases
 from rollover.report.measures import Lag, Lengths
 from rollover.report.metrics import MetricRow, series
 from rollover.report.record import RunRecord
+from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
 from rollover.types import WasteCause
-
-PHASES = ("rollout", "reward", "train", "publish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +64,8 @@ class RunSummary:
     """By cause."""
     reprefilled_tokens: int
     rollout_tokens_per_s: float | None
-    """Decoded tokens per second of rollout time."""
     trained_tokens_per_s: float | None
-    """Trained tokens per second of the whole loop."""
+    """Both as ``throughput`` defines them."""
     lag: Lag | None
     guessing: Guessing | None
     """``None`` where the engine makes no guesses."""
@@ -78,7 +76,7 @@ class RunSummary:
     length_drift: float | None
     """Mean length trained over mean length generated; 1 is no drift."""
     phase_s: Mapping[str, float]
-    """Seconds by phase, and ``other`` for the rest of the steps' time."""
+    """Seconds by phase; they add up to those of the steps."""
     peak_memory_bytes: int | None
 
     @property
@@ -88,12 +86,8 @@ class RunSummary:
 
 def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
     loop = _values(rows, "time/step_s")
-    rollout_s = sum(_values(rows, "time/rollout_s"))
     loop_s = sum(loop)
-    # The journal of a running run is ahead of its metrics: count tokens only as far as time was counted.
-    counted = {r.step for r in rows if r.kind == "step" and "time/step_s" in r.values}
-    trained = sum(s.num_tokens for s in timeline.steps if s.step in counted)
-    last_s = max((s.consumed_s for s in timeline.steps if s.step in counted), default=0.0)
+    steps = [r.values for r in rows if r.kind == "step"]
     before, after = _first_and_last(rows, "accuracy", "accuracy_se")
     rewards = _values(rows, "reward/mean")
     tenth = max(1, len(rewards) // 10)
@@ -114,15 +108,15 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         live_tokens=timeline.live_tokens,
         wasted_tokens=_wasted(rows, timeline),
         reprefilled_tokens=timeline.num_reprefilled_tokens,
-        rollout_tokens_per_s=timeline.decoded_until(last_s) / rollout_s if rollout_s else None,
-        trained_tokens_per_s=trained / loop_s if loop_s else None,
+        rollout_tokens_per_s=DECODED.over(steps),
+        trained_tokens_per_s=TRAINED.over(steps),
         lag=measures.lag(timeline.steps),
         guessing=_guessing(rows),
         resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
         generated=generated,
         trained=trained_lengths,
         length_drift=trained_lengths.mean / generated.mean if generated and trained_lengths else None,
-        phase_s=_phases(rows, loop_s),
+        phase_s=_phases(rows, timeline),
         peak_memory_bytes=int(max(memory)) if memory else None,
     )
 
@@ -173,10 +167,9 @@ def _guessing(rows: Sequence[MetricRow]) -> Guessing | None:
     return Guessing(accepted_fraction=accepted / drafted, tokens_per_iteration=decoded / (decoded - accepted))
 
 
-def _phases(rows: Sequence[MetricRow], loop_s: float) -> dict[str, float]:
-    spent = {phase: sum(_values(rows, f"time/{phase}_s")) for phase in PHASES}
-    other = loop_s - sum(spent.values())
-    return {**spent, "other": max(0.0, other)} if loop_s else {}
+def _phases(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, float]:
+    found = list(phases.by_step(rows, timeline).values())
+    return {phase: sum(step[phase] for step in found) for phase in phases.PHASES} if found else {}
 
 
 # -- for the terminal -----------------------------------------------------------------------------------
@@ -215,7 +208,7 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
 
 def summary_table(record: RunRecord, summary: RunSummary) -> Table:
     table = Table(
-        title=Text(f"{record.name}: {summary.num_steps} steps in {duration_text(summary.loop_s)}"),
+        title=Text(f"{record.name}: {steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"),
         show_header=False,
         title_justify="left",
         title_style="bold",
@@ -261,13 +254,17 @@ def waste_text(s: RunSummary) -> str:
 
 
 def phases_text(s: RunSummary) -> str:
-    if not s.phase_s or not s.loop_s:
+    if not s.phase_s:
         return "–"
-    return ", ".join(f"{phase} {seconds / s.loop_s:.0%}" for phase, seconds in s.phase_s.items())
+    return ", ".join(f"{phase} {share}%" for phase, share in phases.percentages(s.phase_s).items())
 
 
 def bytes_text(num_bytes: int | None) -> str:
     return "–" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+
+
+def steps_text(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def duration_text(seconds: float | None) -> str:

@@ -114,6 +114,8 @@ class Timeline:
     restarts_s: tuple[float, ...]
     active: tuple[tuple[float, int], ...]
     """(time_s, samples at the engine from then on)."""
+    reward_waits: tuple[tuple[float, float], ...]
+    """From when to when nothing decoded and a reward was being computed."""
     waste: tuple[WastePoint, ...]
     lost_tokens: int
     """Tokens that only voided events recorded; part of the waste."""
@@ -133,6 +135,7 @@ class Timeline:
             publishes=tuple(fold.publishes),
             restarts_s=tuple(fold.restarts_s),
             active=tuple(fold.active),
+            reward_waits=tuple(fold.reward_waits),
             waste=tuple(fold.waste),
             lost_tokens=fold.lost_tokens,
             num_reprefilled_tokens=fold.reprefilled_tokens,
@@ -158,10 +161,6 @@ class Timeline:
     @property
     def live_tokens(self) -> int:
         return self.decoded_tokens - self.trained_tokens - sum(self.wasted_tokens.values())
-
-    def decoded_until(self, time_s: float) -> int:
-        """Tokens of the spans that had ended by ``time_s``."""
-        return sum(p.num_tokens for s in self.samples for p in s.spans if p.end_s <= time_s)
 
 
 @dataclass(slots=True)
@@ -227,6 +226,10 @@ class _Fold:
         self.steps: dict[int, TrainedStep] = {}
         self.running: set[SampleId] = set()
         self.active: list[tuple[float, int]] = []
+        self.unscored: set[SampleId] = set()
+        self.reward_waits: list[tuple[float, float]] = []
+        self.waiting_s: float | None = None
+        """Since when nothing decodes and a reward is waited for."""
         self.waste: list[WastePoint] = []
         self.publishes: list[VersionPublished] = []
         self.restarts_s: list[float] = []
@@ -251,8 +254,11 @@ class _Fold:
                 self.reprefilled_tokens += segment.num_prefilled_tokens
                 if segment.finish_reason is not None:
                     self._leave([sample_id], event.time_s)
+                if segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    self.unscored.add(sample_id)
             case SampleScored(sample_id=sample_id, reward=reward):
                 self.samples[sample_id].reward = reward
+                self.unscored.discard(sample_id)
             case SampleFailed(sample_id=sample_id):
                 self.samples[sample_id].failed = True
                 self._write_off([self.samples[sample_id]], event.time_s, WasteCause.FAILED)
@@ -267,6 +273,15 @@ class _Fold:
                 self._restart(event)
             case CheckpointSaved():
                 pass
+        self._watch_rewards(event.time_s)
+
+    def _watch_rewards(self, now_s: float) -> None:
+        waiting = bool(self.unscored) and not self.running
+        if waiting and self.waiting_s is None:
+            self.waiting_s = now_s
+        elif not waiting and self.waiting_s is not None:
+            self.reward_waits.append((self.waiting_s, now_s))
+            self.waiting_s = None
 
     def _run(self, sample_id: SampleId, now_s: float) -> None:
         self.running.add(sample_id)
@@ -291,6 +306,7 @@ class _Fold:
             sample.waste = cause
         self.waste.append(WastePoint(time_s=now_s, cause=cause, num_tokens=sum(s.num_tokens for s in samples)))
         self._leave([s.sample_id for s in samples], now_s)
+        self.unscored.difference_update(s.sample_id for s in samples)
 
     def _consume(self, event: BatchConsumed) -> None:
         samples = [s for g in event.group_ids for s in self.groups[g] if not s.failed]

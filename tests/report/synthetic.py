@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from rollover.report.metrics import MetricsWriter
+from rollover.report.throughput import of_step
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -97,13 +98,11 @@ class Simulation:
                     "staleness/mean": sum(ages) / len(ages),
                     "rollout/decoded_tokens": float(decoded),
                     "rollout/trained_tokens": float(trained),
-                    "rollout/tokens_per_s": decoded / rollout_s,
-                    "perf/trained_tokens_per_s": trained / step_s,
+                    **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=step_s, decoding_s=rollout_s),
                     "time/rollout_s": rollout_s,
                     "time/train_s": TRAIN_S,
                     "time/publish_s": PUBLISH_S,
-                    "time/reward_s": 0.02,
-                    "time/step_s": step_s,
+                    "reward/work_s": 0.02,
                     "memory/peak_bytes": 9e8 + 1e6 * step,
                     "response/mean_tokens": trained / len(ids),
                     "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),

@@ -22,6 +22,7 @@ from rollover.report.measures import window_of, windows
 from rollover.report.metrics import MetricRow
 from rollover.report.page import script_json
 from rollover.report.record import RunRecord, read_run
+from rollover.report.stretches import MAX_POINTS
 from rollover.report.summary import summarize
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import Event, Restarted
@@ -161,6 +162,32 @@ def test_a_run_can_be_reported_at_any_moment(cut: int) -> None:
     _checked(render_report(_record(ROLLED_OVER[:cut])))
 
 
+def _curves(page: str) -> list[dict[str, Any]]:
+    return [d for variants in _figures(page).values() for v in variants for d in v["data"] if d["type"] == "scatter"]
+
+
+def test_the_only_point_of_a_curve_is_visible(tmp_path: Path) -> None:
+    """After one step every curve of metrics is one point, and a line through one point is not seen."""
+    page = render_report(read_run(write_run(tmp_path / "one", Simulation(num_steps=1))))
+    points = [c for c in _curves(page) if len(c["x"]) == 1]
+    assert {c["name"] for c in points} >= {"reward (smoothed)", "token lag, mean", "trained, of the whole loop", "loss"}
+    for curve in points:
+        assert "markers" in curve["mode"] and curve["marker"]["size"] > 0, curve["name"]
+    assert "1 step in" in page
+
+
+def test_a_run_of_2000_steps_is_drawn_with_a_bounded_number_of_points(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "long", Simulation(num_steps=2000, groups_per_step=2))
+    page = render_report(read_run(run))
+    for name, variants in _figures(page).items():
+        for drawn in variants:
+            if any("decoding" in d.get("hovertemplate", "") for d in drawn["data"]):
+                continue  # the timeline shows a few steps, each change of the samples decoding
+            assert max(len(d["x"]) for d in drawn["data"]) <= 2 * MAX_POINTS, name
+    assert len(json.dumps(_figures(page))) < 0.5e6, "beside the 4.8 MB of Plotly"
+    assert len(page) < 6e6
+
+
 def test_the_timeline_draws_spans_by_version_and_gaps_as_parked() -> None:
     timeline = Timeline.of(ROLLED_OVER)
     drawn = gantt(timeline, window_of(timeline, 0, 1), origin_s=1.0)
@@ -183,7 +210,7 @@ def test_a_crowded_window_is_thinned_by_whole_groups() -> None:
     kept, every = thinned(timeline.samples)
     assert every == 4 and len(kept) == MAX_SPANS
     assert {s.sample_id.group % 4 for s in kept} == {0}
-    assert gantt(timeline, window, origin_s=0.0)["layout"]["yaxis"]["title"]["text"] == "samples (every 4th group)"
+    assert gantt(timeline, window, origin_s=0.0)["layout"]["yaxis"]["title"]["text"] == "samples (one group in 4)"
 
 
 def test_neighbouring_versions_get_different_colours() -> None:
@@ -218,6 +245,20 @@ def test_a_comparison_gives_ratios_to_the_first_run(sync: Path, april: Path, tmp
     page = write_comparison([sync, april], tmp_path / "compare.html").read_text()
     checker = _checked(page)
     assert checker.references == [] and "sync against april" in page
+
+
+def test_tiles_of_a_comparison_say_which_runs_they_compare(sync: Path, april: Path) -> None:
+    records = [read_run(sync), read_run(april), read_run(april)]
+    summaries = [summarize(r.metrics, r.timeline) for r in records]
+    page = render_comparison(records)
+    tiles = re.findall(r'<div class="label">(.*?)</div>.*?<div class="note">(.*?)</div>', page, re.S)
+    assert len(tiles) == 6
+    for label, note in tiles:
+        assert "april (3)" in label
+        assert [part.split("\N{NO-BREAK SPACE}")[0] for part in note.split(" · ")] == ["sync", "april (2)", "april (3)"]
+    speeds = [f"{s.trained_tokens_per_s:,.0f}" for s in summaries]
+    assert tiles[0][0] == "Trained tokens/s, april (3) over sync"
+    assert [part.split("\N{NO-BREAK SPACE}")[1] for part in tiles[0][1].split(" · ")] == speeds
 
 
 def test_compared_timelines_show_the_same_steps_on_axes_of_equal_length(sync: Path, april: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -27,7 +28,13 @@ def _progress(mode: Mode, *, terminal: bool, total: int = 20, every: int = 5) ->
     return progress, out, clock
 
 
-METRICS = {"reward/mean": 0.5, "loss": 0.25, "staleness/mean": 1.5, "perf/trained_tokens_per_s": 1234.0}
+METRICS = {
+    "reward/mean": 0.5,
+    "loss": 0.25,
+    "staleness/mean": 1.5,
+    "perf/trained_tokens_per_s": 1234.0,
+    "time/step_s": 2.0,
+}
 
 
 def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None:
@@ -39,7 +46,30 @@ def test_without_a_terminal_there_is_one_line_per_n_steps_and_the_last() -> None
             progress.step(METRICS)
     lines = out.getvalue().splitlines()
     assert [line.split("step ")[1].split("/")[0] for line in lines] == ["1", "5", "10", "12"]
-    assert lines[1] == "[0:00:50] step 5/12  reward 0.500  loss 0.250  lag 1.50  1,234 tok/s trained"
+    assert lines[1] == "[0:00:50] step 5/12  reward 0.500  lag 1.50  1,234 tok/s trained  loss 0.250"
+
+
+def test_a_line_has_the_means_since_the_line_before() -> None:
+    progress, out, _ = _progress("plain", terminal=False, total=10, every=5)
+    for step in range(10):
+        progress.step({**METRICS, "reward/mean": float(step), "loss": -float(step)})
+    said = [line.split("reward ")[1].split("  ")[0] for line in out.getvalue().splitlines()]
+    assert said == ["0.000", "2.500", "7.000"], "step 0; steps 1 to 4; steps 5 to 9"
+    assert "loss -7.000" in out.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_on_a_narrow_terminal_counts_and_times_stay_whole(width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    progress = Progress(total_steps=2000, mode="bars", console=console)
+    with progress:
+        progress.step(METRICS | {"reward/mean": 0.123})
+    line = next(line for line in reversed(out.getvalue().splitlines()) if "train" in line)
+    assert "1/2000" in line
+    assert "-:--" in line or re.search(r"\d\d:\d\d", line), "the time left"
+    assert "reward 0.123  lag 1.50  1,234 tok/s trained" in line
+    assert len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) <= width
 
 
 def test_a_resumed_run_counts_on() -> None:

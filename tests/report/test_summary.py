@@ -15,13 +15,15 @@ from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
 from rollover.report.redact import HIDDEN
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
+from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER
 
 
 def _step(step: int, time_s: float, **values: float) -> MetricRow:
-    base = {"time/step_s": 4.0, "time/rollout_s": 2.0, "time/train_s": 1.0, "reward/mean": 0.5}
+    base = {"time/rollout_s": 2.0, "time/train_s": 1.0, "reward/mean": 0.5}
+    base |= of_step(trained_tokens=20, decoded_tokens=30, step_s=4.0, decoding_s=2.0)
     return MetricRow(kind="step", step=step, time_s=time_s, values={**base, **values})
 
 
@@ -45,8 +47,8 @@ def test_the_closing_numbers_of_a_hand_made_run() -> None:
     assert s.accuracy_after == Accuracy(step=2, value=0.75, se=0.02)
     assert (s.reward_first, s.reward_last) == (0.25, 0.75)
     assert (s.decoded_tokens, s.trained_tokens, s.live_tokens, s.wasted_tokens) == (46, 46, 0, {})
-    assert s.rollout_tokens_per_s == 46 / 4.0
-    assert s.trained_tokens_per_s == 46 / 8.0
+    assert s.rollout_tokens_per_s == 60 / 4.0
+    assert s.trained_tokens_per_s == 40 / 8.0
     assert s.resumes_per_sample == 2 / 3
     assert s.phase_s == {"rollout": 4.0, "reward": 0.0, "train": 2.0, "publish": 0.0, "other": 2.0}
     assert s.peak_memory_bytes == 100
@@ -54,9 +56,11 @@ def test_the_closing_numbers_of_a_hand_made_run() -> None:
 
 
 def test_throughput_counts_tokens_only_as_far_as_time_was_counted() -> None:
+    """The journal of a running run is ahead of its metrics."""
     s = summarize(ROWS[:2], Timeline.of(ROLLED_OVER))
-    assert s.rollout_tokens_per_s == 35 / 2.0
-    assert s.trained_tokens_per_s == 10 / 4.0
+    assert s.trained_tokens == 46
+    assert s.rollout_tokens_per_s == 30 / 2.0
+    assert s.trained_tokens_per_s == 20 / 4.0
 
 
 def test_masked_tokens_come_from_the_trainers_count() -> None:

@@ -120,7 +120,6 @@ def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
 def test_tokens_prefilled_again_are_counted_apart() -> None:
     timeline = Timeline.of(ROLLED_OVER)
     assert (timeline.num_reprefilled_tokens, timeline.decoded_tokens, timeline.trained_tokens) == (25, 46, 46)
-    assert timeline.decoded_until(4.0) == 35
 
 
 def test_a_sample_still_parked_has_a_gap_up_to_the_last_event() -> None:
@@ -250,11 +249,11 @@ def test_a_clipped_step_curve_starts_with_the_value_in_force() -> None:
     assert measures.clip_curve(active, 0.0, 2.0) == ((0.0, 0), (1.0, 4))
 
 
-def test_windows_tile_the_run_and_count_its_parked_time() -> None:
+def test_windows_tile_the_run_and_count_the_samples_that_go_on_in_them() -> None:
     timeline = Timeline.of(ROLLED_OVER)
     first, second = measures.windows(timeline, num_steps=1, max_windows=6)
-    assert (first.start_s, first.end_s, first.parked_s) == (0.0, 4.0, 1.0)
-    assert (second.start_s, second.end_s, second.parked_s) == (4.0, 8.0, 3.0)
+    assert (first.start_s, first.end_s, first.num_resumes) == (0.0, 4.0, 0)
+    assert (second.start_s, second.end_s, second.num_resumes) == (4.0, 8.0, 2)
 
 
 def test_of_many_windows_the_first_and_the_last_stay() -> None:

@@ -51,7 +51,7 @@ def sft(config: RunConfig, run: RunDir) -> None:
         raise ConfigError("sft: the config has no [sft] section; add one with num_steps and learning_rate")
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.path / "model", progress, metrics)
-        progress.message(f"model: {folder}")
+        progress.result(f"model: {folder}")
 
 
 def evaluate(config: RunConfig, run: RunDir) -> None:
@@ -112,7 +112,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str) -> None:
     async def work() -> None:
         async with open_session(config, run, progress) as session:
             if session.version >= config.steps:
-                progress.message(f"all {config.steps} steps are done; for more: {resume} --steps N")
+                progress.result(f"all {config.steps} steps are done; for more: {resume} --steps N")
             await train_loop(session, interrupt)
 
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt:

@@ -95,6 +95,17 @@ def test_a_resumed_run_works_in_its_directory_under_its_config(work: Jobs) -> No
     assert work.done[1] == ("train", load("run.toml", ["--seed", "3", "--steps", "20"]), Path("out"))
 
 
+@pytest.mark.parametrize("option", ["--quiet", "-q"])
+def test_quiet_holds_for_one_call_and_is_not_remembered_by_the_run(
+    work: Jobs, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert cli.main(["train", "run.toml", option, "--run-dir", "out", "--logging.progress", "plain"]) == 0
+    assert cli.main(["train", "--resume", "out"]) == 0
+    assert cli.main(["train", "--resume", "out", option]) == 0
+    assert [config.logging.progress for _, config, _ in work.done] == ["off", "plain", "off"]
+    assert capsys.readouterr().out == 3 * "report: out/report.html\n"
+
+
 def test_a_dry_run_prints_a_config_and_leaves_nothing(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(Path().iterdir())
     assert cli.main(["train", "run.toml", "--dry-run", "--seed", "3"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rollover.rundir import RunDir
 
 DEFAULT_EXPERIMENT = "quickstart"
+_QUIET = "rollover.quiet"
+"""Where a context keeps whether only results are wanted: a wish of this call, which the run does not remember."""
 
 
 def _run_dir(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,11 +39,26 @@ def _dry_run(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[_QUIET] = value
+
+
+_quiet = click.option(
+    "--quiet",
+    "-q",
+    is_flag=True,
+    expose_value=False,
+    callback=_be_quiet,
+    help="Print the result and errors, nothing on the way.",
+)
+
+
 @click.command(cls=ConfiguredCommand)
 @click.argument("config", required=False)
 @click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
 @_run_dir
 @_dry_run
+@_quiet
 @click.pass_context
 def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool) -> None:
     """Train a model, or go on with a run.
@@ -71,6 +89,7 @@ def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: 
 @click.argument("config")
 @_run_dir
 @_dry_run
+@_quiet
 @click.pass_context
 def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Fine-tune on worked solutions, without reinforcement learning.
@@ -87,6 +106,7 @@ def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) ->
 @click.argument("config", metavar="CONFIG|RUN")
 @_run_dir
 @_dry_run
+@_quiet
 @click.pass_context
 def evaluate(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Measure a model: pass@k on every evaluation source.
@@ -146,6 +166,8 @@ def _work(job: str, config: RunConfig, run: RunDir) -> None:
     """Do ``job`` in its directory, and say where its report is."""
     from rollover import jobs
 
+    if click.get_current_context().meta[_QUIET]:
+        config = replace(config, logging=replace(config.logging, progress="off"))
     with run:
         try:
             {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)

@@ -104,10 +104,17 @@ class Progress:
         """An evaluation before training step ``step`` ended."""
         self.message(f"eval at step {step}  " + "  ".join(_eval_parts(metrics)))
 
+    def result(self, text: str) -> None:
+        """A line that answers what was asked for, taken literally; it is shown in every mode."""
+        self._print(text)
+
     def message(self, text: str) -> None:
         """A line above the bars, taken literally."""
         if self._mode != "off":
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     # -- drawing --------------------------------------------------------------------------------------------
 

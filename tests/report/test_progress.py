@@ -135,3 +135,5 @@ def test_off_prints_nothing(terminal: bool) -> None:
         progress.evaluation(0, {"accuracy": 1.0})
         progress.message("hello")
     assert out.getvalue() == ""
+    progress.result("model: [here]")
+    assert out.getvalue() == "model: [here]\n", "an answer is no progress"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollover.frontier.pictures import Picture
 from rollover.frontier.settings import knob_of, label, name_of, place_of, value_of
-from rollover.frontier.study import Picture, Study
+from rollover.frontier.study import Study
 from rollover.frontier.sweep import Point
 from rollover.report import measures
 from rollover.report.figures import Figure, axis, figure, line

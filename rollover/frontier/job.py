@@ -167,6 +167,8 @@ def _say(console: Console, found: Study, checked: tuple[str, ...]) -> None:
         console.print(sentence, markup=False)
     for advice in found.advice:
         console.print(f"\n{report.recommendation(advice)}", style="bold", markup=False)
+        if compared := report.rivals(found, advice):
+            console.print(compared, markup=False)
         console.print(advice.toml(), end="", markup=False)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from rollover.frontier import figures
-from rollover.frontier.advice import Advice, bound
+from rollover.frontier.advice import Advice, bound, frontier, is_fair
+from rollover.frontier.refine import TOLERANCE
 from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import Point
@@ -25,8 +26,9 @@ _FRONTIER = (
     " read caches. Bars are 95% intervals over seeds of the paired ratio."
 )
 _TIMELINES = (
-    "The same steps of each setting on axes of equal length. Bars are samples coloured by the policy version that"
-    " sampled them, thin lines parked samples, shaded is training; below, the samples decoding at each moment."
+    "The same steps of each setting, from one collection to another, on axes of equal length. Bars are samples coloured"
+    " by the policy version that sampled them, thin lines parked samples, shaded is training; below, the samples"
+    " decoding at each moment."
 )
 _ACTIVE = "What over-sampling fills is the area missing under a falling curve."
 _SENSITIVITY = (
@@ -143,13 +145,33 @@ def recommendation(advice: Advice) -> str:
     return within + advice.sentence()
 
 
+def rivals(study: Study, advice: Advice) -> str:
+    """What the other strategies reach at the lag asked for, each by its fastest setting within it; and whose settings
+    jump over it. Empty where no lag was asked for."""
+    budget = advice.lag_budget
+    if budget is None:
+        return ""
+    said = []
+    for name in study.strategies:
+        fair = [p for p in study.of(name) if is_fair(p) and p.lag <= budget]
+        if name in ("sync", name_of(advice.config)) or not fair:
+            continue
+        best = frontier(fair)[-1]
+        beyond = [p.lag for p in study.of(name) if p.lag > budget]
+        jumps = best.lag < (1 - TOLERANCE) * budget and beyond
+        next_one = f", and none between that and {min(beyond):.2f}" if jumps else ""
+        said.append(f"{label(best.config)} {best.gain.mean:.2f} times at {best.lag:.2f}{next_one}")
+    return f"Others within it: {'; '.join(said)}." if said else ""
+
+
 def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
     """The page; ``extra`` are sentences to stand beside the recommendation."""
     page = Page(f"{study.setup.name} · Rollover simulation")
     page.add(header("Rollover simulation: nothing here was measured", study.setup.name, [headline(study), *extra]))
     page.add(tiles(_key_numbers(study)))
     cards = [
-        f'<div class="card"><p>{escape(recommendation(a))}</p><br><pre>{escape(a.toml())}</pre></div>'
+        f'<div class="card"><p>{escape(recommendation(a))}</p><p class="caption">{escape(rivals(study, a))}</p><br>'
+        f"<pre>{escape(a.toml())}</pre></div>"
         for a in study.advice
     ]
     page.section("Recommendation", "Ready to paste into a run's config.", *cards)

@@ -83,15 +83,15 @@ def settings(name: str, setup: Setup, *, max_staleness: int | None = None) -> li
     knob = knob_of(name)
     if knob is None:
         return [setting(name, setup, None)]
-    values = [v for v in knob.values if max_staleness is None or _needed(knob, v) <= max_staleness]
+    values = [v for v in knob.values if is_allowed(knob, v, max_staleness)]
     return list(dict.fromkeys(setting(name, setup, v, max_staleness=max_staleness) for v in values))
 
 
-def _needed(knob: Knob, value: float) -> int:
-    """The least staleness bound under which the setting is what it says."""
-    if knob.key in ("num_running", "lag_target"):
-        return 0
-    return math.ceil(value) - (knob.key == "over_sampling_batch_size")
+def is_allowed(knob: Knob, value: float, max_staleness: int | None) -> bool:
+    """Whether the setting is what it says under the staleness bound."""
+    if max_staleness is None or knob.key in ("num_running", "lag_target"):
+        return True
+    return math.ceil(value) - (knob.key == "over_sampling_batch_size") <= max_staleness
 
 
 def setting(name: str, setup: Setup, value: float | None, *, max_staleness: int | None = None) -> RolloutConfig:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.frontier.advice import Advice, advise
+from rollover.frontier.pictures import Picture, pictures
+from rollover.frontier.refine import MOST_ROUNDS, next_setting
 from rollover.frontier.settings import KNOBS, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, strategy_of, workers
-from rollover.report.timeline import Timeline
+from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, workers
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.events import Event
-from rollover.sim.run import simulate
 from rollover.sim.theory import StepModel
 from rollover.workload.law import LengthLaw
 from rollover.workload.source import capped
 
-TIMELINE_WARMUP, TIMELINE_STEPS = 8, 3
 _THEORY_PROMPTS = 4096
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
@@ -32,16 +30,6 @@ class Variation:
     """``group size``, ``cap`` or ``B0``."""
     value: float
     point: Point
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A few steps of one setting."""
-
-    config: RolloutConfig
-    timeline: Timeline
-    first_step: int
-    last_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +86,7 @@ def study(
         bench = _Bench(setup, length, num_seeds, runner, progress)
         points = bench.points("settings", tried)
         budgets: list[float | None] = [*lag_budgets] or [None]
-        chosen = dict.fromkeys(advise(points, budget).config for budget in budgets)
-        near = [c for config in chosen for c in _between(config, points, setup, max_staleness)]
-        points = _ordered([*points, *bench.points("a closer look", list(dict.fromkeys(near)))])
+        points = _ordered(_closer(bench, points, lag_budgets, max_staleness))
         advice = tuple(advise(points, budget) for budget in budgets)
         shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
         variations = tuple(bench.variations(shown))
@@ -112,7 +98,7 @@ def study(
         current=next(p for p in points if place_of(p.config) == place),
         advice=advice,
         variations=variations,
-        pictures=tuple(_picture(setup, config) for config in shown),
+        pictures=pictures(setup, shown),
         theory=theory(setup),
     )
 
@@ -129,6 +115,29 @@ def _ordered(points: list[Point]) -> list[Point]:
     """Strategies in order of first appearance, their settings by knob."""
     strategies = list(dict.fromkeys(name_of(p.config) for p in points))
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
+
+
+def _closer(bench: _Bench, points: list[Point], lag_budgets: Sequence[float], max_staleness: int | None) -> list[Point]:
+    """``points`` and more around what was asked for: settings of every strategy at those lags, or halfway to the
+    neighbours of the recommended one."""
+    setup = bench.setup
+    if not lag_budgets:
+        near = _between(advise(points).config, points, setup, max_staleness)
+        return [*points, *bench.points("a closer look", near)]
+    for number in range(1, MOST_ROUNDS + 1):
+        by_name: dict[str, list[Point]] = {}
+        for point in points:
+            by_name.setdefault(name_of(point.config), []).append(point)
+        near = [
+            config
+            for of_strategy in by_name.values()
+            for lag in lag_budgets
+            if (config := next_setting(of_strategy, setup, lag, max_staleness=max_staleness)) is not None
+        ]
+        if not near:
+            break
+        points = [*points, *bench.points(f"closer to the lag, round {number}", list(dict.fromkeys(near)))]
+    return points
 
 
 def _between(
@@ -151,7 +160,7 @@ class _Bench:
     """Runs trials over all seeds and pairs them with synchronous rollout."""
 
     def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
-        self._setup = setup
+        self.setup = setup
         self._length = length
         self._seeds = range(num_seeds)
         self._runner = runner
@@ -161,11 +170,11 @@ class _Bench:
 
     def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[Point]:
         """The first of the first call must be synchronous."""
-        return self._points(what, [(self._setup, config) for config in configs], self._seeds)
+        return self._points(what, [(self.setup, config) for config in configs], self._seeds)
 
     def variations(self, configs: Sequence[RolloutConfig]) -> list[Variation]:
         """Each of ``configs`` under half and twice of what may be otherwise; one seed."""
-        setups = list(_varied(self._setup))
+        setups = list(_varied(self.setup))
         work = [(setup, _moved(config, setup)) for _, _, setup in setups for config in configs]
         names = [(what, value) for what, value, _ in setups for _ in configs]
         points = self._points("sensitivity", work, range(1))
@@ -214,20 +223,3 @@ def _moved(config: RolloutConfig, setup: Setup) -> RolloutConfig:
     size = setup.rollout.group_size
     running = config.num_running and max(1, config.num_running * size // config.group_size)
     return replace(config, group_size=size, num_running=running, max_new_tokens=setup.cap_tokens)
-
-
-def _picture(setup: Setup, config: RolloutConfig) -> Picture:
-    events: list[Event] = []
-    simulate(
-        strategy_of(config, setup.scenario),
-        setup.lengths.workload(0),
-        setup.scenario,
-        steps=TIMELINE_WARMUP + TIMELINE_STEPS,
-        observer=events.append,
-    )
-    return Picture(
-        config=config,
-        timeline=Timeline.of(events),
-        first_step=TIMELINE_WARMUP,
-        last_step=TIMELINE_WARMUP + TIMELINE_STEPS - 1,
-    )

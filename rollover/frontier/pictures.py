@@ -1,0 +1,80 @@
+"""A few steps of some settings, for timelines: whole bursts, the same steps of each.
+
+A strategy that trains several batches from one collection decodes nothing between them. A stretch that is cut anywhere
+may hold nothing but trained batches, so it begins with a collection and ends before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollover.frontier.setup import Setup
+from rollover.frontier.sweep import strategy_of
+from rollover.report import measures
+from rollover.report.timeline import Timeline
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import Event
+from rollover.sim.run import simulate
+
+WARMUP_STEPS, LEAST_STEPS = 8, 3
+_MOST_STEPS = 300
+"""After so many, settings whose collections never begin together are shown by those of the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A few steps of one setting."""
+
+    config: RolloutConfig
+    timeline: Timeline
+    first_step: int
+    last_step: int
+
+
+def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, ...]:
+    """The same steps of each setting, whole bursts of all; where there are none such, of the last one."""
+    num_steps = WARMUP_STEPS + LEAST_STEPS + 1
+    while True:
+        timelines = [_timeline(setup, config, num_steps) for config in configs]
+        starts = [collection_starts(timeline) for timeline in timelines]
+        shown = whole_bursts(set.intersection(*starts))
+        if shown is None and num_steps >= _MOST_STEPS:
+            shown = whole_bursts(starts[-1]) or (WARMUP_STEPS, WARMUP_STEPS + LEAST_STEPS - 1)
+        if shown is not None:
+            first, last = shown
+            return tuple(
+                Picture(config=config, timeline=timeline, first_step=first, last_step=last)
+                for config, timeline in zip(configs, timelines, strict=True)
+            )
+        num_steps *= 2
+
+
+def collection_starts(timeline: Timeline) -> set[int]:
+    """Steps before whose batch, and after the one before, something was decoded."""
+    ends_s = [timeline.start_s, *(step.consumed_s for step in timeline.steps)]
+    return {
+        step.step
+        for step, before_s in zip(timeline.steps, ends_s, strict=False)
+        if step.consumed_s > before_s
+        and any(n for _, n in measures.clip_curve(timeline.active, before_s, step.consumed_s))
+    }
+
+
+def whole_bursts(starts: set[int]) -> tuple[int, int] | None:
+    """First and last step of the first bursts after the warm-up that hold at least ``LEAST_STEPS`` batches."""
+    first = min((s for s in starts if s >= WARMUP_STEPS), default=None)
+    after = None if first is None else min((s for s in starts if s >= first + LEAST_STEPS), default=None)
+    return None if first is None or after is None else (first, after - 1)
+
+
+def _timeline(setup: Setup, config: RolloutConfig, num_steps: int) -> Timeline:
+    events: list[Event] = []
+    simulate(
+        strategy_of(config, setup.scenario),
+        setup.lengths.workload(0),
+        setup.scenario,
+        steps=num_steps,
+        observer=events.append,
+    )
+    return Timeline.of(events)

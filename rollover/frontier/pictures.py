@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import strategy_of
-from rollover.report import measures
 from rollover.report.timeline import Timeline
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import Event
@@ -36,8 +35,7 @@ def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, .
     """The same steps of each setting, whole bursts of all; where there are none such, of the last one."""
     num_steps = WARMUP_STEPS + LEAST_STEPS + 1
     while True:
-        timelines = [_timeline(setup, config, num_steps) for config in configs]
-        starts = [collection_starts(timeline) for timeline in timelines]
+        timelines, starts = zip(*(_simulated(setup, config, num_steps) for config in configs), strict=True)
         shown = whole_bursts(set.intersection(*starts))
         if shown is None and num_steps >= _MOST_STEPS:
             shown = whole_bursts(starts[-1]) or (WARMUP_STEPS, WARMUP_STEPS + LEAST_STEPS - 1)
@@ -50,17 +48,6 @@ def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, .
         num_steps *= 2
 
 
-def collection_starts(timeline: Timeline) -> set[int]:
-    """Steps before whose batch, and after the one before, something was decoded."""
-    ends_s = [timeline.start_s, *(step.consumed_s for step in timeline.steps)]
-    return {
-        step.step
-        for step, before_s in zip(timeline.steps, ends_s, strict=False)
-        if step.consumed_s > before_s
-        and any(n for _, n in measures.clip_curve(timeline.active, before_s, step.consumed_s))
-    }
-
-
 def whole_bursts(starts: set[int]) -> tuple[int, int] | None:
     """First and last step of the first bursts after the warm-up that hold at least ``LEAST_STEPS`` batches."""
     first = min((s for s in starts if s >= WARMUP_STEPS), default=None)
@@ -68,13 +55,14 @@ def whole_bursts(starts: set[int]) -> tuple[int, int] | None:
     return None if first is None or after is None else (first, after - 1)
 
 
-def _timeline(setup: Setup, config: RolloutConfig, num_steps: int) -> Timeline:
+def _simulated(setup: Setup, config: RolloutConfig, num_steps: int) -> tuple[Timeline, set[int]]:
+    """What happened, and the steps for whose batch something was decoded."""
     events: list[Event] = []
-    simulate(
+    run = simulate(
         strategy_of(config, setup.scenario),
         setup.lengths.workload(0),
         setup.scenario,
         steps=num_steps,
         observer=events.append,
     )
-    return Timeline.of(events)
+    return Timeline.of(events), {step.step for step in run.steps if step.iterations > 0}

@@ -6,12 +6,26 @@ from itertools import pairwise
 
 import pytest
 
-from rollover.frontier.pictures import LEAST_STEPS, WARMUP_STEPS, collection_starts, pictures, whole_bursts
+from rollover.frontier.pictures import LEAST_STEPS, WARMUP_STEPS, Picture, pictures, whole_bursts
 from rollover.frontier.settings import setting
 from rollover.report import measures
 from tests.frontier.kit import small
 
 SETUP = small()
+
+
+def collection_starts(shown: Picture) -> set[int]:
+    """Steps of the picture's run between whose batch and the one before samples were decoding."""
+    steps = shown.timeline.steps
+    ends_s = [shown.timeline.start_s, *(step.consumed_s for step in steps)]
+    return {
+        step.step
+        for step, before_s in zip(steps, ends_s, strict=False)
+        if step.consumed_s > before_s
+        and any(n for _, n in measures.clip_curve(shown.timeline.active, before_s, step.consumed_s))
+    }
+
+
 SYNC, APRIL = setting("sync", SETUP, None), setting("april", SETUP, 2.0)
 
 
@@ -23,7 +37,7 @@ def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: flo
     assert shown[0].first_step >= WARMUP_STEPS
     assert shown[0].last_step - shown[0].first_step + 1 >= LEAST_STEPS
     for picture in shown:
-        starts = collection_starts(picture.timeline)
+        starts = collection_starts(picture)
         assert {picture.first_step, picture.last_step + 1} <= starts
         window = measures.window_of(picture.timeline, picture.first_step, picture.last_step)
         assert window.end_s > window.start_s
@@ -32,11 +46,11 @@ def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: flo
 
 def test_a_burst_is_several_batches_from_one_collection() -> None:
     (shown,) = pictures(SETUP, (setting("rollover", SETUP, 3.0),))
-    starts = sorted(collection_starts(shown.timeline))
+    starts = sorted(collection_starts(shown))
     gaps = [b - a for a, b in pairwise(starts)]
     assert max(gaps) > 1, "several batches are trained from one collection here"
     (sync,) = pictures(SETUP, (SYNC,))
-    assert collection_starts(sync.timeline) == {s.step for s in sync.timeline.steps}
+    assert collection_starts(sync) == {s.step for s in sync.timeline.steps}
 
 
 def test_a_stretch_of_whole_bursts_is_the_first_after_the_warm_up() -> None:

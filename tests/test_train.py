@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ import torch
 from rollover import cli
 from rollover.algorithms.registry import ALGORITHMS
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
+from rollover.report.gantt import gantt
+from rollover.report.html import WINDOW_STEPS, most_resumed
+from rollover.report.measures import windows
+from rollover.report.record import read_run
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
@@ -96,6 +101,17 @@ def test_a_finished_run_parks_and_resumes_samples_and_conserves_them(finished: P
     assert ledger.tokens.live + ledger.tokens.trained == ledger.tokens.decoded
     assert not ledger.running and not ledger.unscored, "a finished run has parked what it had begun"
     check_bound(finished, RolloutConfig().staleness_bound)
+
+
+def test_the_timeline_that_a_report_shows_first_has_samples_that_were_parked_and_went_on(finished: Path) -> None:
+    timeline = read_run(finished).timeline
+    found = windows(timeline, num_steps=WINDOW_STEPS, max_windows=6)
+    shown = found[most_resumed(found)]
+    drawn = gantt(timeline, shown, origin_s=shown.start_s)
+    bars = {bar["name"]: bar for bar in drawn["data"] if bar["type"] == "bar"}
+    assert shown.num_resumes > 0 and len(bars["parked"]["x"]) > 0
+    rows = [set(bar["y"]) for name, bar in bars.items() if name != "parked"]
+    assert any(a & b & set(bars["parked"]["y"]) for a, b in pairwise(rows)), "a row that changes its colour"
 
 
 def test_a_finished_run_trains_the_tokens_that_its_journal_says(finished: Path) -> None:

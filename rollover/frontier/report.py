@@ -157,11 +157,20 @@ def rivals(study: Study, advice: Advice) -> str:
         if name in ("sync", name_of(advice.config)) or not fair:
             continue
         best = frontier(fair)[-1]
-        beyond = [p.lag for p in study.of(name) if p.lag > budget]
-        jumps = best.lag < (1 - TOLERANCE) * budget and beyond
-        next_one = f", and none between that and {min(beyond):.2f}" if jumps else ""
-        said.append(f"{label(best.config)} {best.gain.mean:.2f} times at {best.lag:.2f}{next_one}")
+        said.append(
+            f"{label(best.config)} {best.gain.mean:.2f} times at {best.lag:.2f}{_gap(study.of(name), best, budget)}"
+        )
     return f"Others within it: {'; '.join(said)}." if said else ""
+
+
+def _gap(points: Sequence[Point], best: Point, lag: float) -> str:
+    """Why the fastest fair setting of a strategy stays far below ``lag``; nothing where it does not."""
+    beyond = [p.lag for p in points if p.lag > lag]
+    if best.lag >= (1 - TOLERANCE) * lag or not beyond:
+        return ""
+    if any((1 - TOLERANCE) * lag <= p.lag <= lag for p in points):
+        return " (at more lag it trains shorter responses)"
+    return f" (none lies between that and {min(beyond):.2f})"
 
 
 def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:

@@ -158,7 +158,7 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
     data = _accuracy_traces(record, list(dict.fromkeys(names)), unit_s)
     both = bool(data) and bool(reward)
     if reward:
-        at = {"yaxis": "y2"} if both else {}
+        at: dict[str, Any] = {"yaxis": "y2"} if both else {}
         faint = {
             "line": {"color": "--blue", "width": 1},
             "opacity": 0.35,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from typing import Any
 
 from rollover.report import figures, measures, stretches
 from rollover.report.figures import LEGEND, PHASE_COLOURS, Figure, axis, figure, line
@@ -27,12 +28,12 @@ def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
         x, accuracy = figures.points(record, "eval", "accuracy", unit_s=scale)
         marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
         if accuracy:
-            marked = marks if len(accuracy) <= stretches.MAX_POINTS else {}
+            marked: dict[str, Any] = marks if len(accuracy) <= stretches.MAX_POINTS else {}
             curve = stretches.coarsened(x, accuracy)
             data.append(line(*curve, name, colour, legendgroup=figures.label(name), **marked))
         x, reward = figures.points(record, "step", "reward/mean", unit_s=scale)
         if reward:
-            extra = {"yaxis": "y2", "legendgroup": figures.label(name), "showlegend": not accuracy}
+            extra: dict[str, Any] = {"yaxis": "y2", "legendgroup": figures.label(name), "showlegend": not accuracy}
             data.append(line(*stretches.coarsened(x, figures.smoothed(reward)), name, colour, **extra))
     if not data:
         return None

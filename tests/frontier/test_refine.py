@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.frontier.refine import MOST_ROUNDS, TOLERANCE, next_setting
-from rollover.frontier.report import rivals
+from rollover.frontier.report import _gap, rivals
 from rollover.frontier.settings import knob_of, setting, settings, value_of
 from rollover.frontier.study import Study, study
 from rollover.frontier.sweep import Length, Point
@@ -114,5 +114,17 @@ def test_a_recommendation_says_what_the_others_reach_and_who_jumps_over_the_lag(
     assert f"{winner} " not in said and " sync " not in said
     lags = [p.lag for p in asked.of("bounded_async")]
     if max(lag for lag in lags if lag <= 1.0) < 1 - TOLERANCE:
-        assert f"none between that and {min(lag for lag in lags if lag > 1.0):.2f}" in said
+        assert f"(none lies between that and {min(lag for lag in lags if lag > 1.0):.2f})" in said
     assert rivals(asked, replace(asked.advice[0], lag_budget=None)) == ""
+
+
+def test_a_gap_that_short_responses_leave_is_not_called_a_jump() -> None:
+    setup = small()
+
+    def made(value: float, lag: float) -> Point:
+        return measured(setting("rollover", setup, value), lambda _: lag)
+
+    near, biased, beyond = made(0.5, 0.4), made(1.0, 0.98), made(2.0, 2.1)
+    assert _gap([near, biased, beyond], near, 1.0) == " (at more lag it trains shorter responses)"
+    assert _gap([near, beyond], near, 1.0) == " (none lies between that and 2.10)"
+    assert _gap([near, biased, beyond], biased, 1.0) == "" == _gap([near], near, 1.0)

@@ -99,11 +99,11 @@ def compare_table(records: Sequence[RunRecord]) -> Table:
     """For the terminal; the last columns are ratios to the first run."""
     names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
     found = Table(title=Text(" against ".join(names)), title_justify="left", title_style="bold")
-    found.add_column("", style="dim")
+    found.add_column("", style="dim", overflow="fold")
     for name in names:
-        found.add_column(Text(name), justify="right")
+        found.add_column(Text(name), justify="right", overflow="fold")
     for name in names[1:]:
-        found.add_column(Text(f"{name} / {names[0]}"), justify="right", style="bold")
+        found.add_column(Text(f"{name} / {names[0]}"), justify="right", style="bold", overflow="fold")
     for row in comparison(summaries):
         found.add_row(row.name, *row.texts, *_ratio_texts(row, len(records)))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
+from rich.console import Console
 
 from rollover.report import figures
 from rollover.report.compare import compare_table, comparison, render_comparison, write_comparison
@@ -245,6 +247,14 @@ def test_a_comparison_gives_ratios_to_the_first_run(sync: Path, april: Path, tmp
     page = write_comparison([sync, april], tmp_path / "compare.html").read_text()
     checker = _checked(page)
     assert checker.references == [] and "sync against april" in page
+
+
+@pytest.mark.parametrize("width", [70, 80, 120])
+def test_nothing_of_a_comparison_is_cut_on_a_narrow_terminal(sync: Path, april: Path, width: int) -> None:
+    out = io.StringIO()
+    Console(file=out, width=width).print(compare_table([read_run(sync), read_run(april), read_run(april)]))
+    assert "…" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= width
 
 
 def test_tiles_of_a_comparison_say_which_runs_they_compare(sync: Path, april: Path) -> None:

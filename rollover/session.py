@@ -154,7 +154,7 @@ class Session:
             **ledger_metrics(self.driver.ledger),
             **draft_metrics(counters.engine, before.engine),
             **self.timings,
-# Of all samples together: where rewards overlap, it is more than the step's time.
+            # Of all samples together: where rewards overlap, it is more than the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
             **throughput.of_step(

@@ -153,6 +153,8 @@ def load_policy(
         raise ModelError(
             f"model folder {str(folder)!r}: weights do not fit config.json: {kind.replace('_', ' ')}: {names[0]}"
         )
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        model.config.tie_word_embeddings = False  # as the weights have it, which overrule the config where they differ
     if gradient_checkpointing:
         for layer in model.model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -109,8 +109,8 @@ class WeightFolders:
 
 
 def untied(model: Path, target: Path) -> Path:
-    """A folder with the model of ``model`` and an output matrix of its own: ``model`` itself when it has one, else a
-    copy in ``target`` with its input matrix twice."""
+    """A folder with the model of ``model`` and an output matrix of its own: ``model`` itself when its config says so,
+    else a copy in ``target``, with one matrix twice where there is one."""
     config_file = model / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     if not config.get("tie_word_embeddings"):
@@ -121,7 +121,9 @@ def untied(model: Path, target: Path) -> Path:
     shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
     tensors = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    tensors[_HEAD] = tensors[_EMBEDDING].clone()
+    for name, twin in ((_HEAD, _EMBEDDING), (_EMBEDDING, _HEAD)):
+        if name not in tensors:
+            tensors[name] = tensors[twin].clone()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rollover.engine.embedded.architecture import Architecture
 from rollover.errors import ConfigError, EngineError, ModelError
@@ -83,6 +84,67 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     assert calls.logprobs("a#0") == pytest.approx(expected, abs=0.1)
 
 
+def continuations(folder: Path) -> None:
+    """The embedded engine's tokens and log-probs, against transformers' reading of the same folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    core = core_of(folder, kv_cache_bytes=2**24)
+    calls = run(core, *(request(str(i), prompt_ids=p, max_new_tokens=20) for i, p in enumerate(PROMPTS)))
+    for i, prompt in enumerate(PROMPTS):
+        expected = logprobs(model, prompt, calls.tokens(f"{i}#0"))
+        assert calls.logprobs(f"{i}#0") == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("own", ["another", "the same", "alone"])
+def test_matrices_are_tied_where_transformers_ties_them(own: str, tmp_path: Path) -> None:
+    """A config that ties them beside an output matrix that is another, is the same, or is the only one there."""
+    folder = saved(tiny_model(tie_word_embeddings=True), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.flip(0) if own == "another" else embedding.clone()
+    if own == "alone":
+        del weights["model.embed_tokens.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    continuations(folder)
+
+
+def test_weights_with_two_matrices_do_not_fit_a_model_that_has_one(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    core = core_of(saved(model, tmp_path))
+    weights = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    core.load(1, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    with pytest.raises(EngineError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"):
+        core.load(2, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "change"),
+    [
+        ("qwen3", {"head_dim": 128}, {"head_dim": ...}),
+        ("qwen3", {"num_attention_heads": 32, "num_key_value_heads": 32}, {"num_key_value_heads": ...}),
+        ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}, {"num_key_value_heads": None}),
+        ("llama", {}, {"architectures": ..., "quantization_config": None, "rope_parameters": {"rope_theta": 777.0}}),
+        ("qwen3", {}, {"rope_parameters": ..., "rope_theta": 500.0}),
+        (
+            "qwen3",
+            {},
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
+                "rope_scaling": {"type": "linear", "factor": 3.0},
+            },
+        ),
+        ("llama", {}, {"rope_parameters": {k: v for k, v in LLAMA3.items() if not k.startswith("original")}}),
+        ("llama", {}, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}),
+    ],
+)
+def test_what_a_config_leaves_out_or_says_twice_means_what_it_means_to_transformers(
+    kind: str, shape: dict[str, Any], change: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = saved(tiny_model(kind, **shape), tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    continuations(folder)
+
+
 def test_weights_come_from_sharded_and_from_single_files_alike(tmp_path: Path) -> None:
     model = tiny_model()
     one, many = saved(model, tmp_path / "one"), saved(model, tmp_path / "many", max_shard_size="20KB")
@@ -122,7 +184,9 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM.*LlamaForCausalLM"),
+        ({"model_type": "mistral"}, "'mistral' is not supported; supported: llama, qwen2, qwen3"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification.*Qwen3ForCausalLM"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*llama3"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
         (
@@ -146,7 +210,7 @@ def test_mathematics_that_is_not_implemented_is_refused(change: dict[str, Any], 
 def test_what_is_not_a_model_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         core_of(tmp_path)
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
         core_of(tmp_path)
 

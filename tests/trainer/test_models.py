@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollover.errors import ModelError
-from rollover.trainer.models import load_policy, read_model_config, resolve_model
+from rollover.trainer.models import load_policy, named_weights, read_model_config, resolve_model, save_model
 from tests.trainer.builders import make_folder
 
 
@@ -92,3 +92,15 @@ def test_configs_and_folder_checks_need_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_model_with_two_matrices_is_written_as_one_that_is_not_tied(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.flip(0)}, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_policy(folder)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= named_weights(model).keys()
+    (tmp_path / "written").mkdir()
+    save_model(model, tmp_path / "written", files_from=folder)
+    assert json.loads((tmp_path / "written" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -73,3 +73,13 @@ def test_untying_writes_the_input_matrix_twice_from_then_on(like: Path, tmp_path
     assert untied(copy, tmp_path / "again") == copy
     written = load_file(WeightFolders(tmp_path / "weights", like=copy).write(1, weights(1.0)) / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], EMBEDDING + 1.0)
+
+
+def test_untying_keeps_an_output_matrix_that_is_there(like: Path, tmp_path: Path) -> None:
+    tensors = load_file(like / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": EMBEDDING.flip(0).contiguous()}, like / "model.safetensors")
+    copy = untied(like, tmp_path / "untied")
+    assert torch.equal(load_file(copy / "model.safetensors")["lm_head.weight"], EMBEDDING.flip(0))
+    save_file({"lm_head.weight": EMBEDDING}, like / "model.safetensors")
+    copy = untied(like, tmp_path / "other")
+    assert torch.equal(load_file(copy / "model.safetensors")["model.embed_tokens.weight"], EMBEDDING)

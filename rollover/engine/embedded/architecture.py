@@ -1,5 +1,6 @@
 """What a model folder's ``config.json`` says, reduced to what the decoder needs. Torch-free.
 
+The trainer reads the same file through transformers: what is left out, or said twice, means here what it means there.
 Whatever would change the mathematics and is not implemented is refused by name, never ignored.
 """
 
@@ -14,7 +15,10 @@ from typing import Any
 
 from rollover.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""By ``model_type``, which is what transformers goes by."""
+_QWEN_KV_HEADS = 32
+_QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Architecture:
     """Rotary angle per position, one for each of ``head_dim / 2`` pairs."""
     max_position_embeddings: int
     tied_embeddings: bool
+    """Asked for; weights that hold two different matrices are not tied all the same (``weights.are_tied``)."""
     qkv_bias: bool
     output_bias: bool
     """Of the attention's output projection."""
@@ -58,9 +63,9 @@ class Architecture:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:
         """Raises ``ModelError`` for what is not supported, ``KeyError`` for what is missing."""
-        name = _family(config)
+        family = _family(config)
         heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        head_dim = _head_dim(config, family)
         bias = bool(config.get("attention_bias", False))
         return cls(
             vocab_size=config["vocab_size"],
@@ -68,31 +73,41 @@ class Architecture:
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
+            num_kv_heads=config.get("num_key_value_heads", heads if family == "llama" else _QWEN_KV_HEADS) or heads,
             head_dim=head_dim,
             norm_eps=config.get("rms_norm_eps", 1e-6),
             inv_freq=_inv_freq(config, head_dim),
             max_position_embeddings=config["max_position_embeddings"],
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=name == "Qwen2ForCausalLM" or bias,
-            output_bias=name != "Qwen2ForCausalLM" and bias,
-            qk_norm=name == "Qwen3ForCausalLM",
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
+            qk_norm=family == "qwen3",
         )
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    name = next(iter(config.get("architectures") or ()), None)
-    if name not in ARCHITECTURES:
-        raise ModelError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    family, named = config["model_type"], config.get("architectures") or ()
+    if family not in ARCHITECTURES:
+        raise ModelError(f"model_type {family!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    if named and ARCHITECTURES[family] not in named:
+        raise ModelError(
+            f"architecture {named[0]} of model_type {family!r} is not supported; supported: {ARCHITECTURES[family]}"
+        )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
     if config.get("mlp_bias"):
         raise ModelError("mlp_bias is not supported")
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise ModelError("quantised weights are not supported; use the original checkpoint")
     if _slides(config):
         raise ModelError("sliding-window attention is not supported; set use_sliding_window to false")
-    return name
+    return family
+
+
+def _head_dim(config: Mapping[str, Any], family: str) -> int:
+    if family == "qwen3":
+        return int(config.get("head_dim", _QWEN3_HEAD_DIM))
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
@@ -105,7 +120,9 @@ def _slides(config: Mapping[str, Any]) -> bool:
 
 def _inv_freq(config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
     """Rotary frequencies (Su et al., arXiv 2104.09864), scaled as the config asks."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError("rotary frequencies that differ from layer to layer are not supported")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -116,13 +133,15 @@ def _inv_freq(config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
     if kind == "linear":
         return tuple(f / rope["factor"] for f in plain)
     if kind == "llama3":
-        return tuple(_llama3(f, rope) for f in plain)
+        key = "original_max_position_embeddings"
+        context = config.get(key) or rope.get(key) or config["max_position_embeddings"]
+        return tuple(_llama3(f, rope, context) for f in plain)
     raise ModelError(f"rope type {kind!r} is not supported; supported: 'default', 'linear', 'llama3'")
 
 
-def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
+def _llama3(frequency: float, rope: Mapping[str, Any], context: int) -> float:
     """Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, those between interpolated."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    turns = context * frequency / (2 * math.pi)
     keep = min(1.0, max(0.0, (turns - low) / (high - low)))
     return (1 - keep) * frequency / rope["factor"] + keep * frequency

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -42,7 +43,7 @@ from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.stopping import StopStrings
-from rollover.engine.embedded.weights import load_weights
+from rollover.engine.embedded.weights import are_tied, load_weights
 from rollover.errors import ConfigError, EngineError, ModelError
 from rollover.types import FinishReason
 
@@ -72,6 +73,7 @@ class EngineCore:
         make_compute: MakeCompute | None = None,
     ) -> None:
         arch = Architecture.from_folder(folder)
+        arch = replace(arch, tied_embeddings=are_tied(folder, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = _device(config.device), _dtype(config)
         self._max_context = _max_context(config, arch)

@@ -2,6 +2,9 @@
 
 Names and shapes are compared before the first byte is copied: a source that does not fit leaves the weights
 as they were.
+
+Whether the input and the output matrix are one is the weights' to say, as in transformers, through which the trainer
+reads them: a config that ties them is not followed where they are two and differ.
 """
 
 from __future__ import annotations
@@ -21,22 +24,41 @@ from rollover.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str], Tensor]
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def are_tied(source: WeightSource, *, asked: bool) -> bool:
+    """Whether input and output matrix of ``source`` are one, where its config asks for it or not."""
+    if not asked:
+        return False
+    with open_weights(source) as (shapes, fetch):
+        return not {_EMBEDDING, _HEAD} <= shapes.keys() or _same(fetch)
 
 
 def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> None:
     """Fill ``slots`` from ``source``. Raises ``ModelError`` naming the first parameter that does not fit."""
     with open_weights(source) as (shapes, fetch):
         expected = {name: slot.shape for name, slot in slots.items()}
-        ignored = {"lm_head.weight"} if tied_embeddings else set()
-        given = {
-            name: shape
-            for name, shape in shapes.items()
-            if name not in ignored and not name.endswith("rotary_emb.inv_freq")
-        }
+        given = {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+        if tied_embeddings and _HEAD in given:
+            fetch = _as_one(given, fetch)
         _compare(expected, given)
         with torch.inference_mode():
             for name, slot in slots.items():
                 slot.fill(fetch(name))
+
+
+def _as_one(given: Shapes, fetch: Fetch) -> Fetch:
+    """Of a source that holds a matrix under the name of the output side: it must be that of the input side, too."""
+    if _EMBEDDING in given and not _same(fetch):
+        raise ModelError(f"weight {_HEAD!r} differs from {_EMBEDDING!r}, but the model has one matrix for both")
+    given[_EMBEDDING] = given.pop(_HEAD)
+    return lambda name: fetch(_HEAD if name == _EMBEDDING else name)
+
+
+def _same(fetch: Fetch) -> bool:
+    """Compared as the trainer holds them, in float32."""
+    return torch.equal(fetch(_EMBEDDING).float(), fetch(_HEAD).float())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Tree::
       RunError                    the run directory: in use, of another config, not resumable
       EngineError                 an inference engine that answers wrongly, late or not at all
         EngineTimeout             ... named with whom we waited for
+        EngineMismatch            ... that samples from another policy than the trainer's
       PlanError                   no plan can do what was asked of the fleet; the message says which limit is in the way
       ResourceError               disk or memory ran out; the message says what to lower
 
@@ -52,6 +53,10 @@ class EngineError(RolloverError, RuntimeError):
 
 class EngineTimeout(EngineError, TimeoutError):
     """An engine call that did not return within its deadline; the message names the call."""
+
+
+class EngineMismatch(EngineError):
+    """An engine whose log-probs are not those of the trainer's policy; the message holds the numbers."""
 
 
 class PlanError(RolloverError, ValueError):

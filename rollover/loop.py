@@ -40,6 +40,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 break
             with session.timed("time/train_s"):
                 trained = await asyncio.to_thread(session.trainer.step, batch)
+            await session.judge_engines(batch, trained)
             with session.timed("time/publish_s"):
                 await session.publish()
             session.log_step(batch, trained)

@@ -10,8 +10,9 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from rollover.engine import open as engine_open
 from rollover.engine.base import Engine, EngineStats
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
-from rollover.engine.proof import TEMPERATURES, prove_logprobs
 from rollover.errors import RunError
 from rollover.evaluation import Evaluator
 from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
@@ -37,13 +37,14 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metrics
+from rollover.rollout.metrics import batch_metrics, draft_metrics, drift_metrics, ledger_metrics
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rundir import RunDir
 from rollover.tasks.fingerprint import same_datasets
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source
+from rollover.trust import Trust, open_trust
 from rollover.types import Batch, SamplingParams, TrainedStep
 from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
@@ -70,7 +71,7 @@ class Session:
         engine: Engine,
         journal: Journal,
         publisher: Publisher,
-        prove: Callable[[], Awaitable[None]] | None,
+        trust: Trust,
         evaluator: Evaluator | None,
         scorer: Scorer,
         metrics: MetricsWriter,
@@ -86,7 +87,7 @@ class Session:
         self._engine = engine
         self._journal = journal
         self._publisher = publisher
-        self._prove = prove
+        self._trust = trust
         self._evaluator = evaluator
         self._scorer = scorer
         self._metrics = metrics
@@ -111,19 +112,37 @@ class Session:
             self.timings[name] += time.perf_counter() - began_s
 
     async def publish(self) -> None:
-        """Put the trainer's weights into the engines, under the trainer's version.
+        """Put the trainer's weights into the engines, under the trainer's version, and have them proved.
 
-        Raises ``EngineError`` when an engine refuses them, or samples from others than it was given.
+        Raises ``EngineError`` when no engine takes them, or none samples from what it was given.
         """
         version = self.trainer.version
         weights = await self._publisher.stage(version, self.trainer.weights())
+        await self._trust.expect(version)
+        failed: Sequence[str] = ()
 
         async def load() -> None:
+            nonlocal failed
             await self._publisher.publish(version, weights)
-            if self._prove is not None:
-                await self._prove()
+            failed = await self._trust.prove(version)
 
         await self.driver.update_weights(version, load)
+        for name in failed:  # it may have gone on sampling over the load, before it was found out
+            self._dropped(name, await self.driver.drop_tokens_of(name, lambda: None, since=version))
+
+    async def judge_engines(self, batch: Batch, trained: TrainedStep) -> None:
+        """Part with engines whose log-probs, as ``batch`` shows, are not the trainer's: none of their tokens is trained
+        any more.
+
+        Raises ``EngineError`` when none is left.
+        """
+        for name, reason in self._trust.verdicts(batch.step, trained.drift).items():
+            take_out = partial(self._trust.part_with, name, reason)
+            self._dropped(name, await self.driver.drop_tokens_of(name, take_out))
+
+    def _dropped(self, name: str, num_tokens: int) -> None:
+        if num_tokens:
+            self._progress.message(f"groups with tokens of {name} are dropped, {num_tokens:,} tokens in all")
 
     async def evaluate_when_due(self) -> None:
         """Before the first step, after the last, and every ``eval.every_steps`` between."""
@@ -153,6 +172,7 @@ class Session:
             **batch_metrics(batch),
             **ledger_metrics(self.driver.ledger),
             **draft_metrics(counters.engine, before.engine),
+            **drift_metrics(trained.drift),
             **self.timings,
             # Of all samples together: where rewards overlap, it is more than the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,
@@ -272,7 +292,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             engine=engine,
             journal=journal,
             publisher=Publisher([engine], folders=folders),
-            prove=_proof(config, engine, trainer, vocab_size=len(tokenizer)),
+            trust=open_trust(config, engine, trainer.next_logits, vocab_size=len(tokenizer), replayed=ledger.replay),
             evaluator=open_evaluator(
                 config,
                 engine=engine,
@@ -337,29 +357,6 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
         config.engine, folder, logs=run.path / "logs", clock=SystemClock(), lockstep=config.deterministic
     )
     return engine, folders
-
-
-def _proof(
-    config: RunConfig, engine: Engine, trainer: Trainer, *, vocab_size: int
-) -> Callable[[], Awaitable[None]] | None:
-    """Compares the log-probs of servers with the trainer's: at two temperatures first, at the run's own later."""
-    if not isinstance(config.engine, ServerConfig):
-        return None
-    tolerance, later = config.engine.logprob_tolerance, (config.rollout.temperature,)
-    proved = False
-
-    async def prove() -> None:
-        nonlocal proved
-        await prove_logprobs(
-            engine,
-            trainer.score,
-            vocab_size=vocab_size,
-            tolerance=tolerance,
-            temperatures=later if proved else TEMPERATURES,
-        )
-        proved = True
-
-    return prove
 
 
 def open_evaluator(

@@ -229,6 +229,7 @@ class WasteCause(StrEnum):
     EVICTED_STALE = "evicted_stale"
     MASKED_STALE = "masked_stale"
     FILTER_ZERO_SIGNAL = "filter_zero_signal"
+    UNTRUSTED_ENGINE = "untrusted_engine"
     FAILED = "failed_or_crashed"
     END_OF_RUN = "end_of_run"
 

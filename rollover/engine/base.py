@@ -86,6 +86,8 @@ class Capabilities:
     """Has a part that is kept for requests that ask for it, and so decodes them faster than others."""
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
+    number_format: str = "float32"
+    """Of its weights and arithmetic, by torch's name; the coarser where they differ."""
     prefill_tokens_per_iteration: float = GPU_PREFILL_TOKENS
     """Tokens it prefills in the time of a decode iteration of few samples, to an order of magnitude; infinite where
     caches outlive new weights, so that what was stopped is not prefilled again."""

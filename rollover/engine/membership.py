@@ -2,9 +2,9 @@
 asyncio.
 
 A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or
-``DOWN`` (tried again at ``retry_s``, each time after twice the time). What is kept true: only members that
-are up get calls; a member's load is the number of calls assigned to it and not released; siblings share a
-member unless that would unbalance the pool.
+``DOWN`` (tried again at ``retry_s``, each time after twice the time; never, when it is expelled). What is kept
+true: only members that are up get calls; a member's load is the number of calls assigned to it and not
+released; siblings share a member unless that would unbalance the pool.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Member:
     """Since it was last up."""
     num_late_probes: int = 0
     """In a row, while it is up."""
+    is_expelled: bool = False
+    """Down for good."""
 
     @property
     def share(self) -> float:
@@ -121,14 +123,21 @@ class Membership:
 
     def take_out(self, index: int, reason: str, now_s: float) -> None:
         member = self.members[index]
+        if member.is_expelled:
+            return
         member.health, member.reason = Health.DOWN, reason
         wait_s = min(self._retry_after_s * 2.0 ** min(member.num_failures, 63), self._max_retry_after_s)
         member.num_failures += 1
         member.retry_s = now_s + wait_s
 
+    def expel(self, index: int, reason: str) -> None:
+        member = self.members[index]
+        member.health, member.reason, member.is_expelled = Health.DOWN, reason, True
+
     def admit(self, index: int, capacity: int) -> None:
         """The member is well and its weights are current."""
         member = self.members[index]
+        assert not member.is_expelled, f"{member.name} is out for good"
         member.health, member.reason, member.capacity = Health.UP, "", capacity
         member.num_failures = member.num_late_probes = 0
 

@@ -6,7 +6,8 @@ left out for a while.
     generate ─▶ the member with most room, or that of its siblings
                 └─ one that fails or is taken out ends its calls with EngineError: they are resumed elsewhere
     watcher, one per member:
-        up ──a call failed, probes late──▶ down ──▶ revive, load the current weights, probe ──▶ up
+        up ──a call failed, probes late──▶ down ──▶ revive, load the current weights, probe, prove ──▶ up
+    distrust ──▶ down for good
 
 ====================  ==========================  =========================================================
 task                  waits for                   is unblocked by
@@ -18,7 +19,7 @@ task                  waits for                   is unblocked by
 ====================  ==========================  =========================================================
 
 What it keeps true: a member gets calls only while it is well and serves the version of the pool; one bad
-member delays the others at nothing.
+member delays the others at nothing; each chunk says which member sampled it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from rollover.clock import Clock
@@ -41,10 +42,14 @@ from rollover.engine.base import (
     WeightTarget,
 )
 from rollover.engine.membership import Health, Membership
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 
 logger = logging.getLogger(__name__)
+
+Prove = Callable[[Engine, int], Coroutine[Any, Any, None]]
+"""(a member, the version it serves): returns once it has proved that it samples from those weights, else raises
+``EngineError``. Needs no more of it than ``generate``."""
 
 
 class PoolMember(Engine, WeightTarget, Protocol):
@@ -100,6 +105,9 @@ class EnginePool:
         )
         self._version = 0
         self._source = source
+        self._prove: Prove | None = None
+        self._unproved: set[int] = set()
+        """Members that are out because they failed their proof."""
         self._paused: set[int] | None = None
         """Members to resume, while the pool is paused."""
         self._calls: dict[str, _Call] = {}
@@ -136,6 +144,7 @@ class EnginePool:
             keeps_kv_on_abort=len(each) == 1 and each[0].keeps_kv_on_abort,
             in_flight_update=all(c.in_flight_update for c in each),
             seeded=all(c.seeded for c in each),
+            number_format=each[0].number_format,  # one model, one config
             prefill_tokens_per_iteration=sum(c.prefill_tokens_per_iteration for c in each),
         )
 
@@ -171,12 +180,12 @@ class EnginePool:
 
     async def _relay(self, request: GenerateRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """A call on a member that counts it as its load already."""
-        stream = self._members[index].generate(request)
+        name, stream = self._state.members[index].name, self._members[index].generate(request)
         lost = asyncio.create_task(self._lost[index].wait())
         try:
             while True:
                 chunk = await self._next(stream, lost, index)
-                yield chunk
+                yield replace(chunk, engine=name)
                 if chunk.finish_reason is not None:
                     return
         except EngineError as e:
@@ -249,6 +258,41 @@ class EnginePool:
             self._resumed.set()
             for look in self._look:  # whatever fell under suspicion meanwhile
                 look.set()
+
+    # -- which members sample what they say ------------------------------------------------------------------
+
+    def prove_with(self, prove: Prove) -> None:
+        """From now on a member that comes back gets calls only once it has proved itself."""
+        self._prove = prove
+
+    async def prove(self) -> dict[str, EngineError]:
+        """Have every member in service prove itself, all at once. Returns those that failed, which are taken out.
+
+        Raises ``EngineMismatch`` when all are found to sample from something else.
+        """
+        assert self._prove is not None, "there is a way to prove it"
+        prove, version, members = self._prove, self._version, self._state.in_service
+        failed = await self._each(members, lambda index: prove(self._members[index], version))
+        self._take_out_all(failed)
+        mismatched = {index for index, e in failed.items() if isinstance(e, EngineMismatch)}
+        if members and mismatched == {*members}:
+            reasons = "; ".join(map(str, failed.values()))
+            raise EngineMismatch(f"no engine samples from weights version {version}: {reasons}")
+        self._unproved |= mismatched
+        return {self._state.members[index].name: e for index, e in failed.items()}
+
+    def distrust(self, name: str, reason: str) -> None:
+        """Take a member out for good: it has said what is not so, in a way that a proof would not show. Its calls end
+        with ``EngineError``. One that is not of this pool is none the worse.
+
+        Raises ``EngineMismatch`` when no other is left that is up or may come back.
+        """
+        for index, member in enumerate(self._state.members):
+            if member.name == name:
+                self._state.expel(index, reason)
+                self._left(index)
+        if all(member.is_expelled for member in self._state.members):
+            raise EngineMismatch(f"no engine is left whose log-probs can be trusted: {self._state.why_none()}")
 
     # -- the inside ------------------------------------------------------------------------------------------
 
@@ -338,10 +382,11 @@ class EnginePool:
     async def _watch(self, index: int) -> None:
         """Probe a member while it is up, bring it back while it is down; until the pool is closed."""
         member = self._state.members[index]
-        while True:
+        while not member.is_expelled:
             if self._state.is_down(index):
                 await self._clock.sleep(max(0.0, member.retry_s - self._clock.now_s()))
-                await self._bring_back(index)
+                if not member.is_expelled:
+                    await self._bring_back(index)
                 continue
             self._look[index].clear()
             await self._wait(self._probe_interval_s, self._look[index])
@@ -374,11 +419,19 @@ class EnginePool:
                 finally:
                     await engine.resume()
                 await engine.probe(decode=True)
+                if self._prove is not None:
+                    await self._prove(engine, version)
                 if self._paused is None and version == self._version:
                     break
         except EngineError as e:
             self._state.take_out(index, str(e), self._clock.now_s())
+            if isinstance(e, EngineMismatch) and index not in self._unproved:
+                self._unproved.add(index)
+                logger.warning("%s stays out: %s", self._state.members[index].name, e)
             return
+        if self._state.members[index].is_expelled:
+            return
+        self._unproved.discard(index)
         logger.warning("%s is back with weights version %d", self._state.members[index].name, self._version)
         self._state.admit(index, engine.capabilities.max_running)
         self._lost[index].clear()

@@ -1,30 +1,54 @@
-"""Whether an engine reports the log-probs of the distribution it samples from, found out by comparing with the
-trainer's own.
+"""Whether an engine samples from the trainer's policy, found out by comparing log-probs.
 
-An engine that reports them before temperature, or serves other weights, would make every importance ratio wrong and
-nothing else would look amiss; so it is refused before the first batch.
+An engine that reports them before temperature, computes in another number format or serves other weights makes
+every importance ratio wrong, and nothing else looks amiss. So each engine draws one token after each of some prompts,
+and the log-prob it reports is looked up in what the trainer's weights say of that token. The trainer is asked once for
+a version of the weights, while it rests: an engine can be compared at any later time, also while a step changes the
+weights.
+
+Tolerances are means in nats. Rounding makes less than 1e-5 in float32 and some .001 in TF32; computing in bfloat16
+makes .004 to .05, weights of 8 bits make .01 to .1, those of 4 bits .25 and more (measured on models of 2 to 12
+layers).
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import EngineError
+from rollover.errors import EngineMismatch
 from rollover.types import SamplingParams
 
-Score = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
-"""(prompt ids, response ids, temperature) to the log-prob of each response token, by the trainer."""
-
 TEMPERATURES = (1.0, 0.5)
-_NUM_PROMPTS = 4
-_PROMPT_TOKENS = 6
-_RESPONSE_TOKENS = 12
+"""Two, so that one of them is not the temperature at which nothing is divided."""
+FLOAT32_TOLERANCE = 0.002
+"""Where both sides compute in float32: above its rounding, also that of TF32, and below all coarser formats."""
+HALF_TOLERANCE = 0.1
+"""Where one side computes in half precision: above its rounding. Finer wrongs cannot be told from it."""
+_PROMPT_LENGTHS = (4, 8, 16, 32, 64, 4, 8, 16) * 3
 _RAW_MARGIN = 1e-3
 """A mean difference below this says nothing about where the temperature was applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What the trainer's policy says of the token after each of some prompts."""
+
+    version: int
+    prompts: tuple[tuple[int, ...], ...]
+    logits_PV: NDArray[np.float32]
+
+    def logprob(self, prompt: int, token: int, temperature: float) -> float:
+        scaled_V = self.logits_PV[prompt].astype(np.float64) / temperature
+        peak = scaled_V.max()
+        return float(scaled_V[token] - peak - np.log(np.exp(scaled_V - peak).sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,73 +62,80 @@ class Mismatch:
     """From log-probs at temperature 1."""
 
 
+def proving_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Random ones of several lengths that leave room for a token."""
+    drawn = random.Random(0)
+    return tuple(
+        tuple(drawn.randrange(vocab_size) for _ in range(min(length, max_context_tokens - 1)))
+        for length in _PROMPT_LENGTHS
+    )
+
+
+def default_tolerance(*number_formats: str) -> float:
+    """Of engine and trainer, for where the config names none."""
+    return FLOAT32_TOLERANCE if set(number_formats) == {"float32"} else HALF_TOLERANCE
+
+
 async def prove_logprobs(
     engine: Engine,
-    score: Score,
+    reference: Reference,
     *,
-    vocab_size: int,
     tolerance: float,
+    remedy: str,
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> tuple[Mismatch, ...]:
-    """Sample after a few random prompts at each temperature and compare with ``score``. Returns what was measured.
+    """Sample after the prompts of ``reference`` at each temperature. Returns what was measured.
 
-    Raises: EngineError: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;
-        says which of the two it is.
+    Raises:
+        EngineMismatch: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;
+            says which of the two it is, and ``remedy``.
     """
-    drawn = random.Random(0)
-    prompts = [tuple(drawn.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)) for _ in range(_NUM_PROMPTS)]
     measured = []
     for temperature in temperatures:
-        differences: list[tuple[float, float]] = []
-        for number, prompt_ids in enumerate(prompts):
-            token_ids, logprobs = await _sample(engine, prompt_ids, temperature, seed=number)
-            if token_ids:
-                at_temperature = score(prompt_ids, token_ids, temperature)
-                at_one = score(prompt_ids, token_ids, 1.0)
-                differences += [
-                    (abs(p - q), abs(p - r)) for p, q, r in zip(logprobs, at_temperature, at_one, strict=True)
-                ]
-        count = max(1, len(differences))
+        drawn = await asyncio.gather(
+            *(_draw(engine, ids, temperature, seed=seed) for seed, ids in enumerate(reference.prompts))
+        )
+        differences = [
+            (abs(p - reference.logprob(i, token, temperature)), abs(p - reference.logprob(i, token, 1.0)))
+            for i, (token, p) in enumerate(drawn)
+        ]
         mismatch = Mismatch(
             temperature=temperature,
-            processed=sum(d for d, _ in differences) / count,
-            raw=sum(d for _, d in differences) / count,
+            processed=sum(d for d, _ in differences) / len(differences),
+            raw=sum(d for _, d in differences) / len(differences),
         )
         measured.append(mismatch)
-        _judge(engine, mismatch, tolerance)
+        _judge(engine, mismatch, tolerance, remedy)
     return tuple(measured)
 
 
-async def _sample(
-    engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int
-) -> tuple[list[int], list[float]]:
+async def _draw(engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int) -> tuple[int, float]:
+    """A token and the log-prob that the engine reports."""
     name = f"prove-logprobs-{seed}."
     request = GenerateRequest(
         request_id=name,
         sample_key=name,
         prompt_key=name,
         prompt_ids=prompt_ids,
-        params=SamplingParams(max_new_tokens=_RESPONSE_TOKENS, temperature=temperature),
+        params=SamplingParams(max_new_tokens=1, temperature=temperature),
         seed=seed,
     )
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    async for chunk in complete(engine, request):
-        token_ids += chunk.token_ids
-        logprobs += chunk.logprobs
-    return token_ids, logprobs
+    (drawn,) = [
+        pair async for chunk in complete(engine, request) for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)
+    ]
+    return drawn
 
 
-def _judge(engine: Engine, found: Mismatch, tolerance: float) -> None:
+def _judge(engine: Engine, found: Mismatch, tolerance: float, remedy: str) -> None:
     if found.raw < found.processed and found.processed > _RAW_MARGIN:
-        raise EngineError(
+        raise EngineMismatch(
             f"{engine!r} reports log-probs from before the temperature: at temperature {found.temperature} they"
             f" are {found.processed:.3g} nats from those of the sampling distribution, and {found.raw:.3g} from"
             " those without temperature; start vLLM with --logprobs-mode processed_logprobs"
         )
-    if found.processed > tolerance:
-        raise EngineError(
+    if not found.processed <= tolerance:
+        raise EngineMismatch(
             f"{engine!r} does not sample from the trainer's policy: its log-probs at temperature"
-            f" {found.temperature} are {found.processed:.3g} nats off on average (engine.logprob_tolerance ="
-            f" {tolerance:g}); is it another model, a coarser number format or an older version of the weights?"
+            f" {found.temperature} are {found.processed:.3g} nats off on average (engine.logprob_tolerance is"
+            f" {tolerance:g}); {remedy}"
         )

@@ -36,6 +36,7 @@ WASTE_COLOURS = {
     WasteCause.EVICTED_STALE: "--pink",
     WasteCause.MASKED_STALE: "--yellow",
     WasteCause.FILTER_ZERO_SIGNAL: "--cyan",
+    WasteCause.UNTRUSTED_ENGINE: "--teal",
     WasteCause.FAILED: "--brown",
     WasteCause.END_OF_RUN: "--soft",
 }

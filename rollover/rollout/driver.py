@@ -155,6 +155,22 @@ class RolloutDriver:
             self._scheduler.collecting = collecting
         self._act()
 
+    async def drop_tokens_of(self, engine: str, take_out: Callable[[], None], *, since: int = 0) -> int:
+        """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later: they are not
+        to be trained. Running samples are parked before, and go on once ``take_out`` has seen to it that ``engine``
+        gets no call. Returns how many tokens were dropped."""
+        collecting = self._scheduler.collecting
+        self._scheduler.collecting = False
+        try:
+            await asyncio.sleep(0)  # see stop
+            await self._abort_running()
+            num_tokens = self._scheduler.drop_tokens_of(engine, self._clock.now_s(), since=since)
+            take_out()
+        finally:
+            self._scheduler.collecting = collecting
+        self._act()
+        return num_tokens
+
     async def stop(self) -> None:
         """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
         self._scheduler.collecting = False

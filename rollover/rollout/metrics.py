@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 
 from rollover.engine.base import EngineStats
 from rollover.rollout.ledger import Ledger
-from rollover.types import Batch, FinishReason
+from rollover.types import Batch, Drift, FinishReason
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -62,6 +63,11 @@ def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
         return {}
     names = ("decoded_tokens", "drafted_tokens", "accepted_tokens")
     return {f"engine/{name}": getattr(now, name) - getattr(before, name) for name in names}
+
+
+def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:
+    """Mean distance of recorded log-probs from the trainer's, in nats, by engine where there are several."""
+    return {f"drift/{name}" if name else "drift": found.mean_abs for name, found in drift.items()}
 
 
 def _quantile(counts: Counter[int], q: float) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rollover.errors import DataError, RunError
 from rollover.rollout.config import Limits
+from rollover.rollout.entries import FAILED
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -212,6 +213,16 @@ class Scheduler:
         for group in list(self.ledger.open.values()):
             if any(s.state in unfinished for s in group.samples):
                 self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, now_s, prompt_returned=True)
+
+    def drop_tokens_of(self, engine: str, now_s: float, *, since: int) -> int:
+        """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later; their
+        prompts go out again. Returns how many tokens they held."""
+        before = self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
+        for group in list(self.ledger.unconsumed()):
+            segments = (s for sample in group.samples if sample.state is not FAILED for s in sample.segments)
+            if any(s.engine == engine and s.token_ids and s.policy_version >= since for s in segments):
+                self._drop(group.group_id, WasteCause.UNTRUSTED_ENGINE, now_s, prompt_returned=True)
+        return self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] - before
 
     def consume(self, now_s: float) -> Batch:
         """Hand out the next batch: after a restart the one that was handed out before, else what the strategy selects

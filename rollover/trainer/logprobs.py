@@ -58,13 +58,7 @@ def response_logprobs(model: Any, row: DeviceRow, temperature: float, *, autocas
     unless it is switched off. The head runs on the ``T`` predicting positions alone, in bounded memory.
     ``autocast`` runs matrix products in bfloat16."""
     with _autocast(row.input_ids_N.device, autocast):
-        hidden_ND = model.model(
-            input_ids=row.input_ids_N[None],
-            position_ids=row.position_ids_N[None],
-            use_cache=False,
-            packed_layout=row.layout,
-        ).last_hidden_state[0]
-        hidden_TD = hidden_ND.index_select(0, row.predict_T)
+        hidden_TD = _hidden(model, row)
         chunk = max(1, LOGITS_PER_CHUNK // model.lm_head.out_features)
         if len(hidden_TD) <= chunk:
             return _token_logprobs(model.lm_head, hidden_TD, row.target_T, temperature)
@@ -83,6 +77,14 @@ def response_logprobs(model: Any, row: DeviceRow, temperature: float, *, autocas
         return torch.cat(parts)
 
 
+def response_logits(model: Any, row: DeviceRow, *, autocast: bool = False) -> Tensor:
+    """Logits ``[T, vocab]`` from which the row's response tokens are drawn; for few tokens, since nothing bounds the
+    memory."""
+    with _autocast(row.input_ids_N.device, autocast):
+        logits_TV: Tensor = model.lm_head(_hidden(model, row))
+        return logits_TV
+
+
 def all_logprobs(
     model: Any, rows: Sequence[DeviceRow], temperature: float, *, num_tokens: int, autocast: bool = False
 ) -> Tensor:
@@ -94,6 +96,18 @@ def all_logprobs(
             logprobs = response_logprobs(model, row, temperature, autocast=autocast)
             out_T = out_T.to(logprobs.dtype).index_copy_(0, row.token_T, logprobs)
     return out_T
+
+
+def _hidden(model: Any, row: DeviceRow) -> Tensor:
+    """Last hidden states ``[T, D]`` at the predicting positions."""
+    hidden_ND = model.model(
+        input_ids=row.input_ids_N[None],
+        position_ids=row.position_ids_N[None],
+        use_cache=False,
+        packed_layout=row.layout,
+    ).last_hidden_state[0]
+    hidden_TD: Tensor = hidden_ND.index_select(0, row.predict_T)
+    return hidden_TD
 
 
 def _token_logprobs(head: nn.Module, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
@@ -31,8 +33,9 @@ from rollover.trainer.checkpoint import (
     write_state,
 )
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.drift import DriftMeter
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logprobs
+from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logits, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, deal, split
 from rollover.trainer.models import (
     check_same_architecture,
@@ -141,10 +144,11 @@ class Trainer:
             )
             proximal_T, ref_T = self._constant_logprobs(data, minis)
             advantages_T = self._advantages(data, proximal_T, ref_T)
+            drift = DriftMeter([t for g in groups for t in g.trajectories], step=batch.step, device=self._device)
             rate = learning_rate(config, batch.step, self._num_steps)
             losses, norms, metrics = [], [], None
             for mini in minis:
-                loss, mini_metrics = self._accumulate(data, mini, proximal_T, ref_T, advantages_T)
+                loss, mini_metrics = self._accumulate(data, mini, proximal_T, ref_T, advantages_T, drift)
                 norms.append(apply_gradients(self._optimizer, config, rate))
                 losses.append(loss)
                 metrics = mini_metrics if metrics is None else metrics.merge(mini_metrics)
@@ -160,14 +164,19 @@ class Trainer:
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
-        return TrainedStep(metrics=metrics_of_step)
+        return TrainedStep(metrics=metrics_of_step, drift=drift.measured())
 
-    def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
-        """Log-probs of the response tokens under ``weights()``, as ``step`` would compute them."""
-        samples = [TrainingSample(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids))]
+    def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits ``[num_prompts, vocab]`` of the token after each prompt under ``weights()``, as ``step`` would compute
+        them."""
+        samples = [TrainingSample(prompt_ids=tuple(ids), response_ids=(0,)) for ids in prompts]
         rows = [DeviceRow.of(row, self._device) for row in pack(samples, self._config.micro_batch_tokens)]
-        logprobs_T = all_logprobs(self._model, rows, temperature, num_tokens=len(response_ids), autocast=self._autocast)
-        return [float(p) for p in logprobs_T]
+        logits = np.empty((len(prompts), self._model.lm_head.out_features), dtype=np.float32)
+        with reporting_out_of_memory(self._config), torch.no_grad():
+            for row in rows:
+                logits_TV = response_logits(self._model, row, autocast=self._autocast)
+                logits[row.token_T.tolist()] = logits_TV.float().cpu().numpy()
+        return logits
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that ``load`` continues bit for bit; ``extra`` is JSON kept in its manifest.
@@ -254,10 +263,11 @@ class Trainer:
         proximal_T: Tensor,
         ref_T: Tensor | None,
         advantages_T: Tensor,
+        drift: DriftMeter,
     ) -> tuple[float, LossMetrics]:
         """Fill the gradients of one mini-batch, row by row."""
         self._optimizer.zero_grad(set_to_none=True)
-        at_start = mini.first_group == 0 or not self._algorithm.needs_proximal
+        is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
         total: Tensor | None = None
         metrics: LossMetrics | None = None
         for row in mini.rows:
@@ -266,10 +276,14 @@ class Trainer:
                 data,
                 row,
                 trainer_logprobs_T=logprobs_T,
-                proximal_logprobs_T=logprobs_T.detach() if at_start else proximal_T[row.token_T],
+                proximal_logprobs_T=(
+                    logprobs_T.detach() if is_first or not needs_proximal else proximal_T[row.token_T]
+                ),
                 ref_logprobs_T=ref_T,
                 advantages_T=advantages_T,
             )
+            if is_first or needs_proximal:  # else the weights have moved since the step began
+                drift.add(row.token_T, tokens.rollout_logprobs_T, tokens.proximal_logprobs_T)
             try:
                 loss, row_metrics = policy_loss(self._algorithm, tokens, mini.denominators)
             except LossError as error:

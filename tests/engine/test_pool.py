@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.base import Chunk, GenerateRequest, WeightSource
+from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource
 from rollover.engine.pool import EnginePool
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.fake import FakeEngine
@@ -308,5 +308,149 @@ def test_an_abort_reaches_all_members_at_once_and_does_not_wait_for_one_that_han
             assert len(aborted) == 4
             assert all(chunks[-1].finish_reason is FinishReason.ABORT for chunks in aborted)
             assert sum(isinstance(e, EngineError) for e in ends) == 2
+
+    run(main())
+
+
+# -- which members are trusted ------------------------------------------------------------------------------------
+
+
+class Prover:
+    """Finds a mismatch with the members named in ``liars``, each time; ``asked`` holds whom, and for which version."""
+
+    def __init__(self, *liars: str) -> None:
+        self.liars = {*liars}
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, engine: Engine, version: int) -> None:
+        self.asked.append((repr(engine), version))
+        assert len(await collect(engine, request(f"proof{len(self.asked)}", max_new_tokens=1))) > 0
+        if repr(engine) in self.liars:
+            raise EngineMismatch(f"{engine!r} is 0.5 nats off")
+
+
+async def publish(pool: EnginePool, version: int) -> None:
+    await pool.pause()
+    await pool.load(version, {"w": version})
+    await pool.resume()
+
+
+def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        members = [Flaky(f"e{i}") for i in range(3)]
+        async with pool_of(*members) as pool:
+            pool.prove_with(prover := Prover("e2"))
+            await publish(pool, 1)
+            failed = await pool.prove()
+            assert sorted(prover.asked) == [("e0", 1), ("e1", 1), ("e2", 1)]
+            assert {name: str(e) for name, e in failed.items()} == {"e2": "e2 is 0.5 nats off"}
+            assert pool.capabilities.max_running == 128
+            await asyncio.sleep(100.0)
+            assert pool.capabilities.max_running == 128 and prover.asked.count(("e2", 1)) > 3, "it is asked again"
+            warnings = [r.getMessage() for r in caplog.records if "e2" in r.getMessage()]
+            assert warnings == ["e2 is taken out: e2 is 0.5 nats off"], "and once is enough to say so"
+            prover.liars.clear()
+            await asyncio.sleep(40.0)
+            assert pool.capabilities.max_running == 192
+
+    run(main())
+
+
+def test_when_no_member_proves_itself_all_are_named() -> None:
+    async def main() -> None:
+        async with pool_of(Flaky("one"), Flaky("two")) as pool:
+            pool.prove_with(Prover("one", "two"))
+            with pytest.raises(EngineMismatch, match=r"weights version 0: one is 0\.5 nats off; two is 0\.5 nats off"):
+                await pool.prove()
+
+    run(main())
+
+
+def test_a_member_that_comes_back_gets_calls_only_once_it_has_proved_itself() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            pool.prove_with(prover := Prover("two"))
+            two.failing = "ill"
+            await asyncio.sleep(30.0)
+            await publish(pool, 1)
+            two.failing = None
+            await asyncio.sleep(40.0)
+            assert two.version == 1 and ("two", 1) in prover.asked
+            assert pool.capabilities.max_running == 64
+            await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+            assert all(r.request_id.startswith("proof") for r in two.requests)
+            prover.liars.clear()
+            await asyncio.sleep(40.0)
+            assert pool.capabilities.max_running == 128
+
+    run(main())
+
+
+def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            pool.prove_with(Prover())
+            two.hanging = True
+            start_s = asyncio.get_running_loop().time()
+            failed = await pool.prove()
+            assert failed.keys() == {"two"}
+            assert asyncio.get_running_loop().time() - start_s < 9.0
+
+    run(main())
+
+
+def test_each_chunk_names_the_member_that_sampled_it() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            calls = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+            for member in (one, two):
+                prompts = {r.prompt_ids for r in member.requests}
+                assert prompts
+                for i, chunks in enumerate(calls):
+                    if (i + 1,) in prompts:
+                        assert {c.engine for c in chunks} == {member.name}
+
+    run(main())
+
+
+def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            calls = [
+                asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=500, prompt_ids=(i + 1,))))
+                for i in range(4)
+            ]
+            await asyncio.sleep(0.05)
+            pool.distrust("two", "it lies")
+            pool.distrust("three", "nobody knows it")
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert sorted(str(e) for e in ends if isinstance(e, EngineError)) == ["two was taken out: it lies"] * 2
+            await publish(pool, 1)
+            await asyncio.sleep(200.0)
+            assert (two.num_revivals, two.version) == (0, 0)
+            assert pool.capabilities.max_running == 64
+            with pytest.raises(EngineMismatch, match=r"no engine is left .*: one: it lies, too; two: it lies$"):
+                pool.distrust("one", "it lies, too")
+
+    run(main())
+
+
+def test_a_member_distrusted_while_it_comes_back_stays_out() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            two.failing = "ill"
+            await asyncio.sleep(30.0)
+            two.failing, two.probe_s = None, 5.0
+            before = two.num_revivals
+            while two.num_revivals == before:
+                await asyncio.sleep(0.5)
+            pool.distrust("two", "it lies")
+            await asyncio.sleep(100.0)
+            assert pool.capabilities.max_running == 64 and two.num_revivals == before + 1
 
     run(main())

@@ -1,25 +1,31 @@
-"""The start-up proof of log-probs accepts the sampling distribution's own and refuses all others, saying which."""
+"""The proof of log-probs accepts the sampling distribution's own and refuses all others, saying which."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.proof import prove_logprobs
-from rollover.errors import EngineError
+from rollover.engine.proof import Reference, default_tolerance, prove_logprobs, proving_prompts
+from rollover.errors import EngineMismatch
 from tests.engine.fake import FakeEngine
 from tests.virtual_time import run
 
-
-def truth(prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
-    return [-(1 + token % 7) / temperature for token in response_ids]
+VOCAB = 64
+PROMPTS = proving_prompts(VOCAB, 512)
+REFERENCE = Reference(
+    version=3,
+    prompts=PROMPTS,
+    logits_PV=np.random.default_rng(0).normal(0, 3, (len(PROMPTS), VOCAB)).astype(np.float32),
+)
+REMEDY = "serve the right one"
 
 
 class Reporting(FakeEngine):
-    """Reports log-probs taken at temperature 1 when ``raw``, and ``shift`` nats off."""
+    """Reports log-probs of ``REFERENCE``, taken at temperature 1 when ``raw``, and ``shift`` nats off."""
 
     def __init__(self, *, raw: bool = False, shift: float = 0.0) -> None:
         super().__init__(lambda _: 10**6, auto=True)
@@ -28,23 +34,57 @@ class Reporting(FakeEngine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         temperature = 1.0 if self.raw else request.params.temperature
         async for chunk in super().generate(request):
-            reported = tuple(p + self.shift for p in truth((), chunk.token_ids, temperature))
-            yield replace(chunk, logprobs=reported)
+            ids = tuple(t % VOCAB for t in chunk.token_ids)
+            logprobs = tuple(
+                REFERENCE.logprob(PROMPTS.index(request.prompt_ids), t, temperature) + self.shift for t in ids
+            )
+            yield replace(chunk, token_ids=ids, logprobs=logprobs)
+
+
+def prove(engine: Reporting, tolerance: float) -> tuple[float, ...]:
+    measured = run(prove_logprobs(engine, REFERENCE, tolerance=tolerance, remedy=REMEDY))
+    assert [m.temperature for m in measured] == [1.0, 0.5]
+    assert measured[1].raw > 0.5
+    return tuple(m.processed for m in measured)
+
+
+def test_the_reference_holds_log_softmax_of_logits_over_temperature() -> None:
+    for temperature in (0.5, 1.0, 2.0):
+        total = sum(np.exp(REFERENCE.logprob(0, token, temperature)) for token in range(VOCAB))
+        assert total == pytest.approx(1.0)
+    difference = REFERENCE.logprob(0, 1, 0.5) - REFERENCE.logprob(0, 2, 0.5)
+    assert difference == pytest.approx(2 * (REFERENCE.logits_PV[0, 1] - REFERENCE.logits_PV[0, 2]), rel=1e-5)
 
 
 def test_log_probs_of_the_sampling_distribution_pass() -> None:
-    measured = run(prove_logprobs(Reporting(), truth, vocab_size=64, tolerance=0.01))
-    assert [m.temperature for m in measured] == [1.0, 0.5]
-    assert all(m.processed < 1e-9 for m in measured)
-    assert measured[1].raw > 0.5
+    assert max(prove(Reporting(), 1e-6)) < 1e-9
 
 
 def test_log_probs_from_before_the_temperature_are_refused_with_the_mend() -> None:
-    with pytest.raises(EngineError, match=r"from before the temperature.*--logprobs-mode processed_logprobs"):
-        run(prove_logprobs(Reporting(raw=True), truth, vocab_size=64, tolerance=1e9))
+    with pytest.raises(EngineMismatch, match=r"from before the temperature.*--logprobs-mode processed_logprobs"):
+        prove(Reporting(raw=True), 1e9)
 
 
 def test_log_probs_of_another_policy_are_refused() -> None:
-    with pytest.raises(EngineError, match=r"does not sample from the trainer's policy.*0\.3 nats off"):
-        run(prove_logprobs(Reporting(shift=-0.3), truth, vocab_size=64, tolerance=0.1))
-    assert run(prove_logprobs(Reporting(shift=-0.05), truth, vocab_size=64, tolerance=0.1))
+    with pytest.raises(
+        EngineMismatch, match=r"not sample from the trainer's policy.*0\.3 nats off.*serve the right one"
+    ):
+        prove(Reporting(shift=-0.3), 0.1)
+    assert prove(Reporting(shift=-0.05), 0.1) == pytest.approx((0.05, 0.05))
+
+
+def test_log_probs_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(EngineMismatch, match="nan nats off"):
+        prove(Reporting(shift=float("nan")), 1e9)
+
+
+def test_prompts_leave_room_for_a_token_in_the_smallest_context() -> None:
+    assert {len(p) for p in proving_prompts(VOCAB, 512)} == {4, 8, 16, 32, 64}
+    assert {len(p) for p in proving_prompts(VOCAB, 2)} == {1}
+    assert proving_prompts(VOCAB, 512) == PROMPTS
+
+
+def test_where_all_is_float32_the_tolerance_is_below_the_rounding_of_half_precision() -> None:
+    assert default_tolerance("float32", "float32") == 0.002
+    assert default_tolerance("bfloat16", "float32") == default_tolerance("float32", "bfloat16") == 0.1
+    assert default_tolerance("unknown", "float32") == 0.1

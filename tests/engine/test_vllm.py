@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollover.engine.proof import prove_logprobs
+from rollover.engine.proof import Reference, prove_logprobs, proving_prompts
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine, hop_seed
 from rollover.engine.vllm.open import launch_arguments, launch_environment
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
 from tests.engine.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
@@ -623,20 +624,18 @@ def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
 
 
 def test_log_probs_are_proved_before_training(folder: Path) -> None:
-    def score(prompt: Any, response: Any, temperature: float) -> list[float]:
-        return [expected[temperature][token] for token in response]
-
-    expected: dict[float, dict[int, float]] = {1.0: {}, 0.5: {}}
-    for number in range(4):
-        for i in range(12):
-            seed = hop_seed(number, 0)
-            for temperature, table in expected.items():
-                table[token_at(seed, i, str(folder))] = logprob_at(seed, i, str(folder), temperature)
+    prompts = proving_prompts(64, 512)
+    logits_PV = np.full((len(prompts), 64), -1e9, dtype=np.float32)
+    for number in range(len(prompts)):  # two tokens of which one has the log-prob that the server will report
+        seed = hop_seed(number, 0)
+        p, token = logprob_at(seed, 0, str(folder)), token_at(seed, 0, str(folder))
+        logits_PV[number, [token, (token + 1) % 64]] = p, np.log(-np.expm1(p))
+    reference = Reference(version=0, prompts=prompts, logits_PV=logits_PV)
 
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         server.raw_logprobs = True
-        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-            await prove_logprobs(engine, score, vocab_size=64, tolerance=1e9)
+        with pytest.raises(EngineMismatch, match="--logprobs-mode processed_logprobs"):
+            await prove_logprobs(engine, reference, tolerance=1e9, remedy="")
 
     check(folder, law)
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from rollover.engine.proof import Reference, proving_prompts
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import load_policy, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
@@ -57,3 +59,12 @@ def logprobs(folder: Path, prompt: tuple[int, ...], response: tuple[int, ...], t
         logits = _transformers_model(folder)(input_ids=torch.tensor([prompt + response])).logits
     table = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, -1)
     return [float(row[token]) for row, token in zip(table, response, strict=True)]
+
+
+def reference(folder: Path) -> Reference:
+    """What transformers says of the token after each of the proving prompts."""
+    model = _transformers_model(folder)
+    prompts = proving_prompts(model.config.vocab_size, model.config.max_position_embeddings)
+    with torch.no_grad():
+        rows = [model(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
+    return Reference(version=0, prompts=prompts, logits_PV=np.stack(rows))

@@ -26,7 +26,7 @@ from rollover.types import FinishReason
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.vllm_kit import model_folder
-from tests.real.models import logprobs, real_model, spelling
+from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.test_train import largest_logprob_error
 
@@ -189,12 +189,9 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
 
 
 def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(url: str, folders: tuple[Path, Path]) -> None:
-    def score(prompt: Any, response: Any, temperature: float) -> list[float]:
-        return logprobs(folders[0], tuple(prompt), tuple(response), temperature)
-
     async def law() -> None:
         async with opened(url, folders[0]) as engine:
-            measured = await prove_logprobs(engine, score, vocab_size=engine.model.vocab_size, tolerance=TOLERANCE)
+            measured = await prove_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
             assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
 
     asyncio.run(law())

@@ -26,7 +26,7 @@ from rollover.engine.vllm.open import launch_arguments, open_vllm
 from rollover.errors import EngineError
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.real.models import logprobs, real_model, spelling
+from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.servers import RealServer
 
 pytestmark = pytest.mark.vllm
@@ -186,12 +186,7 @@ def test_log_probs_are_those_of_each_version_at_each_temperature(
         async with engine_of(servers[0], folders["first"]) as engine:
             for version, name in ((0, "first"), (1, "second"), (2, "first")):
                 await update(engine, version, folders[name])
-                measured = await prove_logprobs(
-                    engine,
-                    lambda p, r, t, name=name: logprobs(folders[name], tuple(p), tuple(r), t),  # type: ignore[misc]
-                    vocab_size=engine.model.vocab_size,
-                    tolerance=1e-4,
-                )
+                measured = await prove_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
                 assert measured[1].raw > 0.05, "temperature makes a difference that would be seen"
 
     within_deadline(law)

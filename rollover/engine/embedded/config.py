@@ -48,6 +48,11 @@ class EmbeddedConfig:
     cache."""
     stream_interval_tokens: int = 16
     """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
+    logprob_tolerance: float | None = None
+    """Largest mean difference, in nats, between the log-probs that the engine reports and the trainer's for the same
+    weights. Measured on a few tokens at the start and, unless ``top_p`` or ``top_k`` cut the distribution, on every
+    batch; the run stops beyond it. Left out, it is 0.002 where engine and trainer compute in float32, and 0.1 where one
+    of them computes in bfloat16."""
     command_timeout_s: float = 300.0
     """Longest wait for an iteration to end or weights to load before the engine is called dead."""
 
@@ -60,10 +65,11 @@ class EmbeddedConfig:
             "block_size_tokens",
             "prefill_chunk_tokens",
             "stream_interval_tokens",
+            "logprob_tolerance",
             "command_timeout_s",
         )
         for key in positive:
-            if getattr(self, key) <= 0:
+            if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
         if not 0 <= self.draft_rows <= self.max_running:
             raise ValueError(

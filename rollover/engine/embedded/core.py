@@ -121,6 +121,7 @@ class EngineCore:
             keeps_kv_on_abort=True,
             in_flight_update=True,
             seeded=True,
+            number_format=str(_dtype(self._config)).removeprefix("torch."),
             prefill_tokens_per_iteration=self._prefill_tokens_per_iteration,
         )
 

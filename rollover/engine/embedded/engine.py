@@ -61,6 +61,9 @@ class EmbeddedEngine:
             ) from error
         return cls(core, config, lockstep=lockstep)
 
+    def __repr__(self) -> str:
+        return "the embedded engine"
+
     @property
     def capabilities(self) -> Capabilities:
         return self._core.capabilities

@@ -68,6 +68,7 @@ class ServerEngine(ABC):
             max_running=config.max_running,
             max_context_tokens=self.model.max_context_tokens,
             in_flight_update=keeps_calls_over_update,
+            number_format=self.model.dtype or "unknown",
             prefill_tokens_per_iteration=math.inf if keeps_cache_over_update else GPU_PREFILL_TOKENS,
         )
         self._config = config

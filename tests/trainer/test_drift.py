@@ -1,0 +1,79 @@
+"""The distance between recorded and recomputed log-probs is that of the tokens which both sides computed alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.trainer.packing import TrainingSample
+from rollover.types import Batch, Trajectory
+from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
+
+OFF = {"a": 0.25, "b": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "policy")
+
+
+def recorded(trajectory: Trajectory, *, engine: str, version: int = 0, kv_version: int = 0) -> Trajectory:
+    """As an engine records it that is ``OFF`` so far from the model of ``folder``, if at all; older tokens are ten nats
+    off, as nobody should see."""
+    sample = TrainingSample(prompt_ids=trajectory.prompt.token_ids, response_ids=trajectory.token_ids)
+    off = OFF[engine] if version == kv_version == 0 else 10.0
+    logprobs = [p - off for p in separate_logprobs(make_model(), [sample], 0.8).tolist()]
+    segment = trajectory.segments[0]._replace(
+        rollout_logprobs=logprobs, engine=engine, policy_version=version, kv_version=kv_version
+    )
+    return replace(trajectory, segments=(segment,))
+
+
+def mixed_batch() -> tuple[Batch, dict[str, int]]:
+    """Samples of two engines by turns, the last of each group with an older cache; and how many tokens count."""
+    batch, counts = make_batch(num_groups=4, group_size=3), {"a": 0, "b": 0}
+    groups = []
+    for group in batch.groups:
+        trajectories = []
+        for i, t in enumerate(group.trajectories):
+            engine = "ab"[(group.group_id + i) % 2]
+            counts[engine] += t.num_tokens if i < 2 else 0
+            trajectories.append(recorded(t, engine=engine, kv_version=0 if i < 2 else -1))
+        groups.append(replace(group, trajectories=tuple(trajectories)))
+    return replace(batch, groups=tuple(groups)), counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 40}, {"mini_batches": 2, "learning_rate": 1.0}])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
+def test_drift_is_the_mean_distance_over_the_fresh_tokens_of_each_engine(
+    folder: Path, settings: dict[str, float], algorithm: str
+) -> None:
+    batch, counts = mixed_batch()
+    drift = make_trainer(folder, algorithm=algorithm, **settings).step(batch).drift
+    assert drift.keys() == counts.keys()
+    for name, found in drift.items():
+        assert found.num_tokens == counts[name]
+        assert found.mean_abs == pytest.approx(OFF[name], abs=1e-5)
+
+
+def test_weights_that_have_moved_are_not_compared(folder: Path) -> None:
+    """An algorithm without proximal log-probs knows them in its first mini-batch alone."""
+    batch, counts = mixed_batch()
+    plain = resolve(AlgorithmConfig(name="rloo", correction="none"))
+    trainer = make_trainer(folder, algorithm=plain, mini_batches=2, learning_rate=1.0)
+    assert not trainer._algorithm.needs_proximal
+    drift = trainer.step(batch).drift
+    assert 0 < sum(found.num_tokens for found in drift.values()) < sum(counts.values())
+    assert all(found.mean_abs == pytest.approx(OFF[name], abs=1e-5) for name, found in drift.items())
+
+
+def test_tokens_of_older_weights_have_no_drift(folder: Path) -> None:
+    batch, _ = mixed_batch()
+    old = [
+        replace(g, trajectories=tuple(recorded(t, engine="a", version=-1, kv_version=-1) for t in g.trajectories))
+        for g in batch.groups
+    ]
+    assert make_trainer(folder).step(replace(batch, groups=tuple(old))).drift == {}

@@ -119,6 +119,11 @@ class Trainer:
         """Batches trained so far: the ``policy_version`` of ``weights()``."""
         return self._version
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix."""
+        return int(self._model.lm_head.out_features)
+
     def weights(self) -> Mapping[str, Tensor]:
         """Parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
         return named_weights(self._model)
@@ -171,7 +176,7 @@ class Trainer:
         them."""
         samples = [TrainingSample(prompt_ids=tuple(ids), response_ids=(0,)) for ids in prompts]
         rows = [DeviceRow.of(row, self._device) for row in pack(samples, self._config.micro_batch_tokens)]
-        logits = np.empty((len(prompts), self._model.lm_head.out_features), dtype=np.float32)
+        logits = np.empty((len(prompts), self.vocab_size), dtype=np.float32)
         with reporting_out_of_memory(self._config), torch.no_grad():
             for row in rows:
                 logits_TV = response_logits(self._model, row, autocast=self._autocast)

@@ -34,11 +34,16 @@ class ModelServer(ScriptedVLLM):
         self._model.load_state_dict(load_file(Path(self.weights) / "model.safetensors"), strict=False)
         return answer
 
+    def logits(self, ids: list[int], decoded: int) -> torch.Tensor:
+        """Of the token behind ``ids``, the last ``decoded`` of which are of this call's own output."""
+        with torch.no_grad():
+            logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+            return logits
+
     def _decode(self, name: str, running: _Running) -> None:
         body = running.body
         ids = running.__dict__.setdefault("ids", list(body["prompt"]))
-        with torch.no_grad():
-            logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
+        logits = self.logits(ids, running.decoded)
         logprobs = torch.log_softmax(logits / body["temperature"], -1)
         generator = torch.Generator().manual_seed(body["seed"] + len(ids))
         token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))

@@ -1,0 +1,100 @@
+"""Tokens of an engine that is not trusted any more leave by one door, whatever they were doing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import EngineMismatch
+from rollover.rollout.entries import FAILED
+from rollover.rollout.events import GroupDropped
+from rollover.rollout.ledger import Ledger
+from rollover.types import WasteCause
+from tests.engine.fake import FakeEngine
+from tests.rollout.kit import NAMES, Rig, assert_trainable, lognormal, make_rig, with_stop
+from tests.virtual_time import VirtualClock, run
+
+
+class Two(FakeEngine):
+    """Two members: every other sample is decoded by ``b``, as long as it is there."""
+
+    has_b = True
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        name = "b" if request.seed % 2 and self.has_b else "a"
+        async for chunk in super().generate(request):
+            yield replace(chunk, engine=name)
+
+
+def make_two(name: str) -> Rig:
+    engine = Two(lognormal(8, 1.0), auto=True, clock=VirtualClock())
+    return make_rig(name, engine=engine, rollout_batch_size=3)
+
+
+def versions_of(engine: str, ledger: Ledger) -> set[int]:
+    """Under which it sampled what may still be trained."""
+    samples = (s for g in ledger.unconsumed() for s in g.samples if s.state is not FAILED)
+    return {s.policy_version for sample in samples for s in sample.segments if s.engine == engine and s.token_ids}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_token_of_a_distrusted_engine_is_trained_and_its_prompts_go_out_again(name: str) -> None:
+    async def work() -> None:
+        rig = make_two(name)
+
+        def take_out() -> None:
+            assert not rig.ledger.running and not versions_of("b", rig.ledger)
+            rig.engine.has_b = False  # type: ignore[attr-defined]
+
+        batches = await rig.train(2, train_s=2.0)
+        assert any(s.engine == "b" for b in batches.values() for t in b.trajectories for s in t.segments)
+        waste, before = rig.ledger.tokens.wasted, len(rig.events)
+        num_tokens = await rig.driver.drop_tokens_of("b", take_out)
+        drops = [e for e in rig.events[before:] if isinstance(e, GroupDropped)]
+        assert all(e.cause is WasteCause.UNTRUSTED_ENGINE and e.prompt_returned for e in drops)
+        assert waste[WasteCause.UNTRUSTED_ENGINE] == num_tokens and (num_tokens > 0) == bool(drops)
+        returned = {p.prompt_id for p in rig.ledger.returned}
+        later = await with_stop(rig, rig.train(6, train_s=2.0))
+        assert_trainable(batches | later, rig)
+        assert all(s.engine != "b" for b in later.values() for t in b.trajectories for s in t.segments if s.token_ids)
+        assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
+
+    run(work())
+
+
+def test_tokens_from_before_a_version_stay() -> None:
+    async def work() -> None:
+        rig = make_two("bounded_async")
+        await rig.train(3, train_s=2.0)
+        newest = max(versions_of("b", rig.ledger))
+        older = {
+            group.group_id
+            for group in rig.ledger.unconsumed()
+            if all(s.policy_version < newest for sample in group.samples for s in sample.segments if s.engine == "b")
+        }
+        await rig.driver.drop_tokens_of("b", lambda: None, since=newest)
+        assert newest not in versions_of("b", rig.ledger)
+        assert older and older <= {group.group_id for group in rig.ledger.unconsumed()}
+        await with_stop(rig, asyncio.sleep(0))
+
+    run(work())
+
+
+def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
+    async def work() -> None:
+        rig = make_two("april")
+        await rig.train(2)
+
+        def take_out() -> None:
+            raise EngineMismatch("none is left")
+
+        with pytest.raises(EngineMismatch, match="none is left"):
+            await rig.driver.drop_tokens_of("b", take_out)
+        assert not versions_of("b", rig.ledger)
+        await with_stop(rig, asyncio.sleep(0))
+
+    run(work())

@@ -292,13 +292,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             engine=engine,
             journal=journal,
             publisher=Publisher([engine], folders=folders),
-            trust=open_trust(
-                config,
-                engine,
-                trainer.next_logits,
-                vocab_size=min(len(tokenizer), trainer.vocab_size),
-                replayed=ledger.replay,
-            ),
+            trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=ledger.replay),
             evaluator=open_evaluator(
                 config,
                 engine=engine,

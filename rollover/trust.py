@@ -17,7 +17,8 @@ easily mended; later the run goes on with the engines that are left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,16 @@ from rollover.types import Drift
 MIN_TOKENS = 64
 """Fewer of an engine in a batch say nothing: single tokens are far off in half precision."""
 
-NextLogits = Callable[[Sequence[Sequence[int]]], NDArray[np.float32]]
-"""From prompts to the logits ``[num_prompts, vocab]`` of the token after each, by the trainer's weights of now."""
+
+class Policy(Protocol):
+    """What the trainer has."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits ``[num_prompts, vocab]`` of the token after each prompt, by the weights of now."""
+        ...
 
 
 def too_far(drift: Mapping[str, Drift], tolerance: float) -> dict[str, Drift]:
@@ -51,6 +60,7 @@ class Trust:
     """Proofs and verdicts of one run.
 
     Args:
+        num_tokens: what the tokenizer knows; models may have more rows, or fewer.
         tolerance: mean distance of log-probs in nats that is taken for rounding.
         remedy: what a user can do about an engine beyond it.
         temperature: of the run's sampling.
@@ -61,9 +71,9 @@ class Trust:
     def __init__(
         self,
         engine: TrainedEngine,
-        next_logits: NextLogits,
+        policy: Policy,
         *,
-        vocab_size: int,
+        num_tokens: int,
         temperature: float,
         tolerance: float,
         remedy: str,
@@ -72,8 +82,8 @@ class Trust:
     ) -> None:
         self._engine = engine
         self._pool = engine if isinstance(engine, EnginePool) else None
-        self._next_logits = next_logits
-        self._prompts = proving_prompts(vocab_size, engine.capabilities.max_context_tokens)
+        self._policy = policy
+        self._prompts = proving_prompts(min(num_tokens, policy.vocab_size), engine.capabilities.max_context_tokens)
         self._later = (temperature,)
         self._tolerance = tolerance
         self._remedy = remedy
@@ -89,7 +99,7 @@ class Trust:
         """Note what the trainer's weights, of this version, say of the proving prompts. They must rest meanwhile."""
         if self._pool is None and self._has_begun:
             return  # one memory, one process: what fitted once is looked at by its drift
-        logits_PV = await asyncio.to_thread(self._next_logits, self._prompts)
+        logits_PV = await asyncio.to_thread(self._policy.next_logits, self._prompts)
         references = [*self._references.items(), (version, self._as_reference(version, logits_PV))]
         self._references = dict(references[-2:])
 
@@ -100,13 +110,11 @@ class Trust:
         Raises:
             EngineMismatch: one fails at the start, or all do later.
         """
-        is_first, failed = not self._has_begun, dict[str, EngineError]()
+        failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
-            failed = await self._pool.prove()
-        elif is_first:
+            failed = await self._pool.prove(strict=not self._has_begun)
+        elif not self._has_begun:
             await self._prove(self._engine, version)
-        if is_first and (mismatches := [e for e in failed.values() if isinstance(e, EngineMismatch)]):
-            raise mismatches[0]
         self._has_begun = True
         return list(failed)
 
@@ -130,7 +138,7 @@ class Trust:
     async def _prove(self, engine: Engine, version: int) -> None:
         reference = self._references.get(version)
         if reference is None:
-            raise EngineError(f"{engine!r} serves weights version {version}, which is gone")
+            raise EngineError(f"{engine!r} cannot be proved: nothing to compare weights version {version} with")
         await prove_logprobs(
             engine,
             reference,
@@ -144,12 +152,7 @@ class Trust:
 
 
 def open_trust(
-    config: RunConfig,
-    engine: TrainedEngine,
-    next_logits: NextLogits,
-    *,
-    vocab_size: int,
-    replayed: Collection[int],
+    config: RunConfig, engine: TrainedEngine, policy: Policy, *, num_tokens: int, replayed: Collection[int]
 ) -> Trust:
     """As ``config`` asks for; for the rest see ``Trust``."""
     number_format = engine.capabilities.number_format
@@ -163,8 +166,8 @@ def open_trust(
     rollout = config.rollout
     return Trust(
         engine,
-        next_logits,
-        vocab_size=vocab_size,
+        policy,
+        num_tokens=num_tokens,
         temperature=rollout.temperature,
         tolerance=config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype),
         remedy=remedy,

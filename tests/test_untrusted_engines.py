@@ -1,10 +1,12 @@
-"""Servers that sample from something else than they say, among servers that do not: real sockets, real weights."""
+"""Engines that sample from something else than they say: servers among servers that do not lie, with real sockets and
+real weights, and the embedded engine where it reads a model folder otherwise than the trainer does."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollover import cli
+from rollover.engine.embedded import architecture
 from rollover.types import WasteCause
 from tests import runs
 from tests.engine.model_server import ModelServer, serving
@@ -83,10 +87,11 @@ def honest(experiment: Path) -> ModelServer:
 
 
 def train(urls: list[str], *args: str) -> int:
-    """Three steps; a batch has all samples that were sent out, so each of three servers has its share in it."""
+    """Two steps; a batch has all samples that were sent out, so each of three servers has its share in it."""
     engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps(urls), "--engine.max_running", "24"]
     rollout = ["--rollout.strategy", "sync", "--rollout.rollout_batch_size", "8", "--rollout.group_size", "4"]
-    return cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "3", *engine, *rollout, *args])
+    rollout += ["--rollout.max_new_tokens", "30"]
+    return cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "2", *engine, *rollout, *args])
 
 
 def engines_of(batch: Any) -> set[str]:
@@ -142,4 +147,30 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
         assert not any(s.num_tokens for g in ledger.unconsumed() for s in g.samples), "none of it waits to be trained"
         liar.lies = False
         assert cli.main(["train", "--resume", "out"]) == 0
-    assert runs.ledger(Path("out")).next_step == 3
+    assert runs.ledger(Path("out")).next_step == 2
+
+
+def test_an_embedded_engine_that_computes_something_else_ends_the_run_before_its_first_batch(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "_inv_freq", lambda config, head_dim: (1.0,) * (head_dim // 2))
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 2
+    error = capsys.readouterr().err
+    assert "the embedded engine does not sample from the trainer's policy" in error
+    assert "engine.kind 'vllm'" in error
+    assert not runs.batches(Path("out"))
+
+
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_a_folder_whose_config_ties_two_matrices_is_trained_as_one_policy(
+    deterministic: str, experiment: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(experiment / "model", tmp_path / "two")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    args = ["--model.path", str(folder), "--deterministic", deterministic, "--steps", "2"]
+    assert cli.main(["train", "run.toml", "--run-dir", "out", *args]) == 0
+    assert max(row["drift"] for row in runs.rows(Path("out")) if "drift" in row) < 1e-4
+    written = load_file(Path("out/checkpoints/step_2/model.safetensors"))
+    assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])

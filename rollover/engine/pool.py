@@ -265,20 +265,22 @@ class EnginePool:
         """From now on a member that comes back gets calls only once it has proved itself."""
         self._prove = prove
 
-    async def prove(self) -> dict[str, EngineError]:
+    async def prove(self, *, strict: bool = False) -> dict[str, EngineError]:
         """Have every member in service prove itself, all at once. Returns those that failed, which are taken out.
 
-        Raises ``EngineMismatch`` when all are found to sample from something else.
+        Raises ``EngineMismatch`` when all are found to sample from something else; when one is, if ``strict``.
         """
         assert self._prove is not None, "there is a way to prove it"
         prove, version, members = self._prove, self._version, self._state.in_service
         failed = await self._each(members, lambda index: prove(self._members[index], version))
+        mismatched = {index: e for index, e in failed.items() if isinstance(e, EngineMismatch)}
+        if strict and mismatched:
+            raise next(iter(mismatched.values()))
         self._take_out_all(failed)
-        mismatched = {index for index, e in failed.items() if isinstance(e, EngineMismatch)}
-        if members and mismatched == {*members}:
+        if members and mismatched.keys() == {*members}:
             reasons = "; ".join(map(str, failed.values()))
             raise EngineMismatch(f"no engine samples from weights version {version}: {reasons}")
-        self._unproved |= mismatched
+        self._unproved |= mismatched.keys()
         return {self._state.members[index].name: e for index, e in failed.items()}
 
     def distrust(self, name: str, reason: str) -> None:

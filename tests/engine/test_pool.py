@@ -356,6 +356,17 @@ def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pyt
     run(main())
 
 
+def test_a_strict_proof_takes_nobody_out_and_names_the_first_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with pool_of(Flaky("one"), Flaky("two")) as pool:
+            pool.prove_with(Prover("two"))
+            with pytest.raises(EngineMismatch, match=r"^two is 0\.5 nats off$"):
+                await pool.prove(strict=True)
+            assert pool.capabilities.max_running == 128 and not caplog.records
+
+    run(main())
+
+
 def test_when_no_member_proves_itself_all_are_named() -> None:
     async def main() -> None:
         async with pool_of(Flaky("one"), Flaky("two")) as pool:

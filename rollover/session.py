@@ -124,7 +124,11 @@ class Session:
         async def load() -> None:
             nonlocal failed
             await self._publisher.publish(version, weights)
+            is_first = not self._trust.has_begun
             failed = await self._trust.prove(version)
+            if is_first and not isinstance(self.config.engine, ServerConfig):
+                # Loading forgets what the proof has left in the cache: where it lies, a resumed run has nothing.
+                await self._publisher.publish(version, weights)
 
         await self.driver.update_weights(version, load)
         for name in failed:  # it may have gone on sampling over the load, before it was found out

@@ -91,13 +91,14 @@ class Trust:
         self._replayed = replayed
         self._references: dict[int, Reference] = {}
         """The two newest by version: a server may be proved under the older one while the newer one is loaded."""
-        self._has_begun = False
+        self.has_begun = False
+        """Whether all have proved themselves once."""
         if self._pool is not None:
             self._pool.prove_with(self._prove)
 
     async def expect(self, version: int) -> None:
         """Note what the trainer's weights, of this version, say of the proving prompts. They must rest meanwhile."""
-        if self._pool is None and self._has_begun:
+        if self._pool is None and self.has_begun:
             return  # one memory, one process: what fitted once is looked at by its drift
         logits_PV = await asyncio.to_thread(self._policy.next_logits, self._prompts)
         references = [*self._references.items(), (version, self._as_reference(version, logits_PV))]
@@ -112,10 +113,10 @@ class Trust:
         """
         failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
-            failed = await self._pool.prove(strict=not self._has_begun)
-        elif not self._has_begun:
+            failed = await self._pool.prove(strict=not self.has_begun)
+        elif not self.has_begun:
             await self._prove(self._engine, version)
-        self._has_begun = True
+        self.has_begun = True
         return list(failed)
 
     def verdicts(self, step: int, drift: Mapping[str, Drift]) -> dict[str, str]:
@@ -144,7 +145,7 @@ class Trust:
             reference,
             tolerance=self._tolerance,
             remedy=self._remedy,
-            temperatures=self._later if self._has_begun else TEMPERATURES,
+            temperatures=self._later if self.has_begun else TEMPERATURES,
         )
 
     def _as_reference(self, version: int, logits_PV: NDArray[np.float32]) -> Reference:

@@ -174,3 +174,17 @@ def test_a_folder_whose_config_ties_two_matrices_is_trained_as_one_policy(
     assert max(row["drift"] for row in runs.rows(Path("out")) if "drift" in row) < 1e-4
     written = load_file(Path("out/checkpoints/step_2/model.safetensors"))
     assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_a_proof_leaves_no_trace_in_a_deterministic_run(
+    kernels: str, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def skipped(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    args = ["--deterministic", "true", "--steps", "2", "--engine.cpu_kernels", kernels]
+    assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
+    monkeypatch.setattr("rollover.trust.prove_logprobs", skipped)
+    assert cli.main(["train", "run.toml", "--run-dir", "unproved", *args]) == 0
+    assert runs.weights(Path("proved"), 2) == runs.weights(Path("unproved"), 2)

@@ -35,7 +35,7 @@ from typing import Any, Self
 import rollover
 from rollover.config import RunConfig, resolved, restore
 from rollover.errors import ResourceError, RunError
-from rollover.report.redact import redacted
+from rollover.redaction import redacted_command
 
 CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
 """Keys and sections that may differ when a run is resumed: what was learned would have been the same."""
@@ -153,7 +153,7 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
         if any(entry.name != "lock" for entry in path.iterdir()):
             raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
         run.require_free(MIN_FREE_BYTES, "a new run")
-        started = {"started": _now(), "command": _safe(argv), "seed": config.seed}
+        started = {"started": _now(), "command": redacted_command(argv), "seed": config.seed}
         _write(run, resolved(config), {**started, **_environment()})
     except BaseException:
         run.close()
@@ -177,7 +177,7 @@ def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
         meta = _read(path)[1]
         changed = [f"{key} {value}" for key, value in _environment().items() if meta.get(key) != value]
-        resumed = f"{_now()} by {_safe(argv)}" + (f" under {', '.join(changed)}" if changed else "")
+        resumed = f"{_now()} by {redacted_command(argv)}" + (f" under {', '.join(changed)}" if changed else "")
         earlier = f"{meta['resumed']}; " if "resumed" in meta else ""
         _write(run, resolved(config), {**meta, "resumed": earlier + resumed})
     except BaseException:
@@ -307,20 +307,3 @@ def _cpu_model() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
-
-
-def _safe(argv: Sequence[str]) -> str:
-    """The command line as a shell takes it, with the values of secret keys blanked."""
-    safe: list[str] = []
-    for argument in argv:
-        key, equals, value = argument.partition("=")
-        if equals and key.startswith("--"):
-            safe.append(f"{key}={_blanked(key, value)}")
-        else:
-            safe.append(_blanked(safe[-1] if safe else "", argument))
-    return shlex.join(safe)
-
-
-def _blanked(option: str, value: str) -> str:
-    key = option.removeprefix("--").split(".")[-1] if option.startswith("--") else ""
-    return str(redacted({key: value})[key])

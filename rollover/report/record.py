@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import RunError
+from rollover.redaction import Redactor
 from rollover.report.metrics import MetricRow, read_metrics
-from rollover.report.redact import redacted
 from rollover.report.timeline import Timeline
 from rollover.rollout.journal import effective, read_events
 
@@ -48,10 +48,11 @@ def read_run(run_dir: Path) -> RunRecord:
         raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
     journal = run_dir / "journal.sqlite"
     events = effective(read_events(journal)) if journal.is_file() else []
+    redactor = Redactor(config)
     return RunRecord(
         name=run_dir.resolve().name,
-        config=redacted(config),
-        meta=redacted(meta),
+        config=redactor.value(config),
+        meta=redactor.value(meta),
         metrics=read_metrics(run_dir),
         timeline=Timeline.of(event for _, event in events),
     )

@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rollover.errors import ConfigError
+from rollover.redaction import redacted
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricRow, Sink
-from rollover.report.redact import redacted
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

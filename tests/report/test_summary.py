@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from rollover.errors import RunError
+from rollover.redaction import HIDDEN
 from rollover.report.compare import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
-from rollover.report.redact import HIDDEN
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline

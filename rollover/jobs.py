@@ -17,9 +17,10 @@ from rich.table import Table
 
 from rollover import rundir
 from rollover.algorithms.registry import resolve
-from rollover.config import RunConfig, variant
+from rollover.config import RunConfig, resolved, variant
 from rollover.consistency import check_context
 from rollover.errors import ConfigError
+from rollover.redaction import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.rollout.config import RolloutConfig
@@ -245,4 +246,5 @@ def _progress(config: RunConfig) -> Progress:
         total_steps=config.steps,
         mode=config.logging.progress,
         plain_every_steps=config.logging.plain_every_steps,
+        redact=Redactor(resolved(config)).text,
     )

@@ -41,7 +41,8 @@ _OWNERS = re.compile(
 )
 """Words that do wherever ``key``, ``token`` or their plural follows."""
 
-_VALUE = r'"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\[[^\]\n]*\]|\{[^}\n]*\}|[^\s,;&}\])"\']+'
+_VALUE = r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,;&}\])"\']+'
+"""In quotes or brackets, which may have been forgotten at the end, or one word."""
 _NAMED = (
     re.compile(rf"(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
     re.compile(rf"(?P<quote>[\"'])(?P<name>[^\"'\n]+)(?P=quote)(?P<gap>\s*[:=]\s*)(?P<value>{_VALUE})"),

@@ -35,6 +35,7 @@ from typing import Any, Self
 import rollover
 from rollover.config import RunConfig, resolved, restore
 from rollover.errors import ResourceError, RunError
+from rollover.private import make_private
 from rollover.redaction import redacted_command
 
 CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
@@ -236,7 +237,8 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _locked(file: Path) -> int:
     """Descriptor of ``file``, locked; children do not inherit it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    make_private(file)
+    descriptor = os.open(file, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -266,6 +268,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
     """Replace ``config.json`` in one step: readers and crashes see the old or the new one."""
     partial = run.config_file.with_suffix(".partial")
+    make_private(partial)  # with all secrets of the config, since --resume needs them
     with partial.open("w") as file:
         json.dump({**config, "meta": meta}, file, indent=2)
         file.flush()

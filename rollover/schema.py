@@ -1,8 +1,9 @@
 """A schema is a tree of frozen dataclasses; building one from TOML and command-line overrides.
 
-Types are strict: nothing is converted but an integer to a float where one is expected. Every mistake, be it
-of the file, of an override or of a dataclass's own ``__post_init__``, becomes one line that names its place,
-and all are reported together.
+Types are strict: nothing is converted but an integer to a float where one is expected. Numbers are finite unless a
+field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, be it of the file, of an
+override or of a dataclass's own ``__post_init__``, becomes one line that names its place, and all of a kind are
+reported together. Secrets are not repeated in any of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import re
 import tomllib
 import types
@@ -18,7 +20,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rollover.errors import ConfigError, nearest
+from rollover.redaction import HIDDEN, Redactor
 from rollover.toml import Document, KeyPath
+from rollover.types import UNBOUNDED
 
 T = TypeVar("T")
 
@@ -82,12 +86,57 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
         _change_kind(data, schema, override)
     overridden = {_lay(data, schema, override) for override in overrides}
     _fill_kinds(data, schema)
+    report = _Report(schema, document, data, overridden)
+    if wrong := list(_impossible(data, schema, data)):
+        raise ConfigError(report.render(wrong))
     try:
         # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
         return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        report = _Report(schema, document, data, overridden)
         raise ConfigError(report.render(error.errors(include_url=False))) from None
+
+
+def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:
+    """The values that no setting can have whatever its type, in the form of pydantic's own findings."""
+    match value:
+        case dict() | list():
+            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in list(items):
+                yield from _impossible(inner, schema, data, (*path, key))
+            return
+        case bool():
+            return
+        case int() if not -(2**63) <= value < 2**63:
+            message = "whole numbers have 64 bits here"
+        case float() if not math.isfinite(value) and float in types_at(schema, path, data):
+            if value == math.inf and _is_unbounded(schema, path, data):
+                return
+            message = "this must be a finite number"
+        case str() if not _is_utf8(value):
+            message = "this is not text in UTF-8"
+        case str() if HIDDEN in value:
+            message = "a secret was hidden where this was copied from: write it again"
+        case _:
+            return
+    yield {"type": "impossible", "loc": path, "input": value, "msg": message}
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
+    """Whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
+    for depth, name in enumerate(path):
+        for parent in types_at(schema, path[:depth], data):
+            hint = get_type_hints(parent, include_extras=True).get(str(name)) if is_dataclass(parent) else None
+            if UNBOUNDED in getattr(hint, "__metadata__", ()):
+                return True
+    return False
 
 
 def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
@@ -225,17 +274,18 @@ class _Report:
         self.document = document
         self.data = data
         self.overridden = overridden
+        self.redactor = Redactor(data)
 
     def render(self, found: Iterable[Mapping[str, Any]]) -> str:
         lines: dict[str, int] = {}
         for error in found:
             line, text = self._describe(error)
             lines.setdefault(text, line)
-        return "\n".join(sorted(lines, key=lambda text: lines[text]))
+        return "\n".join(self.redactor.text(text) for text in sorted(lines, key=lambda text: lines[text]))
 
     def _describe(self, error: Mapping[str, Any]) -> tuple[int, str]:
         path = self._path(error["loc"])
-        seen, context = error["input"], error.get("ctx", {})
+        seen, context = self.redactor.value(error["input"], _dotted(path)), error.get("ctx", {})
         match error["type"]:
             case "value_error":
                 return self._place_of_message(path, str(context["error"]))
@@ -330,6 +380,7 @@ def _name(annotation: Any) -> str:
 
 
 def _show(value: object) -> str:
+    """A value as a user of TOML knows it, its secrets hidden before it is cut."""
     kinds = {
         bool: "",
         int: "the whole number ",
@@ -338,5 +389,6 @@ def _show(value: object) -> str:
         list: "the list ",
         dict: "the table ",
     }
-    text = json.dumps(value, ensure_ascii=False)
+    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    text = text.encode(errors="backslashreplace").decode()
     return kinds.get(type(value), "") + (text if len(text) <= 60 else text[:57] + "...")

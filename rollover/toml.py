@@ -58,6 +58,10 @@ def parse(text: str, name: str) -> Document:
         if place is None:
             raise ConfigError(f"{name}: {message}") from None
         raise ConfigError(f"{name}:{place[1]}:{place[2]}: {message[: place.start()]}") from None
+    except ValueError:  # Python's own limit for the digits of a number
+        raise ConfigError(f"{name}: a number has thousands of digits") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: lists or tables are nested too deeply") from None
     return Document(name=name, data=data, lines=_key_lines(text))
 
 

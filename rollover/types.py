@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+UNBOUNDED = "unbounded"
+"""``Annotated[float, UNBOUNDED]`` declares a setting that may be ``inf``; all other numbers of a config are finite."""
+
 
 class FinishReason(StrEnum):
     """Why a segment ended."""

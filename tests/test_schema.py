@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
 from rollover.errors import ConfigError
 from rollover.schema import build, keys, parse_overrides
 from rollover.toml import parse
+from rollover.types import UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class Rollout:
     strategy: Literal["sync", "april"] = "april"
     name: str | None = None
     stops: tuple[str, ...] = ()
+    bounds: Annotated[tuple[float, float] | None, UNBOUNDED] = None
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -179,3 +181,44 @@ def test_keys_lists_every_key_outside_lists() -> None:
     found = {".".join(key) for key in keys(Run)}
     assert {"steps", "rollout", "rollout.group_size", "warmup.strategy", "sources"} <= found
     assert "sources.name" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rollout]\ntemperature = nan", "run.toml:2: rollout.temperature: this must be a finite number, got the number nan"),
+        ("[rollout]\ntemperature = inf", "run.toml:2: rollout.temperature: this must be a finite number, got the number inf"),
+        ("[rollout]\ntemperature = 1e999", "run.toml:2: rollout.temperature: this must be a finite number, got the number inf"),
+        ("[warmup]\ntemperature = -inf", "run.toml:2: warmup.temperature: this must be a finite number, got the number -inf"),
+        ("[rollout]\nbounds = [nan, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number nan"),
+        ("[rollout]\nbounds = [-inf, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number -inf"),
+        ("[[sources]]\nname = 'a'\nweight = inf", "run.toml:3: sources.0.weight: this must be a finite number, got the number inf"),
+        (f"steps = {10**30}", f"run.toml:1: steps: whole numbers have 64 bits here, got the whole number {10**30}"),
+        (f"[[sources]]\nname = 'a'\nconfig = {{ deep = [{-(10**30)}] }}", f"run.toml:3: sources.0.config.deep.0: whole numbers have 64 bits here, got the whole number {-(10**30)}"),
+        ("[rollout]\nname = '[hidden]'", 'run.toml:2: rollout.name: a secret was hidden where this was copied from: write it again, got the string "[hidden]"'),
+    ],
+)  # fmt: skip
+def test_numbers_are_finite_and_of_64_bits_and_hidden_secrets_are_no_values(text: str, message: str) -> None:
+    assert complaints(text) == [message]
+
+
+def test_a_field_that_says_so_may_be_infinite_and_so_may_what_has_no_type() -> None:
+    assert made("[rollout]\nbounds = [0.5, inf]").rollout.bounds == (0.5, float("inf"))
+    assert made("[[sources]]\nname = 'a'\nconfig = { x = inf }").sources[0].config == {"x": float("inf")}
+
+
+def test_text_that_is_none_is_refused() -> None:
+    assert complaints("", "--rollout.name", "a\udcffb") == [
+        'command line: --rollout.name: this is not text in UTF-8, got the string "a\\udcffb"'
+    ]
+
+
+def test_a_secret_is_not_repeated_by_a_complaint() -> None:
+    secret = "s3cret-s3cret"
+    found = complaints(
+        "", "--sources", f"[{{name = 'a', config = {{x = 1, api_key = '{secret}'}}, weight = '{secret}'}}]"
+    )
+    assert found == ['command line: --sources.0.weight: expected a number, got the string "[hidden]"']
+    assert complaints("", "--steps", f"{{padding = '{'x' * 50}', token = '{secret}'}}") == [
+        'command line: --steps: expected a whole number, got the table {"padding": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
+    ]

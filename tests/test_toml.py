@@ -64,6 +64,8 @@ def test_every_key_knows_the_line_it_was_written_on() -> None:
         (b"a = 1\nb = = 2\n", r"bad\.toml:2:5: Invalid value"),
         (b"a = 1\na = 2\n", r"bad\.toml:2:\d+: Cannot overwrite a value"),
         (b"a = [1,", r"bad\.toml: .*end of document"),
+        (b"a = " + b"1" * 5000, r"bad\.toml: a number has thousands of digits"),
+        (b"a = " + b"[" * 5000, r"bad\.toml: lists or tables are nested too deeply"),
         (b"a = '\xff'", r"bad\.toml: not UTF-8 text \(byte 5\)"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rollover.algorithms.registry import (
     Advantage,
@@ -17,6 +18,7 @@ from rollover.algorithms.registry import (
     RatioLevel,
     resolve,
 )
+from rollover.types import UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,9 @@ class AlgorithmConfig:
     (unbiased without bounds, unusable variance for long responses). ``geometric``: the sample's geometric
     mean (GSPO rows: the level of their ratio). ``tis`` uses the bounded value as weight; ``mis`` weights by
     the token's rho."""
-    correction_bounds: tuple[float, float] | None = None
+    correction_bounds: Annotated[tuple[float, float] | None, UNBOUNDED] = None
     """(low, high) around 1. Left out: (0, 2) for ``tis``, (0.5, 5) for ``mis``."""
-    guard: tuple[float, float] | None = None
+    guard: Annotated[tuple[float, float] | None, UNBOUNDED] = None
     """Drop whole samples whose geometric-mean rho leaves (low, high): a length-neutral test for gross
     mismatch, on top of any correction. Left out: off, since useful bands depend on learning rate and
     kernels."""

@@ -16,6 +16,7 @@ import rollover
 from rollover.cli import ahead, runs
 from rollover.cli.command import Commands
 from rollover.errors import RolloverError
+from rollover.redaction import Redactor
 
 
 @click.group(
@@ -44,28 +45,41 @@ for part in (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    redactor = Redactor(arguments)  # the commands let it meet the secrets of their configs
     try:
-        cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False)
+        for argument in arguments:
+            _check_text(argument)
+        cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False, obj=redactor)
     except click.UsageError as error:
         hint = f"\nsee: {error.ctx.command_path} --help" if error.ctx else ""
-        return _fail(error.format_message() + hint)
+        return _fail(redactor, error.format_message() + hint)
     except click.ClickException as error:
-        return _fail(error.format_message())
+        return _fail(redactor, error.format_message())
     except RolloverError as error:
-        return _fail(str(error), error)
+        return _fail(redactor, str(error), error)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         file = f" ({error.filename})" if error.filename else ""
-        return _fail(f"no space left on the disk{file}: make room", error)
+        return _fail(redactor, f"no space left on the disk{file}: make room", error)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return 0
 
 
-def _fail(message: str, error: BaseException | None = None) -> int:
-    """Show the message, and below it what was noted on the error."""
-    first, *more = "\n".join([message, *getattr(error, "__notes__", ())]).splitlines() or [""]
+def _check_text(argument: str) -> None:
+    """Refuse bytes that are no text: they could be neither stored in a config nor printed."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        shown = argument.encode(errors="backslashreplace").decode()
+        raise click.UsageError(f"'{shown}' is not text in UTF-8") from None
+
+
+def _fail(redactor: Redactor, message: str, error: BaseException | None = None) -> int:
+    """Show the message without secrets, and below it what was noted on the error."""
+    text = redactor.text("\n".join([message, *getattr(error, "__notes__", ())]))
+    first, *more = text.encode(errors="backslashreplace").decode().splitlines() or [""]
     click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
     for line in more:
         click.echo(f"       {line}", err=True)

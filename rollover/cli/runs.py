@@ -12,6 +12,7 @@ import click
 
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import ConfigError, DataError, ModelError, RolloverError
+from rollover.redaction import Redactor
 
 if TYPE_CHECKING:
     from rollover.config import RunConfig
@@ -80,9 +81,9 @@ def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: 
         other = "--run-dir" if config is None else "CONFIG"
         raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
     if dry_run:
-        _show_plan(rundir.saved_config(resume, overrides))
+        _show_plan(ctx, rundir.saved_config(resume, overrides))
         return
-    _work("train", *rundir.open_for_resume(resume, overrides, sys.argv))
+    _work(ctx, "train", *rundir.open_for_resume(resume, overrides, sys.argv))
 
 
 @click.command(cls=ConfiguredCommand)
@@ -142,11 +143,11 @@ def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, j
     of_run = job == "evaluate" and rundir.is_run(Path(name))
     config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
     if dry_run:
-        _show_plan(config)
+        _show_plan(ctx, config)
         return
     experiment = Path(name).resolve().name if of_run else Path(name).stem
     path = run_dir or rundir.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
-    _work(job, config, rundir.create(config, path, sys.argv))
+    _work(ctx, job, config, rundir.create(config, path, sys.argv))
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
@@ -162,12 +163,13 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     return rundir.derived_config(run, [*model, *overrides])
 
 
-def _work(job: str, config: RunConfig, run: RunDir) -> None:
+def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir) -> None:
     """Do ``job`` in its directory, and say where its report is."""
     from rollover import jobs
 
     if click.get_current_context().meta[_QUIET]:
         config = replace(config, logging=replace(config.logging, progress="off"))
+    _redactor(ctx, config)
     with run:
         try:
             {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)
@@ -186,11 +188,23 @@ def _work(job: str, config: RunConfig, run: RunDir) -> None:
                 click.echo(f"report: {run.report}")
 
 
-def _show_plan(config: RunConfig) -> None:
-    """The plan as comments over the config: what is printed is itself a config file."""
-    from rollover.config import to_toml
+def _show_plan(ctx: click.Context, config: RunConfig) -> None:
+    """The plan as comments over the config: what is printed is itself a config file, but for secrets."""
+    from rollover import toml
+    from rollover.config import resolved
     from rollover.jobs import plan
 
+    redactor = _redactor(ctx, config)
     for line in plan(config):
-        click.echo(f"# {line}")
-    click.echo(f"\n{to_toml(config)}", nl=False)
+        click.echo(f"# {redactor.text(line)}")
+    click.echo(f"\n{toml.dumps(redactor.value(resolved(config)))}", nl=False)
+
+
+def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:
+    """What keeps secrets off the terminal; it has met those of ``config``."""
+    from rollover.config import resolved
+
+    redactor = ctx.find_object(Redactor)
+    assert redactor is not None
+    redactor.value(resolved(config))
+    return redactor

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from rollover import schema, toml
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.types import UNBOUNDED
 from rollover.workload.source import Lengths, capped
 
 PUBLISHED_LOAD = 2.4
@@ -31,10 +32,10 @@ class EngineSection:
 
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""
-    b0: float | None = None
+    b0: Annotated[float | None, UNBOUNDED] = None
     """Samples at which an iteration takes twice that."""
-    prefill_tokens_per_s: float | None = None
-    kv_tokens: float | None = None
+    prefill_tokens_per_s: Annotated[float | None, UNBOUNDED] = None
+    kv_tokens: Annotated[float | None, UNBOUNDED] = None
     """Room of the key-value cache of a replica."""
     max_running: int | None = None
     """Samples a replica decodes at the same time."""

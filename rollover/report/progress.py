@@ -18,6 +18,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
+from rollover.redaction import redacted_text
 from rollover.report.throughput import TRAINED, means
 
 Mode = Literal["auto", "bars", "plain", "off"]
@@ -35,6 +36,7 @@ class Progress:
         console: Console | None = None,
         refresh_hz: float = 8.0,
         now_s: Callable[[], float] = time.monotonic,
+        redact: Callable[[str], str] = redacted_text,
     ) -> None:
         self.total_steps = total_steps
         self.console = console if console is not None else Console()
@@ -42,6 +44,7 @@ class Progress:
         self._every = plain_every_steps
         self._min_gap_s = 1.0 / refresh_hz
         self._now_s = now_s
+        self._redact = redact
         self._drawn_s = -float("inf")
         self._started_s = now_s()
         self._recent: list[Mapping[str, float]] = []
@@ -114,7 +117,7 @@ class Progress:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(self._redact(text), markup=False, highlight=False, soft_wrap=True)
 
     # -- drawing --------------------------------------------------------------------------------------------
 

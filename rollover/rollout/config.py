@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from rollover.types import SamplingParams
+from rollover.types import UNBOUNDED, SamplingParams
 
 StrategyName = Literal[
     "sync",
@@ -84,7 +84,7 @@ class RolloutConfig:
     """Oldest samples that `fast_lane` runs on the lightly loaded replica; when absent, an eighth of a batch's."""
     lag_target: float | None = None
     """Mean age of trained tokens, in versions, that `rollover` works up to; 1 when absent."""
-    prefill_tokens_per_iteration: float | None = None
+    prefill_tokens_per_iteration: Annotated[float | None, UNBOUNDED] = None
     """What `rollover` weighs computing caches again with: response tokens that the engine, or all servers together,
     prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
     it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollover.errors import ResourceError, RunError
+from rollover.private import make_private
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -85,6 +86,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            for file in (path, *(beside for end in ("-wal", "-shm") if (beside := Path(f"{path}{end}")).exists())):
+                make_private(file)
             # The driver and the loop share one event loop; a checkpoint may be written from a worker thread.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -97,7 +100,7 @@ class Journal:
                 " (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, blob BLOB NOT NULL)"
             )
             _check_format(self._db, path, create=True)
-        except sqlite3.OperationalError as e:
+        except (sqlite3.OperationalError, OSError) as e:
             raise ResourceError(f"cannot open {path}: {e}; is its folder there, writable and not full?") from e
         except sqlite3.DatabaseError as e:
             raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollover.errors import EngineError, EngineTimeout
+from rollover.private import make_private
+from rollover.redaction import Redactor
 
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 25
@@ -41,7 +43,7 @@ class ServerProcess:
         stop_timeout_s: float,
     ) -> None:
         self._command = list(command)
-        self._env = {**os.environ, **env}
+        self._added_env = dict(env)
         self._log = log
         self._ready = ready
         self._start_timeout_s = start_timeout_s
@@ -60,6 +62,7 @@ class ServerProcess:
         then.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._log)  # servers print their arguments
         with self._log.open("ab") as log:
             self._guard = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -70,7 +73,7 @@ class ServerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self._env,
+                env={**os.environ, **self._added_env},
                 start_new_session=True,
             )
         try:
@@ -111,9 +114,10 @@ class ServerProcess:
             await asyncio.sleep(_POLL_S)
 
     def _story(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
+        redactor = Redactor({"launch_env": self._added_env}, self._command)
+        lines = redactor.text(self._log.read_text(errors="replace")).splitlines()
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-        return f"{' '.join(self._command)}\nthe end of its log {self._log}:\n{tail}"
+        return f"{' '.join(redactor.value(self._command))}\nthe end of its log {self._log}:\n{tail}"
 
 
 def free_port() -> int:

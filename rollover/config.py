@@ -7,6 +7,7 @@ contradict each other. It is never changed afterwards. Importing this module nee
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,8 +25,17 @@ from rollover.schema import ByKind, build, parse_overrides
 from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
+_VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
 EXPERIMENTS = Path(__file__).parent / "experiments"
 """The packaged experiments, each ``NAME.toml``."""
+
+
+RUN_FILES = (
+    *("config.json", "config.partial", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"),
+    *("tensorboard", "model", "model-untrained", "checkpoints", "weights", "logs", "report.html", "lock", "wandb"),
+)
+"""What stands in a run directory, where each variant has its own directory too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +147,21 @@ class RunConfig:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
+        self._check_variants()
         consistency.check(self)
+
+    def _check_variants(self) -> None:
+        for name in self.variants:
+            if not _VARIANT_NAME.fullmatch(name) or name in RUN_FILES:
+                raise ValueError(
+                    f"variants: {name!r} cannot name a variant, whose run gets a directory of that name: take up to 64"
+                    f" letters, digits, '_', '-' and '.', and none of {', '.join(RUN_FILES)}"
+                )
+        if len(self.variants) == 1:
+            raise ValueError(
+                f"variants: {min(self.variants)!r} is alone, and a comparison needs two: add another variant"
+                " (an empty table is this config unchanged), or write its changes into the config"
+            )
 
 
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

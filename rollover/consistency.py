@@ -9,6 +9,7 @@ from rollover.algorithms.registry import resolve
 from rollover.engine.base import Capabilities
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import NEEDS, STRATEGIES
 
@@ -26,8 +27,8 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
     """Raises ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
     engine."""
     for key in keys:
-        budget = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
-        needed = config.tasks.max_prompt_tokens + budget
+        needed = context_needed(config, key)
+        budget = needed - config.tasks.max_prompt_tokens
         if needed > max_context_tokens:
             raise ConfigError(
                 f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
@@ -35,19 +36,32 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
             )
 
 
+def context_needed(config: RunConfig, key: str) -> int:
+    """Tokens of the longest admissible prompt and response of the section ``key``."""
+    budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
+    return config.tasks.max_prompt_tokens + budget
+
+
 def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
     """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
+    need = NEEDS.get(config.rollout.strategy)
+    if need is not None and not getattr(capabilities, need):
+        raise ConfigError(_lacking(config, need))
+
+
+def _lacking(config: RunConfig, need: str) -> str:
     name = config.rollout.strategy
-    if (need := NEEDS.get(name)) is None or getattr(capabilities, need):
-        return
     purpose = {
         "in_flight_update": "loads weights under running samples",
         "fast_lane": "keeps a replica lightly loaded for the oldest samples",
     }[need]
     others = ", ".join(other for other in STRATEGIES if NEEDS.get(other) != need)
-    raise ConfigError(
+    mend = "so far the simulator alone can; choose a strategy that does without"
+    if need == "in_flight_update":
+        mend = "set engine.kv_on_update = 'keep', or choose a strategy that does without"
+    return (
         f"rollout.strategy {name!r} {purpose}, which this engine (engine.kind {config.engine.kind!r}) cannot:"
-        f" choose another engine, or a strategy that does without: {others}"
+        f" {mend}: {others}"
     )
 
 
@@ -72,6 +86,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
             f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
         )
+    need = NEEDS.get(rollout.strategy)
+    if need == "fast_lane" or (
+        need == "in_flight_update" and isinstance(engine, VLLMConfig) and engine.kv_on_update != "keep"
+    ):
+        yield _lacking(config, need)
     if config.deterministic:
         yield from _nondeterminism(config)
     if isinstance(engine, SGLangConfig) and (rollout.top_p < 1 or rollout.top_k > 0):

@@ -186,14 +186,18 @@ def plan(config: RunConfig) -> list[str]:
     """What a run of ``config`` would do, in sentences; checks what can be checked without loading anything big.
 
     Raises:
-        ModelError: the model's folder is missing or of an unsupported architecture.
-        DataError: a dataset or a reward function cannot be used.
-        ConfigError: prompts and responses do not fit the model.
+        ModelError: the model's folder is missing, its tokenizer is, or trainer or engine would refuse it.
+        DataError: a dataset or a reward function cannot be used, or the first row of one.
+        ConfigError: prompts and responses do not fit the model or the engine.
     """
+    from rollover.prepare import check_engine
+    from rollover.tasks.examples import solution
+    from rollover.tasks.prompts import PromptEncoder
     from rollover.tasks.source import check_source
 
     r = config.rollout
     lines = [f"model: {_model_line(config)}"]
+    check_engine(config)
     if config.sft is not None:
         lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")
     lines += [
@@ -210,12 +214,18 @@ def plan(config: RunConfig) -> list[str]:
             " those of a batch; strategy april mixes them"
         )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
+    tokenizer = _tokenizer(config)
+    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.tasks)
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
-            facts = check_source(source)
+            facts = check_source(source, encoder)
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
             reply = f"; {facts.reply}" if facts.reply else ""
             lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
+    for source in () if config.sft is None else config.sft.sources or config.tasks.train:
+        facts = check_source(source, encoder)
+        if facts.first is not None:
+            solution(source, facts.first, facts.prompt_column)
     return lines
 
 
@@ -235,10 +245,24 @@ def _model_line(config: RunConfig) -> str:
     from rollover.trainer.models import read_model_config, resolve_model
 
     assert config.model.path is not None
-    model = read_model_config(resolve_model(config.model.path))
+    folder = resolve_model(config.model.path, weights=False)
+    model = read_model_config(folder, weights=Path(config.model.path).is_dir())
     if isinstance(context := model.get("max_position_embeddings"), int):
         check_context(config, context)
     return f"{config.model.path} ({model['model_type']})"
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    """The model's, checked; ``None`` where it is yet to be made."""
+    from rollover.prepare import load_tokenizer, stop_token_ids
+    from rollover.trainer.models import resolve_model
+
+    if config.model.path is None:
+        return None
+    folder = resolve_model(config.model.path, weights=False)
+    tokenizer = load_tokenizer(folder)
+    stop_token_ids(folder, tokenizer)
+    return tokenizer
 
 
 def _progress(config: RunConfig) -> Progress:

@@ -6,6 +6,7 @@ in its warm-up does it again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rollover.config import RunConfig
+from rollover.consistency import context_needed
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ModelError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -39,8 +43,10 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
         read_model_config(base)  # says what is wrong with it before anything else stumbles over it
-        if config.sft is None:
-            return base
+        stop_token_ids(base, load_tokenizer(base))
+    check_engine(config)
+    if config.model.scratch is None and config.sft is None:
+        return base
     if not (folder / "config.json").is_file():
         if config.model.scratch is not None:
             base = _build(config, folder.with_name(f"{folder.name}-untrained"), progress)
@@ -48,6 +54,33 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
             return base
         _warm_up(config, base, folder, progress, metrics)
     return folder
+
+
+def check_engine(config: RunConfig) -> None:
+    """Raises ``ModelError`` and ``ConfigError`` for a model that the embedded engine would refuse after the warm-up, as
+    far as that is known without its weights."""
+    if not isinstance(config.engine, EmbeddedConfig):
+        return
+    from rollover.engine.embedded.core import check
+
+    check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+
+
+def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
+    """With room for the longest prompt and response of the run, where the user names no length."""
+    needed = max(context_needed(config, key) for key in ("rollout", "eval"))
+    if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
+        return engine
+    return replace(engine, max_context_tokens=needed)
+
+
+def _architecture(config: RunConfig) -> Architecture:
+    from rollover.trainer.models import resolve_model
+
+    if config.model.scratch is not None:
+        return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
+    assert config.model.path is not None
+    return Architecture.from_folder(resolve_model(config.model.path, weights=False))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -68,13 +101,29 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token and those of ``generation_config.json``."""
-    import json
+    """Tokens that end a response: the tokenizer's end token, and those of the model's configs.
 
-    path = folder / "generation_config.json"
-    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    more = listed if isinstance(listed, list) else [listed] if isinstance(listed, int) else []
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *more]))
+    Raises ``ModelError`` when one of these names what is no token.
+    """
+    ids = [tokenizer.eos_token_id]
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+        more = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        for token in more:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {listed!r}")
+        ids += more
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; mend or delete it") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no table of keys; mend or delete it")
+    return content
 
 
 def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:

@@ -43,6 +43,8 @@ CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
 FIXED = ("eval.num_prompts",)
 """... except these, which decide what is kept out of training."""
 
+_MAX_NAME_CHARACTERS = 50
+"""Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
 _PRELIMINARIES = ("config.json", "lock", "metrics.jsonl", "tensorboard")
 
 MIN_FREE_BYTES = 256 * 2**20
@@ -138,11 +140,12 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 
     Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
     """
-    existed = path.is_dir()
     try:
+        existed = path.is_dir()
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be made into a run directory: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
     run = RunDir(path)
     run.made = not existed
     try:
@@ -215,7 +218,7 @@ def is_run(path: Path) -> bool:
 
 def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
     """``runs/<experiment>-<date-time>``, numbered when several start within a second."""
-    stem = f"{experiment}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
+    stem = f"{experiment[:_MAX_NAME_CHARACTERS]}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, sys.maxsize))
     return next(path for name in names if not (path := Path("runs") / name).exists())
 

@@ -23,11 +23,13 @@ from rollover.config import RunConfig, resolved
 from rollover.consistency import check_capabilities, check_context
 from rollover.engine import open as engine_open
 from rollover.engine.base import Engine, EngineStats
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
 from rollover.errors import RunError
 from rollover.evaluation import Evaluator
-from rollover.prepare import initial_policy, load_tokenizer, stop_token_ids
+from rollover.prepare import fitted, initial_policy, load_tokenizer, stop_token_ids
 from rollover.report import throughput
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -351,6 +353,9 @@ def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> T
 async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[TrainedEngine, WeightFolders | None]:
     """The engine with the model in ``folder``; and the folders through which it gets its weights, if it does."""
     folders: WeightFolders | None = None
+    engine_config = config.engine
+    if isinstance(engine_config, EmbeddedConfig):
+        engine_config = fitted(engine_config, config, Architecture.from_folder(folder))
     if isinstance(config.engine, ServerConfig):
         shared = config.engine.weights_dir
         root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
@@ -358,7 +363,7 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
             folder = untied(folder, root / "initial")
         folders = WeightFolders(root, like=folder)
     engine = await engine_open.open_engine(
-        config.engine, folder, logs=run.path / "logs", clock=SystemClock(), lockstep=config.deterministic
+        engine_config, folder, logs=run.path / "logs", clock=SystemClock(), lockstep=config.deterministic
     )
     return engine, folders
 

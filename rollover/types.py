@@ -59,6 +59,8 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings must not hold an empty string, which every response completes at once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

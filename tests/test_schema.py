@@ -97,7 +97,7 @@ def test_a_document_becomes_the_dataclasses_it_describes() -> None:
         ("sources = 2", "run.toml:1: sources: expected a list, got the whole number 2"),
         ("[rollout]\nstrategy = 'aprl'", "run.toml:2: rollout.strategy: 'aprl' is not allowed; did you mean 'april'?"),
         ("[[sources]]\nweight = 1", "run.toml:1: sources.0.name: this key is required"),
-        ("[warmup]\nsize = 1", "run.toml:2: warmup.size: unknown key; known: group_size, name, stops, strategy, temperature"),
+        ("[warmup]\nsize = 1", "run.toml:2: warmup.size: unknown key; known: bounds, group_size, name, stops, strategy, temperature"),
         ("[rollout]\ngroup_size = 0", "run.toml:2: rollout.group_size must be at least 1, got 0"),
         ("[[sources]]\nname = 's'\nweight = 0", "run.toml:3: sources.0: source 's': weight must be above 0, got 0.0"),
         ("# a\nsteps = 9", "run.toml:2: steps (9) must be a multiple of rollout.group_size (4)"),
@@ -220,5 +220,5 @@ def test_a_secret_is_not_repeated_by_a_complaint() -> None:
     )
     assert found == ['command line: --sources.0.weight: expected a number, got the string "[hidden]"']
     assert complaints("", "--steps", f"{{padding = '{'x' * 50}', token = '{secret}'}}") == [
-        'command line: --steps: expected a whole number, got the table {"padding": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
+        'command line: --steps: expected a whole number, got the table {"padding": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
     ]

@@ -28,10 +28,14 @@ class Solutions:
 
     def of(self, prompt: Prompt) -> str:
         """Raises ``DataError`` when the task has no worked solutions, or the row neither reply nor answer."""
-        config = self._configs[prompt.source]
-        if config.kind == "reasoning_gym":
-            return worked_solution(config.gym_dataset, thaw(prompt.columns))
-        return read_reply(prompt.columns, self._prompt_columns[prompt.source]) or _answer(config, prompt)
+        return solution(self._configs[prompt.source], prompt, self._prompt_columns[prompt.source])
+
+
+def solution(config: SourceConfig, prompt: Prompt, prompt_column: str) -> str:
+    """The response that a prompt of the source ``config`` should have. Raises ``DataError`` as ``Solutions.of``."""
+    if config.kind == "reasoning_gym":
+        return worked_solution(config.gym_dataset, thaw(prompt.columns))
+    return read_reply(prompt.columns, prompt_column) or _answer(config, prompt)
 
 
 def _answer(config: SourceConfig, prompt: Prompt) -> str:

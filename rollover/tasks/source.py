@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -216,34 +216,50 @@ def _left_out(max_tokens: int, held_out: Collection[str]) -> str:
 
 
 class SourceFacts(NamedTuple):
-    """What is known of a source before there is a tokenizer."""
+    """What is known of a source that was opened and not yet read."""
 
     num_rows: int | None
     """``None``: without end, or not known without a download."""
     reply: str = ""
     """What becomes of the turn that ends the messages, where an assistant's does."""
+    first: Prompt | None = None
+    """Where there is a tokenizer, and nothing had to be downloaded."""
+    prompt_column: str = ""
 
 
-def check_source(config: SourceConfig) -> SourceFacts:
-    """Open the dataset and the reward function of a source without a tokenizer, as far as nothing is downloaded.
+def check_source(config: SourceConfig, encoder: PromptEncoder | None = None) -> SourceFacts:
+    """Open the dataset and the reward function of a source and write out its first prompt, as far as nothing is
+    downloaded.
 
     Raises:
         DataError: as a run would.
     """
     if config.kind == "reasoning_gym":
-        GymDataset(config.gym_dataset, config.config)
-        return SourceFacts(config.limit)
+        entry = GymDataset(config.gym_dataset, config.config).entry(0)
+        first = _first(config, encoder, entry["question"], config.name, freeze(entry))
+        return SourceFacts(config.limit, first=first, prompt_column="question")
     if config.kind == "hf" and not Path(str(config.path)).is_dir():
         return SourceFacts(None)
     rows = open_rows(config)
-    columns = ColumnMap(config, rows[0], rows.where(0), needed=function_columns(config.reward))
+    where = rows.where(0)
+    columns = ColumnMap(config, rows[0], where, needed=function_columns(config.reward))
     build_reward(_reward_spec(config, columns, config.name))
-    if not columns.replies:
-        return SourceFacts(len(rows))
-    reply = "the assistant's last turn is what sft teaches, and not in the prompt"
-    if columns.answer == columns.prompt:
-        reply = "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
-    return SourceFacts(len(rows), reply)
+    reply = ""
+    if columns.replies:
+        reply = "the assistant's last turn is what sft teaches, and not in the prompt"
+        if columns.answer == columns.prompt:
+            reply = "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
+    first = _first(config, encoder, columns.content(rows[0], where), where, columns.kept(rows[0], where))
+    return SourceFacts(len(rows), reply, first, columns.prompt)
+
+
+def _first(
+    config: SourceConfig, encoder: PromptEncoder | None, content: Any, where: str, columns: Mapping[str, Any]
+) -> Prompt | None:
+    if encoder is None:
+        return None
+    text, token_ids = encoder.encode(content, where=where)
+    return Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=columns)
 
 
 def _open_rows(config: SourceConfig, gym_seed: int, limit: int | None) -> Rows:

@@ -168,3 +168,19 @@ class ScratchConfig:
             self.vocab_size,
             "at least 258 (256 bytes, 2 special tokens)",
         )
+
+    def model_config(self, vocab_size: int) -> dict[str, Any]:
+        """The ``config.json`` of the model, as far as its shape goes, with a vocabulary of ``vocab_size`` entries."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.hidden_size // self.num_heads,
+            "max_position_embeddings": self.max_position,
+            "tie_word_embeddings": self.tie_embeddings,
+        }

@@ -26,25 +26,28 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Supported values of ``model_type`` in ``config.json``."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_SNAPSHOT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _OWN_FILES = ("config.json", "trainer.json")
 
 
-def resolve_model(name: str | Path) -> Path:
-    """The local folder of a model given by path or hub id; a hub id is downloaded (safetensors, tokenizer).
+def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
+    """The local folder of a model given by path or hub id; a hub id is downloaded, with its weights unless told not to.
 
     Raises ``ModelError`` when there is neither a folder nor a reachable repository of that name.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
+        raise ModelError(f"model folder {str(name)!r} cannot be looked for: {error}") from None
     if not _HUB_ID.fullmatch(str(name)):
         raise ModelError(f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES))
+        return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES + ["*.safetensors"] * weights))
     except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
         raise ModelError(
             f"model {str(name)!r} is no folder here and could not be fetched from the hub "
@@ -52,9 +55,11 @@ def resolve_model(name: str | Path) -> Path:
         ) from error
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a folder that can be trained. Raises ``ModelError`` saying why one cannot. Needs no
-    torch."""
+def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
+    """``config.json`` of a folder that can be trained. Raises ``ModelError`` saying why one cannot. Needs no torch.
+
+    weights: the folder must hold some.
+    """
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"model folder {str(folder)!r} does not exist")
@@ -63,7 +68,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         model_type = config["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not a model config with a 'model_type': {error}") from error
     if model_type not in MODEL_TYPES:
         raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
@@ -71,7 +76,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
     if config.get("quantization_config"):
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
     return dict(config)
 

@@ -55,15 +55,7 @@ def build_scratch_model(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(
             Qwen3Config(
-                vocab_size=len(tokenizer),
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.hidden_size // config.num_heads,
-                max_position_embeddings=config.max_position,
-                tie_word_embeddings=config.tie_embeddings,
+                **config.model_config(len(tokenizer)),
                 initializer_range=config.initializer_range,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,

@@ -21,6 +21,12 @@ _QWEN_KV_HEADS = 32
 _QWEN3_HEAD_DIM = 128
 
 
+_COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+    *("num_heads", "num_kv_heads", "head_dim", "max_position_embeddings"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Sizes and switches of a Llama-like decoder."""
@@ -44,6 +50,20 @@ class Architecture:
     qk_norm: bool
     """RMS norm of each query and key head (Qwen3)."""
 
+    def __post_init__(self) -> None:
+        for key in _COUNTS:
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"{key} must be a whole number above 0, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim must be even, for pairs that are rotated, got {self.head_dim}")
+        if not (isinstance(self.norm_eps, float | int) and 0 <= self.norm_eps < math.inf):
+            raise ModelError(f"rms_norm_eps must be a number from 0, got {self.norm_eps!r}")
+        if not all(0 < frequency < math.inf for frequency in self.inv_freq):
+            raise ModelError("rotary frequencies must be above 0: is rope_theta right?")
+
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
         path = folder / "config.json"
@@ -51,7 +71,7 @@ class Architecture:
             config = json.loads(path.read_text())
         except FileNotFoundError:
             raise ModelError(f"{folder} is not a model folder: it has no config.json") from None
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise ModelError(f"{path} cannot be read: {e}") from e
         try:
             return cls.from_config(config)
@@ -59,6 +79,8 @@ class Architecture:
             raise ModelError(f"{path} lacks {e}") from e
         except ModelError as e:
             raise ModelError(f"{path}: {e}") from e
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
+            raise ModelError(f"{path} does not describe a decoder: {e}") from e
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:

@@ -24,7 +24,7 @@ class EmbeddedConfig:
     """Samples decoded at the same time. More fill the machine better until the cache is too small for
     them."""
     max_context_tokens: int | None = None
-    """Longest prompt plus response; unset, it is the model's ``max_position_embeddings``."""
+    """Longest prompt plus response; unset, it is what ``tasks.max_prompt_tokens`` and ``max_new_tokens`` come to."""
     kv_cache_bytes: int = 512 * 2**20
     """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
     evicted first, then the youngest running one is preempted, and both are computed again later."""

@@ -81,14 +81,8 @@ class EngineCore:
             config.block_size_tokens,
             _way(config, arch, dtype, self.device, make_compute),
         )
-        self._block_bytes = 2 * arch.num_layers * arch.num_kv_heads * size * arch.head_dim * cache_dtype.itemsize
-        num_blocks = config.kv_cache_bytes // self._block_bytes
-        if (needed := -(-self._max_context // size) + 1) > num_blocks:
-            raise ConfigError(
-                f"kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, num_blocks - 1) * size} tokens, "
-                f"fewer than max_context_tokens = {self._max_context}; raise it to "
-                f"{needed * self._block_bytes} or lower max_context_tokens"
-            )
+        self._block_bytes = _block_bytes(config, arch, cache_dtype)
+        num_blocks = _num_blocks(config, self._max_context, self._block_bytes)
         sizes = Sizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
         self._compute = make_compute(arch, sizes, dtype, self.device)
         load_weights(self._compute.slots, folder, tied_embeddings=arch.tied_embeddings)
@@ -343,6 +337,30 @@ class EngineCore:
         if strings and self._stop_strings and self._stop_strings.complete(sequence.response_ids, strings):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.num_tokens == sequence.max_tokens else None
+
+
+def check(arch: Architecture, config: EmbeddedConfig) -> None:
+    """Raises ``ConfigError`` for what an engine of these would refuse, as far as that is known without weights."""
+    dtype = _dtype(config)
+    if _device(config.device).type == "cpu" and config.cpu_kernels == "compiled":
+        dtype = NativeCompute.dtype
+    _num_blocks(config, _max_context(config, arch), _block_bytes(config, arch, dtype))
+
+
+def _block_bytes(config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype) -> int:
+    return 2 * arch.num_layers * arch.num_kv_heads * config.block_size_tokens * arch.head_dim * dtype.itemsize
+
+
+def _num_blocks(config: EmbeddedConfig, max_context: int, block_bytes: int) -> int:
+    """Blocks of the cache; one is never handed out. Raises ``ConfigError`` when the longest sample does not fit."""
+    size, num_blocks = config.block_size_tokens, config.kv_cache_bytes // block_bytes
+    if (needed := -(-max_context // size) + 1) > num_blocks:
+        raise ConfigError(
+            f"engine.kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, num_blocks - 1) * size} tokens, fewer than"
+            f" the {max_context} of the longest prompt and response (engine.max_context_tokens); raise it to"
+            f" {needed * block_bytes} or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    return num_blocks
 
 
 def _device(name: str) -> torch.device:

@@ -231,9 +231,13 @@ def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ())
 def find(config: str | Path) -> Path:
     """The file that ``config`` names: a path, or a packaged experiment without ``.toml``."""
     path = Path(config)
-    if path.suffix == ".toml" or path.is_file():
+    try:
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{config}: cannot be looked for: {error.strerror}") from None
+    if path.suffix == ".toml" or is_file:
         return path
-    if path.is_dir():
+    if is_dir:
         raise ConfigError(f"{config} is a directory; to go on with a run: rollover train --resume {config}")
     packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
     if str(config) not in packaged:

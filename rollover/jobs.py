@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rollover import rundir
 from rollover.algorithms.registry import resolve
-from rollover.config import RunConfig, resolved, variant
+from rollover.config import RunConfig, WarmupConfig, resolved, variant
 from rollover.consistency import check_context
 from rollover.errors import ConfigError
 from rollover.redaction import Redactor
@@ -25,6 +25,23 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.rollout.config import RolloutConfig
 from rollover.rundir import RunDir
+
+
+def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """``config`` with what ``job`` (a function of this module) cannot do without, and a sentence about each thing that
+    the user left out."""
+    if job == "sft" and config.sft is None:
+        sft = WarmupConfig()
+        about = f"{sft.num_steps} steps of {sft.batch_size} examples at a learning rate of {sft.learning_rate:g}"
+        return replace(config, sft=sft), (f"the config has no [sft] section: {about}",)
+    if job == "evaluate" and not config.tasks.eval and config.tasks.train:
+        tasks = replace(config.tasks, eval=config.tasks.train)
+        drawn = all(source.kind == "reasoning_gym" for source in config.tasks.train)
+        about = "on items drawn anew" if drawn else "on prompts that it may have been trained on"
+        return replace(config, tasks=tasks), (
+            f"tasks.eval names no source: the model is measured {about} (tasks.train)",
+        )
+    return config, ()
 
 
 def train(config: RunConfig, run: RunDir) -> None:

@@ -44,25 +44,26 @@ _OWNERS = re.compile(
 _VALUE = r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,;&}\])"\']+'
 """In quotes or brackets, which may have been forgotten at the end, or one word."""
 _NAMED = (
-    re.compile(rf"(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
+    re.compile(rf"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
     re.compile(rf"(?P<quote>[\"'])(?P<name>[^\"'\n]+)(?P=quote)(?P<gap>\s*[:=]\s*)(?P<value>{_VALUE})"),
-    re.compile(rf"(?P<name>--?[A-Za-z][\w.-]*)(?P<gap>[\"']?(?:\s*,\s*|[ \t]+))(?P<value>{_VALUE})"),
+    re.compile(rf"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)(?P<gap>[\"']?(?:\s*,\s*|[ \t]+))(?P<value>{_VALUE})"),
 )
 """``name = value``, ``"name": value`` and ``--name value``."""
 _BARE = (
-    re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie|x-[a-z-]*(?:key|token|secret|auth)[a-z-]*)\s*:\s*"
+    re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie|(?<![\w-])x-[a-z-]*(?:key|token|secret|auth)[a-z-]*)\s*:\s*"
                r"(?P<value>[^\"'\n]+)"),
     re.compile(r"(?i:\bbearer)\s+(?P<value>[\w.~+/=-]{8,})"),
-    re.compile(r"://(?P<value>[^/?#\s\"']*)@"),
-    re.compile(r"://(?P<value>[^/?#\s\"'@:]+:[^\s\"'@]+)@"),
-    re.compile(r"://[^\s?#\"'<>]*\?(?P<value>[^\s\"'<>]+)"),
-    re.compile(r"://[^\s#\"'<>]*#(?P<value>[^\s\"'<>]*=[^\s\"'<>]*)"),
+    re.compile(r"://(?P<value>[^/?#\s\"']{0,999})@"),
+    re.compile(r"://(?P<value>[^/?#\s\"'@:]{1,99}:[^\s\"'@]{1,99})@"),
+    re.compile(r"://[^\s?#\"'<>]{0,499}\?(?P<value>[^\s\"'<>]+)"),
+    re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
     re.compile(
         r"\b(?P<value>hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
         r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
     ),
 )  # fmt: skip
-"""Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens."""
+"""Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where a text
+of many beginnings would take time that grows with its square."""
 
 
 def is_secret(name: str) -> bool:

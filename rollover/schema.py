@@ -114,6 +114,8 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
             message = "this must be a finite number"
         case str() if not _is_utf8(value):
             message = "this is not text in UTF-8"
+        case str() if "\0" in value:
+            message = "this text holds the character of code 0, which no file or program takes"
         case str() if HIDDEN in value:
             message = "a secret was hidden where this was copied from: write it again"
         case _:

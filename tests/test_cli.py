@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli, jobs, rundir
-from rollover.config import RunConfig, load
+from rollover.config import RunConfig, WarmupConfig, load
 from rollover.errors import DataError, ResourceError
 from rollover.rundir import RunDir
 
@@ -124,6 +124,14 @@ def test_a_dry_run_of_a_resume_changes_nothing(work: Jobs, capsys: pytest.Captur
     assert Path("out/config.json").read_text() == saved
 
 
+def test_fine_tuning_without_an_sft_section_takes_the_defaults_and_says_so(
+    work: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sft", "run.toml"]) == 0
+    assert work.done[-1][1].sft == WarmupConfig()
+    assert "no [sft] section: 200 steps of 64 examples at a learning rate of 1e-05" in capsys.readouterr().err
+
+
 def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     assert "out has no checkpoint yet" in failed(capsys, "eval", "out")
@@ -134,7 +142,9 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
     assert cli.main(["eval", "out", "--eval.num_prompts", "5"]) == 0
     job, config, path = work.done[-1]
     assert (job, config.model.path, config.model.scratch) == ("evaluate", "out/checkpoints/step_10", None)
-    assert (config.eval.num_prompts, config.tasks) == (5, load("run.toml").tasks)
+    assert (config.eval.num_prompts, config.tasks.train) == (5, load("run.toml").tasks.train)
+    assert config.tasks.eval == config.tasks.train
+    assert "measured on items drawn anew (tasks.train)" in capsys.readouterr().err
     assert path.name.startswith("out-eval-")
 
 

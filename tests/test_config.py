@@ -127,7 +127,7 @@ def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: 
 
 
 def test_a_mistake_in_a_variant_is_found_before_anything_runs_and_has_its_line(tmp_path: Path) -> None:
-    text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n"
+    text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n[variants.april]\n"
     with pytest.raises(ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"):
         load(written(tmp_path, text))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rollover.cli.command import Commands, OutputFile, listed
+from rollover.cli.command import Commands, Count, FiniteFloat, OutputFile, listed
 
 
 @click.command(context_settings={"max_content_width": 100})
@@ -21,31 +21,27 @@ from rollover.cli.command import Commands, OutputFile, listed
 @click.option(
     "--lag", "lag_budgets", metavar="L,...", callback=listed(float), help="Recommend for a mean lag of at most L."
 )
-@click.option(
-    "--max-staleness", type=click.IntRange(min=0), metavar="S", help="Bound all settings; unbounded otherwise."
-)
+@click.option("--max-staleness", type=Count(min=0), metavar="S", help="Bound all settings; unbounded otherwise.")
 @click.option(
     "--scenario", type=click.Path(path_type=Path), metavar="FILE", help="Engine, trainer, rewards and setting (TOML)."
 )
 @click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, as in h100-sxm.")
 @click.option("--model", metavar="DIR", help="The model on that device.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, metavar="N", help="Devices a replica.")
-@click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="Engine replicas.")
+@click.option("--tp", type=Count(min=1), default=1, metavar="N", help="Devices a replica.")
+@click.option("--replicas", type=Count(min=1), default=1, metavar="N", help="Engine replicas.")
 @click.option(
     "--engine",
     type=click.Path(path_type=Path),
     metavar="PATH",
     help="Engine: a result of benchmarks/engine.py, or their folder.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Groups a step.")
-@click.option("--group-size", type=click.IntRange(min=1), metavar="N", help="Samples a group.")
-@click.option("--cap", "cap_tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Longest response.")
-@click.option(
-    "--steps", type=click.IntRange(min=1), metavar="N", help="Steps, warm-up included; 60, or as many as the run has."
-)
-@click.option("--warmup", type=click.IntRange(min=0), metavar="N", help="Steps left out at the beginning; a third.")
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N")
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Processes.")
+@click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups a step.")
+@click.option("--group-size", type=Count(min=1), metavar="N", help="Samples a group.")
+@click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")
+@click.option("--steps", type=Count(min=1), metavar="N", help="Steps, warm-up included; 60, or as many as the run has.")
+@click.option("--warmup", type=Count(min=0), metavar="N", help="Steps left out at the beginning; a third.")
+@click.option("--seeds", type=Count(min=1), default=3, show_default=True, metavar="N")
+@click.option("--jobs", type=Count(min=1), default=1, show_default=True, metavar="N", help="Processes.")
 @click.option("--out", "page", type=OutputFile(), metavar="FILE", help="Draw it all as a page (HTML).")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures.")
 def simulate(**options: Any) -> None:
@@ -64,7 +60,7 @@ def simulate(**options: Any) -> None:
     simulate(Request(**{key: value for key, value in options.items() if value is not None}))
 
 
-_ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
+_ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 
 
 @click.command(context_settings={"max_content_width": 100})
@@ -73,14 +69,14 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
     "--model", required=True, metavar="DIR", help="A folder with a config.json, or a hub id; no weights needed."
 )
 @click.option("--workload", metavar="NAME", help="Preset, lengths, workload file or run; math-16k by default.")
-@click.option("--max-staleness", type=click.IntRange(min=0), metavar="S", help="In policy versions; 4 by default.")
+@click.option("--max-staleness", type=Count(min=0), metavar="S", help="In policy versions; 4 by default.")
 @click.option("--aim", type=click.Choice(["throughput", "cost"]), help="The fastest plan (default), or the cheapest.")
 @click.option("--target", type=_ABOVE_ZERO, metavar="N", help="Trained tokens/s that the cheapest plan must reach.")
 @click.option("--budget", type=_ABOVE_ZERO, metavar="N", help="Per hour; the fleet file's when left out.")
-@click.option("--num-groups", type=click.IntRange(min=1), metavar="N", help="Prompts a training step; 128.")
-@click.option("--group-size", type=click.IntRange(min=1), metavar="N", help="Samples a prompt; 8.")
-@click.option("--cap", "cap_tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Longest response.")
-@click.option("--reward-s", type=click.FloatRange(min=0), metavar="S", help="Seconds that scoring a sample takes.")
+@click.option("--num-groups", type=Count(min=1), metavar="N", help="Prompts a training step; 128.")
+@click.option("--group-size", type=Count(min=1), metavar="N", help="Samples a prompt; 8.")
+@click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")
+@click.option("--reward-s", type=FiniteFloat(min=0), metavar="S", help="Seconds that scoring a sample takes.")
 @click.option("--reference-model", is_flag=True, help="The loss needs log-probs of a reference model.")
 @click.option("--keep-kv", "keeps_kv", is_flag=True, help="Engines keep their caches over weight updates.")
 @click.option(
@@ -156,7 +152,7 @@ def workload() -> None:
 
 @workload.command(context_settings={"max_content_width": 100})
 @click.argument("source", metavar="RUN|FILE")
-@click.option("--cap", type=click.IntRange(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
+@click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
 @click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
 @click.option(
     "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML), not to the terminal."

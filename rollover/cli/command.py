@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -111,13 +112,43 @@ class OutputFile(click.Path):
         return file
 
 
+MOST = 10**9
+"""What no count on the command line is above."""
+
+
+class Count(click.IntRange):
+    """A whole number from ``min`` to ``MOST``."""
+
+    def __init__(self, min: int) -> None:
+        super().__init__(min=min, max=MOST)
+
+    def _describe_range(self) -> str:
+        return f"{self.min}<=x<=10^9"
+
+
+class FiniteFloat(click.FloatRange):
+    """A number; neither ``nan`` nor ``inf``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
+
 def listed(kind: type) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
     """Reads values between commas."""
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
         try:
-            return None if text is None else tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+            parts = None if text is None else tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
             raise click.BadParameter(f"{text!r} is not a list of numbers between commas", ctx, param) from None
+        if parts == ():
+            raise click.BadParameter(f"{text!r} is an empty list", ctx, param)
+        for part in parts or ():
+            if isinstance(part, float) and not math.isfinite(part):
+                raise click.BadParameter(f"{part} is not a finite number", ctx, param)
+        return parts
 
     return read

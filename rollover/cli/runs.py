@@ -95,7 +95,7 @@ def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: 
 def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Fine-tune on worked solutions, without reinforcement learning.
 
-    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies.
+    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies, or the defaults.
 
     \b
     rollover sft quickstart --sft.num_steps 500
@@ -112,7 +112,8 @@ def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) ->
 def evaluate(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Measure a model: pass@k on every evaluation source.
 
-    Give a config, or a run directory to measure its newest checkpoint.
+    Give a config, or a run directory to measure its newest checkpoint. Without evaluation sources, the prompts are
+    those of the training sources.
 
     \b
     rollover eval runs/quickstart-20260101-120000
@@ -138,13 +139,17 @@ def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, j
     """Begin a new run of ``job``, a function of ``rollover.jobs``."""
     from rollover import rundir
     from rollover.config import load
+    from rollover.jobs import completed
 
     overrides = ctx.meta[OVERRIDES]
     of_run = job == "evaluate" and rundir.is_run(Path(name))
     config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
+    config, notes = completed(config, job)
     if dry_run:
-        _show_plan(ctx, config)
+        _show_plan(ctx, config, notes)
         return
+    for note in notes:
+        click.echo(note, err=True)
     experiment = Path(name).resolve().name if of_run else Path(name).stem
     path = run_dir or rundir.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
     _work(ctx, job, config, rundir.create(config, path, sys.argv))
@@ -188,14 +193,14 @@ def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir) -> None:
                 click.echo(f"report: {run.report}")
 
 
-def _show_plan(ctx: click.Context, config: RunConfig) -> None:
+def _show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
     """The plan as comments over the config: what is printed is itself a config file, but for secrets."""
     from rollover import toml
     from rollover.config import resolved
     from rollover.jobs import plan
 
     redactor = _redactor(ctx, config)
-    for line in plan(config):
+    for line in (*notes, *plan(config)):
         click.echo(f"# {redactor.text(line)}")
     click.echo(f"\n{toml.dumps(redactor.value(resolved(config)))}", nl=False)
 

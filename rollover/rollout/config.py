@@ -41,6 +41,9 @@ _VALID_WITH: dict[str, tuple[str, ...]] = {
 }
 """Keys that have an effect with these strategies alone."""
 
+MAX_BATCH_SAMPLES = 2**20
+"""Bounds what a mistyped number makes the driver hold open before anything else fails."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
@@ -117,6 +120,11 @@ class RolloutConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"rollout.{key} must be at least 1, got {value}")
+        if self.rollout_batch_size * self.group_size > MAX_BATCH_SAMPLES:
+            raise ValueError(
+                f"rollout.rollout_batch_size ({self.rollout_batch_size}) times rollout.group_size ({self.group_size})"
+                f" is above {MAX_BATCH_SAMPLES:,} samples, more than a batch can hold: lower one of the two"
+            )
         if self.stall_timeout_s <= 0:
             raise ValueError(f"rollout.stall_timeout_s must be above 0 seconds, got {self.stall_timeout_s}")
         if self.max_retries < 0:

@@ -156,6 +156,8 @@ class ScratchConfig:
     def __post_init__(self) -> None:
         for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
             _require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        for key in ("hidden_size", "num_layers", "intermediate_size", "max_position", "vocab_size"):
+            _require(getattr(self, key) <= 2**20, key, getattr(self, key), f"at most {2**20}: this makes small models")
         even_head = self.hidden_size % (2 * self.num_heads) == 0
         _require(even_head, "hidden_size", self.hidden_size, f"a multiple of 2 x num_heads ({self.num_heads})")
         divides = self.num_heads % self.num_kv_heads == 0

@@ -72,7 +72,10 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         raise ModelError(f"{path} is not a model config with a 'model_type': {error}") from error
     if model_type not in MODEL_TYPES:
         raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    layer_types = config.get("layer_types") or ()
+    if not isinstance(layer_types, list | tuple):
+        raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")
+    if config.get("use_sliding_window") or "sliding_attention" in layer_types:
         raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
     if config.get("quantization_config"):
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")

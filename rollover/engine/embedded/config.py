@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+_MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
+"""Tables and buffers of these sizes are made at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
@@ -71,6 +74,9 @@ class EmbeddedConfig:
         for key in positive:
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        for key, most in _MOST.items():
+            if getattr(self, key) > most:
+                raise ValueError(f"{key} must be at most {most}, got {getattr(self, key)}")
         if not 0 <= self.draft_rows <= self.max_running:
             raise ValueError(
                 f"draft_rows must be from 0 to max_running = {self.max_running}, the most rows of an iteration, "

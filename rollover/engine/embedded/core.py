@@ -357,8 +357,8 @@ def _num_blocks(config: EmbeddedConfig, max_context: int, block_bytes: int) -> i
     if (needed := -(-max_context // size) + 1) > num_blocks:
         raise ConfigError(
             f"engine.kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, num_blocks - 1) * size} tokens, fewer than"
-            f" the {max_context} of the longest prompt and response (engine.max_context_tokens); raise it to"
-            f" {needed * block_bytes} or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
+            f" max_context_tokens = {max_context}, the longest prompt and response; raise it to {needed * block_bytes},"
+            " or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
         )
     return num_blocks
 

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
 
 
-def _has_port_or_none(url: str) -> bool:
+def _is_reachable(url: str) -> bool:
     try:
-        return urlsplit(url).port != 0
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
@@ -94,8 +95,8 @@ class ServerConfig:
                 raise ValueError(
                     f"urls must look like 'http://host:8000', without user, password or query, got {url!r}"
                 )
-            if not _has_port_or_none(url):
-                raise ValueError(f"urls must name a port from 1 to 65535 or none, got {url!r}")
+            if not _is_reachable(url):
+                raise ValueError(f"urls must name a host, and a port from 1 to 65535 or none, got {url!r}")
         if repeated := {url for url in self.urls if self.urls.count(url) > 1}:
             raise ValueError(f"urls names {min(repeated)!r} more than once")
         positive = ("max_running", "num_servers", "logprob_tolerance")

@@ -1,0 +1,83 @@
+"""What the README tells a new user to type works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.config import load
+from rollover.engine.embedded.architecture import Architecture
+from rollover.engine.embedded.core import check
+from rollover.prepare import fitted
+from tests import runs
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+SECTION = README[README.index("## Your model, your data") : README.index("## Before you rent a GPU")]
+(TOML,) = re.findall(r"```toml\n(.*?)```", SECTION, re.DOTALL)
+COMMANDS = re.findall(r"^\$ rollover (.*?)(?:  +#.*)?$", SECTION, re.MULTILINE)
+RUN = "runs/run-20261121-101500"
+
+QWEN3_600M = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False,
+    "sliding_window": None, "max_window_layers": 28, "rope_scaling": None, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+"""``config.json`` of the model that the README trains."""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The README's file with a model and a batch small enough for a test, and data with the columns that it names."""
+    monkeypatch.chdir(tmp_path)
+    runs.save_model(Path("tiny"), max_position_embeddings=8192)
+    rows = [{"prompt": f"{i}+{j}=", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"steps": "2", "path": '"tiny"', "rollout_batch_size": "2", "kv_cache_bytes": "64_000_000"}
+    text = TOML
+    for key, value in small.items():
+        text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, count=1, flags=re.MULTILINE)
+        assert count == 1, key
+    Path("run.toml").write_text(text)
+    return tmp_path
+
+
+def test_all_commands_of_the_readme_work_on_its_own_config(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry, train, resume, evaluate, report, sft = (shlex.split(command) for command in COMMANDS)
+    assert (dry[0], resume[:2], evaluate[0], report[0], sft[0]) == (
+        "train",
+        ["train", "--resume"],
+        "eval",
+        "report",
+        "sft",
+    )
+    assert cli.main(dry) == 0
+    assert "# train source math: jsonl, 25 rows, scored by math_verify" in capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert cli.main(train) == 0, capsys.readouterr().err
+    (made,) = Path("runs").iterdir()
+    made.rename(RUN)
+    for command in (resume, evaluate, report, [*sft, "--sft.num_steps", "2"]):
+        assert cli.main(command) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "all 2 steps are done" in said.out
+    assert "measured on prompts that it may have been trained on (tasks.train)" in said.err
+    assert "pass@1" in said.out
+    assert f"report: {RUN}/report.html" in said.out
+    assert [p for p in Path("runs").glob("run-sft-*/model/model.safetensors")]
+
+
+def test_the_config_of_the_readme_fits_the_model_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TOML)
+    config = load(file)
+    shape = Architecture.from_config(QWEN3_600M)
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    assert config.engine.kind == "embedded"
+    check(shape, fitted(config.engine, config, shape))

@@ -271,15 +271,12 @@ def _model_line(config: RunConfig) -> str:
 
 def _tokenizer(config: RunConfig) -> Any:
     """The model's, checked; ``None`` where it is yet to be made."""
-    from rollover.prepare import load_tokenizer, stop_token_ids
+    from rollover.prepare import load_tokenizer
     from rollover.trainer.models import resolve_model
 
     if config.model.path is None:
         return None
-    folder = resolve_model(config.model.path, weights=False)
-    tokenizer = load_tokenizer(folder)
-    stop_token_ids(folder, tokenizer)
-    return tokenizer
+    return load_tokenizer(resolve_model(config.model.path, weights=False))
 
 
 def _progress(config: RunConfig) -> Progress:

@@ -43,8 +43,9 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
         read_model_config(base)  # says what is wrong with it before anything else stumbles over it
-        stop_token_ids(base, load_tokenizer(base))
     check_engine(config)
+    if config.model.scratch is None:
+        load_tokenizer(base)
     if config.model.scratch is None and config.sft is None:
         return base
     if not (folder / "config.json").is_file():
@@ -84,12 +85,13 @@ def _architecture(config: RunConfig) -> Architecture:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or it names no end token."""
+    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or end tokens are not named as they must."""
     from transformers import AutoTokenizer
 
     # Without its files, transformers makes up an empty tokenizer for some model types.
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
+    _listed_stop_ids(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as e:  # the tokenizers library raises plain Exception
@@ -101,11 +103,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token, and those of the model's configs.
+    """Tokens that end a response: the tokenizer's end token, and those of the model's configs."""
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
 
-    Raises ``ModelError`` when one of these names what is no token.
-    """
-    ids = [tokenizer.eos_token_id]
+
+def _listed_stop_ids(folder: Path) -> list[int]:
+    ids: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
         listed = _read_json(path).get("eos_token_id") if path.is_file() else None
         more = listed if isinstance(listed, list) else [] if listed is None else [listed]
@@ -113,7 +116,7 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {listed!r}")
         ids += more
-    return tuple(dict.fromkeys(ids))
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

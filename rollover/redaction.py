@@ -62,8 +62,8 @@ _BARE = (
         r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
     ),
 )  # fmt: skip
-"""Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where a text
-of many beginnings would take time that grows with its square."""
+"""Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where
+a text of many beginnings would take time that grows with its square."""
 
 
 def is_secret(name: str) -> bool:

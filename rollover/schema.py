@@ -189,7 +189,7 @@ def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None
 
 
 def _index(override: Override, part: str, length: int, array: str) -> int:
-    if not part.isdigit() or int(part) > length:
+    if not (part.isascii() and part.isdigit()) or len(part) > 9 or int(part) > length:
         raise ConfigError(
             f"command line: {override}: {array} is a list of {length}; "
             f"write an index from 0 to {length} ({length} appends) in place of {part!r}"

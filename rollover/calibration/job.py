@@ -53,7 +53,7 @@ def _read(file: Path) -> Measurements:
         return Measurements.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{file}: no measurements of rollover.calibration.measure: {error}") from None
 
 

@@ -9,6 +9,8 @@ import click
 
 from rollover.cli.command import Commands, Count, FiniteFloat, OutputFile, listed
 
+MAX_REPLICAS = 10_000
+
 
 @click.command(context_settings={"max_content_width": 100})
 @click.argument("workload", required=False)
@@ -27,8 +29,8 @@ from rollover.cli.command import Commands, Count, FiniteFloat, OutputFile, liste
 )
 @click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, as in h100-sxm.")
 @click.option("--model", metavar="DIR", help="The model on that device.")
-@click.option("--tp", type=Count(min=1), default=1, metavar="N", help="Devices a replica.")
-@click.option("--replicas", type=Count(min=1), default=1, metavar="N", help="Engine replicas.")
+@click.option("--tp", type=Count(min=1, max=1024), default=1, metavar="N", help="Devices a replica.")
+@click.option("--replicas", type=Count(min=1, max=MAX_REPLICAS), default=1, metavar="N", help="Engine replicas.")
 @click.option(
     "--engine",
     type=click.Path(path_type=Path),
@@ -41,7 +43,7 @@ from rollover.cli.command import Commands, Count, FiniteFloat, OutputFile, liste
 @click.option("--steps", type=Count(min=1), metavar="N", help="Steps, warm-up included; 60, or as many as the run has.")
 @click.option("--warmup", type=Count(min=0), metavar="N", help="Steps left out at the beginning; a third.")
 @click.option("--seeds", type=Count(min=1), default=3, show_default=True, metavar="N")
-@click.option("--jobs", type=Count(min=1), default=1, show_default=True, metavar="N", help="Processes.")
+@click.option("--jobs", type=Count(min=1, max=1024), default=1, show_default=True, metavar="N", help="Processes.")
 @click.option("--out", "page", type=OutputFile(), metavar="FILE", help="Draw it all as a page (HTML).")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures.")
 def simulate(**options: Any) -> None:

@@ -107,7 +107,12 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(str(super().convert(value, param, ctx)))
-        if not file.parent.is_dir():
+        try:
+            file.exists()
+            is_there = file.parent.is_dir()
+        except OSError as error:
+            self.fail(f"{file}: cannot be written: {error.strerror}", param, ctx)
+        if not is_there:
             self.fail(f"{file}: there is no folder {str(file.parent)!r}", param, ctx)
         return file
 
@@ -117,13 +122,10 @@ MOST = 10**9
 
 
 class Count(click.IntRange):
-    """A whole number from ``min`` to ``MOST``."""
+    """A whole number, never without an upper bound: one that is mistyped must not fill the memory."""
 
-    def __init__(self, min: int) -> None:
-        super().__init__(min=min, max=MOST)
-
-    def _describe_range(self) -> str:
-        return f"{self.min}<=x<=10^9"
+    def __init__(self, min: int, max: int = MOST) -> None:
+        super().__init__(min=min, max=max)
 
 
 class FiniteFloat(click.FloatRange):

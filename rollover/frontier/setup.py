@@ -21,6 +21,7 @@ PREFILL_PER_C0 = 1600.0
 """Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
 Unit = Literal["s", "c0"]
 _SHARES = ("draft_acceptance", "draft_cost")
+_MOST = {"replicas": 10_000, "fast_lane_replicas": 10_000, "draft_tokens": 1000}
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", *_SHARES)
 
 
@@ -57,6 +58,8 @@ class EngineSection:
             least = 0 if field.name in _FROM_ZERO else None
             if value is not None and (not value >= 0 if least == 0 else not value > 0):
                 raise ValueError(f"{field.name} must be {'at least' if least == 0 else 'above'} 0, got {value}")
+            if value is not None and field.name in _MOST and value > _MOST[field.name]:
+                raise ValueError(f"{field.name} must be at most {_MOST[field.name]}, got {value}")
             if value is not None and field.name in _SHARES and value > 1:
                 raise ValueError(f"{field.name} must be at most 1, got {value}")
 

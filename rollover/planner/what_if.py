@@ -17,6 +17,9 @@ from rollover.planner.records import Fleet, Node
 _KEYS = ("staleness", "budget", "count.DEVICE", "price.DEVICE")
 _CHANGE = re.compile(r"\s*(?P<key>[a-z]+)(\.(?P<device>[^=\s]+))?\s*=\s*(?P<value>[+-]?\S+)\s*")
 
+_MOST = 10**9
+"""Counts and bounds above it are mistyped."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -84,8 +87,8 @@ def _resized(fleet: Fleet, device: str, count: int, part: str) -> tuple[Node, ..
 
 
 def _whole(part: str, value: float, *, least: int) -> int:
-    if not math.isfinite(value) or value != int(value) or value < least:
-        raise PlanError(f"--what-if {part!r}: must be a whole number from {least} on, got {value:g}")
+    if not math.isfinite(value) or value != int(value) or not least <= value <= _MOST:
+        raise PlanError(f"--what-if {part!r}: must be a whole number from {least} to {_MOST}, got {value:g}")
     return int(value)
 
 

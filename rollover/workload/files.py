@@ -19,6 +19,8 @@ from rollover.workload.trace import Trace, TracePrompt
 FORMATS = (".jsonl", ".parquet")
 COLUMNS = ("prompt", "length", "lengths", "prompt_tokens", "finished")
 DEFAULT_PROMPT_TOKENS = 150
+MAX_TOKENS = 10**9
+"""Above it a length is a mistake, and its sums no longer fit the numbers that simulations use."""
 
 
 def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:
@@ -53,7 +55,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _parsed(place: str, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected an object with a prompt and its lengths, got {line.strip()[:60]}")
@@ -93,8 +95,10 @@ def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> Trace
     if len(finished) != len(lengths) or not all(isinstance(f, bool) for f in finished):
         raise DataError(f"{place}: 'finished' must be true or false for each of {len(lengths)} lengths")
     prompt_tokens = row.get("prompt_tokens", DEFAULT_PROMPT_TOKENS)
-    if type(prompt_tokens) is not int or prompt_tokens < 1:
-        raise DataError(f"{place}: 'prompt_tokens' must be a whole number from 1, got {prompt_tokens!r}")
+    if type(prompt_tokens) is not int or not 1 <= prompt_tokens <= MAX_TOKENS:
+        raise DataError(
+            f"{place}: 'prompt_tokens' must be a whole number from 1 to {MAX_TOKENS}, got {prompt_tokens!r:.60}"
+        )
     return TracePrompt(
         prompt_id=str(row.get("prompt", place)),
         prompt_tokens=prompt_tokens,
@@ -108,6 +112,8 @@ def _check_length(place: str, length: object, cap_tokens: int | None) -> None:
         raise DataError(f"{place}: a length is a whole number of tokens, got {length!r}")
     if length < 1:
         raise DataError(f"{place}: a response has at least 1 token, got {length}")
+    if length > MAX_TOKENS:
+        raise DataError(f"{place}: no response has {length!r:.60} tokens; {MAX_TOKENS} at most")
     if cap_tokens is not None and length > cap_tokens:
         raise DataError(f"{place}: a response of {length} tokens is longer than the cap of {cap_tokens}")
 

@@ -1,0 +1,202 @@
+"""Values that no setting, option or file can have: each is one line and exit code 2, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover import cli
+from tests.test_wrong_input import Say, refused
+
+__all__ = ["refused"]
+
+BIG = str(10**30)
+LONG = "x" * 300
+TRAIN = ["train", "run.toml", "--run-dir", "out"]
+SIMULATE = ["simulate", "light-8k", "--steps", "3", "--seeds", "1"]
+PLAN = ["plan", "desk", "--model", "model", "--quick"]
+VLLM = [*TRAIN, "--engine.kind", "vllm"]
+
+NOT_FINITE = (
+    "rollout.temperature", "rollout.top_p", "rollout.lag_target", "rollout.stall_timeout_s", "trainer.learning_rate",
+    "rollout.prefill_tokens_per_iteration", "trainer.max_grad_norm", "trainer.weight_decay", "algorithm.clip_low",
+    "algorithm.kl_coef", "algorithm.advantage_eps", "eval.temperature", "engine.command_timeout_s",
+    "tasks.train.0.weight", "tasks.train.0.reward.timeout_s", "tasks.train.0.reward.pass_score", "sft.bare_answers",
+)  # fmt: skip
+HUGE = (
+    "steps", "seed", "rollout.rollout_batch_size", "rollout.group_size", "rollout.max_new_tokens", "eval.num_prompts",
+    "engine.kv_cache_bytes", "trainer.micro_batch_tokens", "checkpoint.every_steps", "tasks.max_prompt_tokens",
+)  # fmt: skip
+WRONG: list[tuple[list[str], str]] = [
+    *(([*TRAIN, f"--{key}", "nan"], "this must be a finite number, got the number nan") for key in NOT_FINITE),
+    *(([*TRAIN, f"--{key}", "inf"], "this must be a finite number, got the number inf") for key in ("trainer.learning_rate", "rollout.temperature", "algorithm.clip_high")),
+    *(([*TRAIN, f"--{key}", BIG], "whole numbers have 64 bits here") for key in HUGE),
+    ([*TRAIN, "--rollout.rollout_batch_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
+    ([*TRAIN, "--rollout.group_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
+    ([*TRAIN, "--engine.max_running", str(2**62)], "max_running must be at most 65536"),
+    ([*TRAIN, "--engine.prefill_chunk_tokens", str(2**62)], "prefill_chunk_tokens must be at most 16777216"),
+    ([*TRAIN, "--model.path", "none", "--model.scratch", "{hidden_size = 4611686018427387904}"], "hidden_size must be at most 1048576"),
+    ([*TRAIN, "--rollout.stop_strings", '[""]'], "stop_strings must not hold an empty string, which every response completes at once"),
+    ([*TRAIN, "--rollout.stop_strings", '["a\\u0000"]'], "this text holds the character of code 0"),
+    ([*TRAIN, "--tasks.train.0.path", "a\udcffb"], r"'a\udcffb' is not text in UTF-8"),
+    (["train", "a\udcffb.toml"], r"'a\udcffb.toml' is not text in UTF-8"),
+    (["report", "a\udcff"], r"'a\udcff' is not text in UTF-8"),
+    (["train", "run.toml", "--run-dir", LONG], "cannot be made into a run directory: File name too long"),
+    (["train", LONG], "cannot be looked for: File name too long"),
+    ([*TRAIN, "--model.path", LONG], "cannot be looked for: [Errno 36] File name too long"),
+    ([*TRAIN, "--model.path", "~nobody-of-this-name/x"], "cannot be looked for: Could not determine home directory"),
+    ([*TRAIN, "--tasks.train.²", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
+    ([*TRAIN, "--tasks.train.99999999999999999999.name", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
+    *(([*VLLM, "--engine.urls", json.dumps([url])], "urls must name a host, and a port from 1 to 65535 or none") for url in ("http://h:0", "http://h:65536", "http://h:99999", "http://h:x", "http://[::1]:70000", "http://:80")),
+    ([*TRAIN, "--rollout.strategy", "fast_lane"], "so far the simulator alone can; choose a strategy that does without"),
+    ([*VLLM, "--engine.urls", '["http://h"]', "--rollout.strategy", "inflight"], "set engine.kv_on_update = 'keep', or choose a strategy that does without"),
+    ([*SIMULATE, "--lag", "nan"], "nan is not a finite number"),
+    ([*SIMULATE, "--lag", "1e999"], "inf is not a finite number"),
+    ([*SIMULATE, "--strategies", ""], "'' is an empty list"),
+    *(([*SIMULATE, option, BIG], "is not in the range") for option in ("--steps", "--seeds", "--cap", "--replicas", "--jobs", "--max-staleness", "--batch-size")),
+    ([*SIMULATE, "--out", LONG], "cannot be written: File name too long"),
+    ([*SIMULATE, "--json", LONG], "cannot be written: File name too long"),
+    ([*PLAN, "--reward-s", "inf"], "inf is not a finite number"),
+    ([*PLAN, "--reward-s", "nan"], "nan is not a finite number"),
+    ([*PLAN, "--budget", "nan"], "nan is not a finite number"),
+    ([*PLAN, "--aim", "cost", "--target", "inf"], "inf is not a finite number"),
+    ([*PLAN, "--group-size", BIG], "is not in the range"),
+    ([*PLAN, "--cap", BIG], "is not in the range"),
+    ([*PLAN, "--max-staleness", BIG], "is not in the range"),
+    ([*PLAN, "--what-if", "staleness=1e30"], "must be a whole number from 0 to 1000000000, got 1e+30"),
+    ([*PLAN, "--html", LONG], "cannot be written: File name too long"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG)
+def test_a_value_that_cannot_be_is_one_line_and_leaves_nothing(refused: Say, argv: list[str], message: str) -> None:
+    before = set(Path().iterdir())
+    said = refused(*argv)
+    assert message in said
+    assert len(said.splitlines()) <= 2, "the second line says where help is"
+    assert set(Path().iterdir()) <= before | {Path("__pycache__")}
+
+
+FILES = [
+    ("run.toml", "steps = " + "9" * 5000, ["train", "run.toml"], "run.toml: a number has thousands of digits"),
+    ("run.toml", "a = " + "[" * 5000, ["train", "run.toml"], "run.toml: lists or tables are nested too deeply"),
+    ("s.toml", "[engine]\nc0_s = nan", [*SIMULATE, "--scenario", "s.toml"], "s.toml:2: engine.c0_s: this must be a finite number"),
+    ("s.toml", "[engine]\nreplicas = 4611686018427387904", [*SIMULATE, "--scenario", "s.toml"], "replicas must be at most 10000"),
+    ("l.toml", "preset = 'light-8k'\nsigma = nan", ["simulate", "l.toml"], "l.toml:2: sigma: this must be a finite number"),
+    ("f.jsonl", f'{{"prompt": "a", "length": {BIG}}}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: no response has 1000000000000000000000000000000 tokens; 1000000000 at most"),
+    ("f.jsonl", f'{{"prompt": "a", "length": 5, "prompt_tokens": {BIG}}}', ["simulate", "f.jsonl"], "f.jsonl:1: 'prompt_tokens' must be a whole number from 1 to 1000000000"),
+    ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: maximum recursion depth exceeded"),
+    ("f.jsonl", '{"prompt": "a", "length": NaN}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length is a whole number of tokens, got nan"),
+    ("c.json", "[" * 20000, ["calibrate", "--from", "c.json", "--out", "d.toml"], "c.json: no measurements of rollover.calibration.measure"),
+    ("p.toml", "budget_per_hour = nan\n[[nodes]]\ndevice = 'h100-sxm'\nnum_devices = 1", ["plan", "p.toml", "--model", "model"], "p.toml:1: budget_per_hour: this must be a finite number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "content", "argv", "message"), FILES)
+def test_a_file_with_a_value_that_cannot_be_is_named(
+    refused: Say, file: str, content: str, argv: list[str], message: str
+) -> None:
+    Path(file).write_text(content)
+    assert message in refused(*argv)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "", ".", "..", "checkpoints", "config.json", "y" * 200, "-x", " ", "a\\u0000"]
+)
+def test_a_variant_is_named_as_a_directory_can_be(refused: Say, name: str) -> None:
+    text = Path("run.toml").read_text()
+    Path("run.toml").write_text(f'{text}\n[variants."{name}"]\n[variants.other]\n')
+    assert "cannot name a variant, whose run gets a directory of that name" in refused(*TRAIN)
+    assert not Path("out").exists()
+
+
+def test_one_variant_compares_with_nothing(refused: Say) -> None:
+    Path("run.toml").write_text(Path("run.toml").read_text() + "\n[variants.only]\n")
+    assert "'only' is alone, and a comparison needs two: add another variant" in refused(*TRAIN)
+
+
+def changed(**keys: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+def written(file: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(content)
+
+
+MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (written("generation_config.json", "{"), "wrong/generation_config.json cannot be read: "),
+    (written("generation_config.json", "[]"), "wrong/generation_config.json holds no table of keys; mend or delete it"),
+    (written("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id must be a token id or a list of them, got 'x'"),
+    (written("tokenizer_config.json", "{"), "wrong: the tokenizer cannot be loaded ("),
+    (written("config.json", "[" * 20000), "wrong/config.json is not a model config with a 'model_type'"),
+    (written("config.json", "[]"), "wrong/config.json is not a model config with a 'model_type'"),
+    (changed(eos_token_id=[0, "x"]), "eos_token_id must be a token id or a list of them, got [0, 'x']"),
+    (changed(layer_types=3), "layer_types must be a list, got 3"),
+    (changed(hidden_size="x"), "hidden_size must be a whole number above 0, got 'x'"),
+    (changed(hidden_size=-1), "hidden_size must be a whole number above 0, got -1"),
+    (changed(vocab_size=None), "vocab_size must be a whole number above 0, got None"),
+    (changed(num_key_value_heads=3), "3 key-value heads do not divide 4 heads"),
+    (changed(head_dim=7), "head_dim must be even"),
+    (changed(rms_norm_eps="x"), "rms_norm_eps must be a number from 0, got 'x'"),
+    (changed(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    (changed(mlp_bias=True), "mlp_bias is not supported"),
+    (changed(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}), "rope type 'yarn' is not supported"),
+    (changed(partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MODELS)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+def test_a_model_that_the_engine_would_refuse_is_refused_before_the_warm_up(
+    refused: Say, change: Callable[[Path], object], message: str, dry: list[str]
+) -> None:
+    shutil.copytree("model", "wrong")
+    change(Path("wrong"))
+    said = refused(*TRAIN, "--model.path", "wrong", "--sft.num_steps", "1", *dry)
+    assert message in said
+    assert "\n" not in said
+    assert not Path("out").exists()
+
+
+def test_several_end_tokens_of_the_models_configs_all_end_a_response(experiment: Path) -> None:
+    from rollover.prepare import load_tokenizer, stop_token_ids
+
+    shutil.copytree("model", "several")
+    changed(eos_token_id=[0, 5])(Path("several"))
+    written("generation_config.json", '{"eos_token_id": 7}')(Path("several"))
+    assert stop_token_ids(Path("several"), load_tokenizer(Path("several"))) == (0, 7, 5)
+
+
+DRY: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"text": "a"}, [], "none of the columns prompt, question, input, messages is there"),
+    ({"prompt": ""}, [], "the prompt is empty"),
+    ({"messages": [{"role": "user", "content": "a"}], "answer": "a"}, [], "chat template"),
+    ({"prompt": "a"}, ["--tasks.train.0.reward", "{kind = 'exact'}"], "none of the columns answer, label"),
+    ({"prompt": "a", "answer": "a"}, ["--tasks.chat_template", "on"], "the tokenizer has no chat template"),
+    ({"prompt": "a", "answer": "a"}, ["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
+    ({"prompt": "a", "answer": "a"}, ["--engine.max_context_tokens", "90"], "is more than the model's 80 positions"),
+]
+
+
+@pytest.mark.parametrize(("row", "argv", "message"), DRY)
+def test_a_dry_run_looks_at_the_first_row_the_tokenizer_and_the_engine(
+    refused: Say, row: dict[str, Any], argv: list[str], message: str
+) -> None:
+    Path("letters.jsonl").write_text(json.dumps({"answer": "a", **row} if not argv else row) + "\n")
+    assert message in refused("train", "run.toml", "--dry-run", *argv)
+
+
+def test_a_dry_run_of_fine_tuning_asks_for_what_is_to_be_learned(refused: Say) -> None:
+    Path("letters.jsonl").write_text('{"prompt": "a", "letter": "a"}\n')
+    Path("letter_reward.py").write_text("async def share_now(prompts, completions, **columns): return [0.0]")
+    assert "no column to learn from; set answer_column" in refused("sft", "run.toml", "--dry-run")
+    assert cli.main(["train", "run.toml", "--dry-run"]) == 0

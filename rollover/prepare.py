@@ -85,7 +85,7 @@ def _architecture(config: RunConfig) -> Architecture:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or end tokens are not named as they must."""
+    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
     from transformers import AutoTokenizer
 
     # Without its files, transformers makes up an empty tokenizer for some model types.

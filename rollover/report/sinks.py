@@ -99,6 +99,7 @@ class WandbSink:
             resume="allow",
             dir=str(run_dir),
             config=dict(run_config),
+            settings={"x_disable_meta": True},  # it would send the command line as it was typed, secrets and all
         )
         self._run.define_metric("*", step_metric="train_step")
         self._run.define_metric("warmup/*", step_metric="warmup_step")

@@ -29,11 +29,12 @@ INTRODUCTION = f"""\
 
 One TOML file describes one run. Keys that are not listed here are refused, as are values of another type;
 every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file
-with all defaults filled in, and that output is itself a config, but for the values of secrets, which are hidden in all that is
-printed, drawn or sent away. `config.json` in the run directory alone keeps them; only its owner can read it.
+with all defaults filled in, and that output is itself a config, but for the values of secrets. Numbers are finite
+unless said otherwise.
 
-Numbers are finite unless said otherwise. What is called a secret: values of `launch_env`, of keys and flags with names like token,
-key, password or cookie, logins and queries of URLs.
+Secrets are hidden in all that is printed, drawn or sent away: the values of `launch_env`, those of keys and flags
+with names like token, key, password or cookie, and logins and queries of URLs. `config.json` in the run directory
+keeps them, since a resumed run needs them, and its owner alone can read it.
 
 Any key can be set on the command line, after the command and in any order:
 

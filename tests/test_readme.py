@@ -39,7 +39,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runs.save_model(Path("tiny"), max_position_embeddings=8192)
     rows = [{"prompt": f"{i}+{j}=", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = {"steps": "2", "path": '"tiny"', "rollout_batch_size": "2", "kv_cache_bytes": "64_000_000"}
+    small = {
+        "steps": "2",
+        "over_sampling_batch_size": "4",
+        "path": '"tiny"',
+        "rollout_batch_size": "2",
+        "kv_cache_bytes": "64_000_000",
+    }
     text = TOML
     for key, value in small.items():
         text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, count=1, flags=re.MULTILINE)

@@ -31,7 +31,7 @@ class Solutions:
         return solution(self._configs[prompt.source], prompt, self._prompt_columns[prompt.source])
 
 
-def solution(config: SourceConfig, prompt: Prompt, prompt_column: str) -> str:
+def solution(config: SourceConfig, prompt: Prompt, prompt_column: str | None) -> str:
     """The response that a prompt of the source ``config`` should have. Raises ``DataError`` as ``Solutions.of``."""
     if config.kind == "reasoning_gym":
         return worked_solution(config.gym_dataset, thaw(prompt.columns))

@@ -85,7 +85,7 @@ class DeviceEntry:
     hbm_gbps: float | None = None
     """Memory bandwidth, GB/s."""
     hbm_gib: float | None = None
-    """Memory, GiB."""
+    """Memory that its driver reports, GiB: what is marketed less error correction and the driver's own."""
     link_gbps: float | None = None
     """Link inside a node, GB/s, both directions together."""
     price_per_hour_usd: float | PriceRange | None = None

@@ -45,10 +45,36 @@ def test_every_device_of_the_catalogue_is_complete_and_says_what_is_in_doubt() -
         assert entry.verified == (not entry.unverified), key
 
 
+@pytest.mark.parametrize(
+    ("key", "total_bytes"),
+    [
+        ("a100-40-sxm", 40536 * 2**20),
+        ("a100-80-sxm", 81251 * 2**20),
+        ("h100-sxm", 81559 * 2**20),
+        ("h800-sxm", 81559 * 2**20),
+        ("h20", 97871 * 2**20),
+        ("h200-sxm", 143771 * 2**20),
+        ("b200", 183359 * 2**20),
+        ("l40s", 46068 * 2**20),
+        ("l4", 23034 * 2**20),
+        ("a10", 23028 * 2**20),
+        ("rtx-4090", 24564 * 2**20),
+        ("rtx-5090", 32607 * 2**20),
+        ("mi250x", 2 * 68702699520),
+        ("mi300x", 206141652992),
+        ("mi355x", 309220868096),
+    ],
+)
+def test_a_device_has_the_memory_that_its_driver_reports(key: str, total_bytes: int) -> None:
+    """As nvidia-smi and rocm-smi print it: error correction takes a sixteenth of GDDR6."""
+    entry = catalogue.packaged().devices[key]
+    assert entry.hbm_gib == pytest.approx(total_bytes / 2**30, abs=0.006)
+
+
 def test_units_become_bytes_flops_and_seconds() -> None:
     both = parsed(TWO)
     h100, l40s = both.devices
-    assert (h100.flops, h100.hbm_bytes_per_s, h100.hbm_bytes) == (989e12, 3350e9, 80 * 2**30)
+    assert (h100.flops, h100.hbm_bytes_per_s, h100.hbm_bytes) == (989e12, 3350e9, 79.65 * 2**30)
     assert h100.link == Link(bytes_per_s=450e9, latency_s=1e-5), "one direction has half"
     assert h100.network == Link(bytes_per_s=50e9, latency_s=5e-6)
     assert h100.efficiency.step_s == 2e-3

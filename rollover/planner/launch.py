@@ -6,6 +6,7 @@ Nothing is invented: each figure stands in the plan, and host names are the flee
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ from rollover import toml
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
 from rollover.planner.records import RolloutColumn
+from rollover.planner.words import cannot_train
 
 Server = Literal["vllm", "sglang"]
 FIRST_PORT = 8000
@@ -47,10 +49,24 @@ class _Replica:
 def launch_files(plan: Plan, *, model: str, server: Server) -> dict[str, str]:
     """Contents by file name. ``model`` is the folder or hub id that servers and trainer load."""
     replicas = _replicas(plan)
-    files = {"trainer.toml": _trainer(plan, replicas, model=model, server=server)}
+    files = {
+        "README.md": _readme(plan),
+        "trainer.toml": _trainer(plan, replicas, model=model, server=server),
+    }
     for node in dict.fromkeys(name for r in replicas for name in r.nodes):
         files[f"rollout-{node}.sh"] = _script(plan, replicas, node, model=model, server=server)
     return files
+
+
+def _readme(plan: Plan) -> str:
+    """What the files are for, and what of the plan they cannot do."""
+    lines = [
+        f"# {plan.fleet.name}: {plan.model.name}",
+        "",
+        "`rollout-NODE.sh` starts the rollout servers of a node; `trainer.toml` holds the trainer's settings.",
+    ]
+    lines += ["", *cannot_train(plan)]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _replicas(plan: Plan) -> list[_Replica]:
@@ -157,7 +173,7 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
         "engine": {
             "kind": server,
             "urls": [r.url for r in replicas],
-            "max_running": max(caps),
+            "max_running": caps[0] if len(set(caps)) == 1 else caps,
             **({"kv_on_update": "keep"} if workload.keeps_kv else {}),
         },
     }
@@ -177,8 +193,7 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
         )
         head.append(f"#     optimizer state {state}, activations {activations}; on")
         head += [f"#     {line}" for line in _places(plan, member)]
-    if sum(part.num_devices for part in plan.solution.plan.parts) > 1:
-        head.append("# `rollover train` itself trains on one device: give this shape to the framework that trains.")
+    head += [f"# {line}" for sentence in cannot_train(plan) for line in textwrap.wrap(sentence, 116)]
     return "\n".join(head) + "\n\n" + toml.dumps(settings)
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from rollover.engine.http.client import HTTPClient, Patience
 from rollover.engine.http.sse import EventDecoder
+from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.vllm.engine import VLLMEngine
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from tests.engine.contract import collect, request, tokens
 from tests.engine.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
@@ -267,3 +269,24 @@ def test_error_bodies_of_any_shape_are_told() -> None:
             call(server)
         assert len(str(caught.value)) < 800
         assert json.dumps(body)[:1] in '{["'
+
+
+def test_each_url_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
+    each = settings(urls=("http://a:1", "http://b:2/"), max_running=(8, 32))
+    folder = model_folder(tmp_path / "model")
+    engines = [VLLMEngine(HTTPClient(url, each), each, folder) for url in each.urls]
+    assert [engine.capabilities.max_running for engine in engines] == [8, 32]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"urls": ("http://a:1",), "max_running": (8, 32)}, "one for each of the 1 urls, got a list of 2"),
+        ({"launch": True, "urls": (), "max_running": (8,)}, "one number for all servers"),
+        ({"urls": ("http://a:1",), "max_running": (0,)}, "max_running must be positive, got 0"),
+        ({"urls": ("http://a:1",), "max_running": -1}, "max_running must be positive, got -1"),
+    ],
+)
+def test_caps_that_do_not_fit_the_servers_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMConfig(**keys)

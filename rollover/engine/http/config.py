@@ -50,9 +50,9 @@ class ServerConfig:
     """Check the certificate of an `https` server."""
     ca_file: str | None = None
     """Certificates to check it against (PEM); the system's when left out."""
-    max_running: int = 64
-    """Samples decoded at the same time by each server. Its own limit should be no lower, or calls queue
-    there."""
+    max_running: int | tuple[int, ...] = 64
+    """Samples decoded at the same time by each server, or by the server of each of the `urls` in turn: `[64, 256]`.
+    Its own limit should be no lower, or calls queue there."""
     weights_dir: str | None = None
     """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
     run directory when left out."""
@@ -99,7 +99,8 @@ class ServerConfig:
                 raise ValueError(f"urls must name a host, and a port from 1 to 65535 or none, got {url!r}")
         if repeated := {url for url in self.urls if self.urls.count(url) > 1}:
             raise ValueError(f"urls names {min(repeated)!r} more than once")
-        positive = ("max_running", "num_servers", "logprob_tolerance")
+        self._check_running()
+        positive = ("num_servers", "logprob_tolerance")
         for key in (*positive, *(k for k in self.__dataclass_fields__ if k.endswith("_s"))):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
@@ -113,6 +114,24 @@ class ServerConfig:
         if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
             raise ValueError("api_key_env must be the name of an environment variable, never the key itself")
         self._check_idle_settings()
+
+    def _check_running(self) -> None:
+        each = self.max_running
+        if isinstance(each, int):
+            each = (each,)
+        elif self.launch or len(each) != len(self.urls):
+            raise ValueError(
+                f"max_running is one number for all servers, or a list with one for each of the {len(self.urls)} urls,"
+                f" got a list of {len(each)}"
+            )
+        if min(each) <= 0:
+            raise ValueError(f"max_running must be positive, got {min(each)}")
+
+    def running(self, url: str | None = None) -> int:
+        """``max_running`` of the server at one of the ``urls``, or of any that is started."""
+        if isinstance(self.max_running, int):
+            return self.max_running
+        return next(n for own, n in zip(self.urls, self.max_running, strict=True) if own.rstrip("/") == url)
 
     def _check_idle_settings(self) -> None:
         """A setting that has no effect is a mistake."""

@@ -65,7 +65,7 @@ class ServerEngine(ABC):
         self.client = client
         self.model = ModelFolder.read(folder)
         self.capabilities = Capabilities(
-            max_running=config.max_running,
+            max_running=config.running(client.url),
             max_context_tokens=self.model.max_context_tokens,
             in_flight_update=keeps_calls_over_update,
             number_format=self.model.dtype or "unknown",

@@ -13,12 +13,19 @@ from rollover.engine.pool import EnginePool
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.engine import SGLangEngine
 from rollover.engine.sglang.router import worker_urls
+from rollover.errors import EngineError
 
 
 async def open_sglang(config: SGLangConfig, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
     """See ``open_servers``; routers among the urls are replaced by their workers."""
     if config.urls:
-        config = replace(config, urls=await _workers(config))
+        workers = await _workers(config)
+        if workers != config.urls and not isinstance(config.max_running, int):
+            raise EngineError(
+                "engine.max_running lists a number for each url, and one of the urls is a router of several servers:"
+                " give one number for all, or the servers' own urls"
+            )
+        config = replace(config, urls=workers)
     kind = ServerKind(
         engine=lambda client, process: SGLangEngine(client, config, folder, process=process),
         arguments=lambda port: launch_arguments(config, folder, port),
@@ -44,7 +51,7 @@ def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]
         *("--model-path", str(folder.resolve())),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
-        *("--max-running-requests", str(config.max_running)),
+        *("--max-running-requests", str(config.running())),
         "--incremental-streaming-output",
         "--sleep-on-idle",
     ]

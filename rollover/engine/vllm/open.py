@@ -38,7 +38,7 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
         *("--served-model-name", config.served_model or SERVED_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
-        *("--max-num-seqs", str(config.max_running)),
+        *("--max-num-seqs", str(config.running())),
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
         *("--seed", str(port)),  # two servers must not draw the same noise
@@ -62,6 +62,6 @@ def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:
 def _cpu_cache_gib(config: VLLMConfig, model: ModelFolder) -> int:
     """What ``max_running`` samples of the longest context need, as far as there is memory."""
     bytes_per_number = 2 if model.dtype in ("bfloat16", "float16") else 4
-    needed = config.max_running * model.max_context_tokens * model.cache_numbers_per_token * bytes_per_number
+    needed = config.running() * model.max_context_tokens * model.cache_numbers_per_token * bytes_per_number
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(math.ceil(needed / _GIB), int(_MAX_CPU_CACHE_SHARE * memory / config.num_servers / _GIB)))

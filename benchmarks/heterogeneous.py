@@ -22,9 +22,10 @@ from typing import Any
 from rollover import toml
 from rollover.planner import columns, fleet, workload
 from rollover.planner.alternatives import one_type
+from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
 from rollover.planner.model import parse
-from rollover.planner.plan import Plan, make_plan
+from rollover.planner.plan import Plan
 from rollover.planner.records import Device, Efficiency, Fleet, ModelShape, WorkloadSpec
 from rollover.planner.routing import routed
 from rollover.sim.planned import check

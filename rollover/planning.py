@@ -18,10 +18,11 @@ from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner import model as models
 from rollover.planner import report, workload
-from rollover.planner.alternatives import alternatives
+from rollover.planner.alternatives import alternatives, leaner, on_one_device
 from rollover.planner.explain import shadow_prices
 from rollover.planner.launch import Server, launch_files
-from rollover.planner.plan import Plan, make_plan, step_tokens
+from rollover.planner.make import make_plan
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Fleet, ModelShape, Tail, WorkloadSpec
 from rollover.planner.routing import Routing, routed
 from rollover.planner.what_if import Scenario, changed
@@ -91,6 +92,7 @@ def plan(request: Request) -> None:
     )
     with _busy(console, "planning"):
         made = _plan(request, scenario, model, spec)
+        made = replace(made, on_one_device=on_one_device(made))
     if not request.quick:
         with _busy(console, "simulating, and asking what one unit more would bring"):
             made = _checked(request, made, model, spec)
@@ -157,6 +159,7 @@ def _checked(request: Request, made: Plan, model: ModelShape, spec: WorkloadSpec
         simulated_steps_per_s=check(made, lengths).steps_per_s,
         shadows=shadow_prices(routed(problem, request.routing), made.solution),
         alternatives=alternatives(made),
+        leaner=leaner(made),
     )
 
 

@@ -1,4 +1,5 @@
-"""What a plan is compared with: fleets of one type for the same money, and splits of this fleet by rules of thumb.
+"""What a plan is compared with: fleets of one type for the same money, splits of this fleet by rules of thumb, what
+this version can train, and how much less would do.
 
 All are solved like the plan itself: same lengths, routing, tail and staleness bound.
 """
@@ -10,10 +11,14 @@ from dataclasses import replace
 
 from rollover.errors import PlanError
 from rollover.planner import columns, homogeneous
+from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
 from rollover.planner.plan import Alternative, Plan
 from rollover.planner.records import Device, Problem, Solution
 from rollover.planner.routing import routed
+
+ALMOST = 0.01
+"""Part of the rate that the leaner plan may lack."""
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
@@ -31,6 +36,58 @@ def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution]
     problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
     solution = solve(problem)
     return None if solution is None else (problem, solution)
+
+
+def on_one_device(plan: Plan) -> Alternative | None:
+    """The best plan that trains on one device; ``None`` where that is what the plan does, or where none can be."""
+    if plan.solution.plan.num_devices == 1:
+        return None
+    try:
+        made = make_plan(
+            plan.fleet,
+            plan.model,
+            plan.workload,
+            max_staleness=plan.problem.max_staleness,
+            tail=plan.problem.tail,
+            routing=plan.routing,
+            one_device=True,
+        )
+    except PlanError:
+        return None
+    return _of_plan("training on one device", made)
+
+
+def leaner(plan: Plan) -> Alternative | None:
+    """The cheapest plan that is almost as fast, with the fewest devices where a price is missing; ``None`` for a plan
+    that is the cheapest of its rate already."""
+    if plan.problem.target_steps_per_s is not None:
+        return None
+    fleet = replace(plan.fleet, budget_per_hour=None)
+    if any(device.price_per_hour is None for device in fleet.devices):
+        nodes = (replace(node, device=replace(node.device, price_per_hour=1.0)) for node in fleet.nodes)
+        fleet = replace(fleet, nodes=tuple(nodes))
+    try:
+        made = make_plan(
+            fleet,
+            plan.model,
+            plan.workload,
+            max_staleness=plan.problem.max_staleness,
+            target_steps_per_s=plan.solution.steps_per_s * (1 - ALMOST),
+            tail=plan.problem.tail,
+            routing=plan.routing,
+        )
+    except PlanError:
+        return None
+    return _of_plan("the cheapest plan that is almost as fast", replace(made, fleet=plan.fleet))
+
+
+def _of_plan(name: str, made: Plan) -> Alternative:
+    return Alternative(
+        name=name,
+        steps_per_s=made.solution.steps_per_s,
+        cost_per_hour=made.cost_per_hour,
+        devices=made.used,
+    )
 
 
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:

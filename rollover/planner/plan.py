@@ -1,45 +1,23 @@
-"""A plan, from the fleet to the devices of every replica: phase 1, phase 2, and back until they agree.
-
-What phase 1 assumed about links is replaced by what the placement met, the shapes that were placed by their re-costed
-selves, and both phases are run again, until cycle times move by less than ``SETTLED``. A plan is worth what it costs on
-the links it stands on: the best of all rounds is kept, and its numbers are the re-costed ones.
-"""
+"""What a finished plan is: who does what on which devices, what that yields and costs, what it was compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from rollover.errors import PlanError
-from rollover.planner import columns
-from rollover.planner.explain import why_infeasible
-from rollover.planner.milp import solve
-from rollover.planner.placement import Pipeline, Placement, place
+from rollover.planner.placement import Placement
 from rollover.planner.records import (
     Device,
     Fleet,
-    Link,
     ModelShape,
     Problem,
-    RolloutColumn,
     ShadowPrice,
     Solution,
-    Tail,
-    TrainingPart,
-    TrainingPlan,
     WorkloadSpec,
 )
-from rollover.planner.recost import Recosted, recost
-from rollover.planner.routing import Routing, routed
-from rollover.planner.topology import Topology
-
-SETTLED = 0.02
-"""Relative change of a time below which the rounds end."""
-MAX_ROUNDS = 5
-_SHORT = 1e-3
-"""Part of an asked-for rate that may be missing: the solver's tolerance."""
+from rollover.planner.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +73,11 @@ class Plan:
     """What one unit more of something would bring."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
+    on_one_device: Alternative | None = None
+    """The best plan whose trainer has a single device, as ``rollover train`` has it; ``None`` where this plan's own has
+    no more, or where no device can train the model alone."""
+    leaner: Alternative | None = None
+    """The cheapest plan that is almost as fast; ``None``: it was not asked for."""
     simulated_steps_per_s: float | None = None
     """What a simulation of the whole loop reached; ``None``: it was not run."""
 
@@ -137,6 +120,13 @@ class Plan:
         return found
 
     @property
+    def idle(self) -> dict[str, int]:
+        """Devices not in use of each type that has any."""
+        stock = zip(self.fleet.devices, self.fleet.stock, strict=True)
+        left = {device.name: count - self.used.get(device.name, 0) for device, count in stock}
+        return {name: count for name, count in left.items() if count}
+
+    @property
     def devices(self) -> dict[str, Device]:
         return {device.name: device for device in self.fleet.devices}
 
@@ -171,137 +161,3 @@ class Plan:
 def step_tokens(workload: WorkloadSpec) -> float:
     """Response tokens of a training step."""
     return workload.batch_size * workload.response_tokens
-
-
-def make_plan(
-    fleet: Fleet,
-    model: ModelShape,
-    workload: WorkloadSpec,
-    *,
-    max_staleness: int,
-    target_steps_per_s: float | None = None,
-    tail: Tail = "soft",
-    routing: Routing = "load",
-    metis: bool = False,
-    seed: int = 0,
-) -> Plan:
-    """The best plan found: the fastest, or with a target the cheapest that reaches it.
-
-    With the ``tail`` row even the longest response keeps the staleness bound, so that no step waits for one; without
-    it the bound is kept on average only. The scheduler keeps it for every group, by waiting.
-
-    Raises:
-        PlanError: nothing satisfies the limits; the message says which stand in the way.
-    """
-    topology = Topology.of(fleet)
-    networks: dict[str, Link] = {}
-    met: list[Problem] = []
-    found: list[Plan] = []
-    rounds: list[Round] = []
-    seen = set()
-    while len(rounds) < MAX_ROUNDS:
-        problem = columns.problem(
-            _with_networks(fleet, networks),
-            model,
-            workload,
-            max_staleness=max_staleness,
-            target_steps_per_s=target_steps_per_s,
-            tail=tail,
-        )
-        problem = _with_placed(problem, met)
-        solution = solve(routed(problem, routing))
-        if solution is None:
-            if found:
-                break
-            raise PlanError(why_infeasible(routed(problem, routing)))
-        placement = place(topology, model, problem, solution, seed=seed, metis=metis)
-        real = recost(topology, model, problem, solution, placement, lambda p: routed(p, routing))
-        rounds.append(_round(solution, real))
-        if real.solution is not None:
-            made = _plan(fleet, model, real, real.solution, placement, solution.active)
-            found.append(replace(made, workload=workload, routing=routing))
-        kind = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
-        if rounds[-1].moved < SETTLED or kind in seen:
-            break
-        seen.add(kind)
-        met.append(real.unrouted)
-        networks = {**networks, **real.networks}
-    if not found:
-        raise PlanError(
-            f"no plan keeps its limits on the links between these nodes ({len(rounds)} were tried);"
-            " allow more staleness, a larger budget or a lower target, or widen the links"
-        )
-    best = min(found, key=_rank)
-    return replace(best, rounds=tuple(rounds))
-
-
-def _rank(plan: Plan) -> tuple[float, float]:
-    """Least is best: the cheapest of those that reach the target, or the fastest."""
-    target, rate = plan.problem.target_steps_per_s, plan.solution.steps_per_s
-    if target is None:
-        return -rate, plan.cost_per_hour or 0.0
-    missing = max(0.0, target * (1 - _SHORT) - rate)
-    return missing, plan.cost_per_hour or 0.0
-
-
-def _plan(
-    fleet: Fleet,
-    model: ModelShape,
-    real: Recosted,
-    solution: Solution,
-    placement: Placement,
-    active: tuple[int, ...],
-) -> Plan:
-    """``active``: the columns of the phase-1 problem that ``real`` has kept, in order."""
-    places = {c: index for index, c in enumerate(active)}
-    replicas = tuple(Pipeline(member=places[r.member], stages=r.stages) for r in placement.replicas)
-    return Plan(
-        fleet=fleet,
-        model=model,
-        workload=real.problem.workload,
-        routing="load",
-        problem=real.problem,
-        solution=solution,
-        placement=replace(placement, replicas=replicas),
-    )
-
-
-def _round(assumed: Solution, real: Recosted) -> Round:
-    plan = real.problem.plans[0]
-    return Round(
-        assumed_step_s=assumed.plan.step_s,
-        step_s=plan.step_s,
-        assumed_sync_s=assumed.plan.sync_s,
-        sync_s=plan.sync_s,
-        assumed_steps_per_s=assumed.steps_per_s,
-        steps_per_s=real.solution.steps_per_s if real.solution else 0.0,
-    )
-
-
-def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
-    """The problem with shapes as they were re-costed where they were placed last."""
-    plans = {_shape(plan): plan for plan in problem.plans}
-    columns = {_kind(column): column for column in problem.columns}
-    for placed in met:
-        plans |= {_shape(plan): plan for plan in placed.plans}
-        columns |= {_kind(column): column for column in placed.columns}
-    return replace(problem, plans=tuple(plans.values()), columns=tuple(columns.values()))
-
-
-def _shape(plan: TrainingPlan) -> tuple[TrainingPart, ...]:
-    return tuple(replace(part, share=1.0) for part in plan.parts)
-
-
-def _kind(column: RolloutColumn) -> tuple[str, int, int, int]:
-    return column.device, column.tp, column.pp, column.batch_cap
-
-
-def _with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
-    """The fleet as phase 1 should see it."""
-    nodes = [
-        replace(node, device=replace(node.device, network=networks[node.device.name]))
-        if node.device.name in networks
-        else node
-        for node in fleet.nodes
-    ]
-    return replace(fleet, nodes=tuple(nodes))

@@ -8,7 +8,7 @@ from html import escape
 from rich.table import Table
 from rich.text import Text
 
-from rollover.planner.plan import Alternative, Plan
+from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.words import roles, sentences
 from rollover.report.figures import Figure, axis, bar, figure
 from rollover.report.page import Page, header, table, tiles
@@ -69,6 +69,7 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
         proof = f"simulated; the formula says {formula / plan.trusted_steps_per_s:.2f}× this"
     return [
         ("Training throughput", f"{plan.tokens_per_s:,.0f}", "tokens/s", proof),
+        *_this_version(plan),
         ("Training step", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"),
         (
             "Cost",
@@ -90,6 +91,15 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
             + ("" if plan.problem.tail == "none" else ", for the longest responses too"),
         ),
     ]
+
+
+def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """What can be had of the throughput today."""
+    count, alone = plan.solution.plan.num_devices, plan.on_one_device
+    if count > 1:
+        value = "–" if alone is None else f"{alone.steps_per_s * step_tokens(plan.workload):,.0f}"
+        note = f"by the formula, with a trainer of one device; the plan's takes {count}"
+        yield "With this version's trainer", value, "" if alone is None else "tokens/s", note
 
 
 def render_plan(plan: Plan) -> str:

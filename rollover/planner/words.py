@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollover.planner.explain import in_words
-from rollover.planner.plan import Plan
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Binding, RolloutColumn
 
 AGREED = 0.10
 """Relative difference of simulation and formula up to which they agree."""
+USELESS = 0.03
+"""Part of the cost from which devices that bring almost nothing are worth a word: three times what they may bring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +101,10 @@ def _lengths(plan: Plan, c: int) -> str:
 def sentences(plan: Plan) -> tuple[str, ...]:
     """What a person should know about the plan, the most important first."""
     return (
+        *cannot_train(plan),
         *_simulated(plan),
         *_limits(plan),
+        *_useless(plan),
         *(f"{in_words(shadow, plan.problem)}." for shadow in plan.shadows if shadow.gain > 0),
         *_staleness(plan),
         *_compared(plan),
@@ -109,6 +113,57 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *unverified(plan),
         *_efficiencies(plan),
     )
+
+
+def cannot_train(plan: Plan) -> Iterator[str]:
+    """What this version cannot do of the plan, and what it can."""
+    count, alone = plan.solution.plan.num_devices, plan.on_one_device
+    if count == 1:
+        return
+    said = f"This version of Rollover trains on one device: the plan's {count} training devices need another framework"
+    if alone is None:
+        yield f"{said}, and no plan was found that trains {plan.model.name} on a single device of this fleet."
+        return
+    tokens = alone.steps_per_s * step_tokens(plan.workload)
+    yield (
+        f"{said}. With a trainer of one device this fleet reaches {tokens:,.0f} tokens/s by the formula,"
+        f" {alone.steps_per_s / plan.solution.steps_per_s:.1%} of what the formula says of this plan."
+    )
+
+
+def _useless(plan: Plan) -> Iterator[str]:
+    """Devices that bring nothing, or next to nothing."""
+    if plan.idle:
+        yield f"Idle: {_counted(plan.idle)}; no plan found is better with them.{_worth(plan, plan.idle)}"
+    leaner = plan.leaner
+    if leaner is None:
+        return
+    fewer = {name: n - leaner.devices.get(name, 0) for name, n in plan.used.items() if n > leaner.devices.get(name, 0)}
+    more = {name: n - plan.used.get(name, 0) for name, n in leaner.devices.items() if n > plan.used.get(name, 0)}
+    now, then = float(sum(plan.used.values())), float(sum(leaner.devices.values()))
+    if plan.cost_per_hour is not None and leaner.cost_per_hour is not None:
+        now, then = plan.cost_per_hour, leaner.cost_per_hour
+        saved = f"{now - then:,.2f} of {now:,.2f} {plan.fleet.currency} per hour"
+    else:
+        saved = f"{now - then:g} of {now:g} devices"
+    lost = max(0.0, 1 - leaner.steps_per_s / plan.solution.steps_per_s)
+    if fewer and 1 - then / now >= USELESS:
+        instead = f", with {_counted(more)} more," if more else ""
+        without = f"Without them{instead} {lost:.1%} of the rate is lost and {saved} saved."
+        yield f"Nearly useless: {_counted(fewer)}. {without}"
+
+
+def _counted(devices: Mapping[str, int]) -> str:
+    return " and ".join(f"{n} × {name}" for name, n in devices.items())
+
+
+def _worth(plan: Plan, devices: Mapping[str, int]) -> str:
+    """What need not be paid for them."""
+    prices = [(plan.devices[name].price_per_hour, n) for name, n in devices.items()]
+    if any(price is None for price, _ in prices):
+        return ""
+    saved = sum((price or 0.0) * n for price, n in prices)
+    return f" Whoever does not rent them saves {saved:,.2f} {plan.fleet.currency} per hour."
 
 
 def _simulated(plan: Plan) -> Iterator[str]:

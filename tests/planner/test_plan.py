@@ -17,10 +17,12 @@ from rollover.planner import fleet as fleets
 from rollover.planner import workload
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
+from rollover.planner.make import make_plan
 from rollover.planner.model import parse
-from rollover.planner.plan import SETTLED, Plan, make_plan, step_tokens
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
+from rollover.planner.rounds import SETTLED
 from rollover.planner.topology import Topology
 from rollover.planner.what_if import Scenario, changed
 from rollover.planner.words import roles, sentences
@@ -79,7 +81,8 @@ def test_every_device_of_the_solution_stands_in_one_place(plan: Plan) -> None:
 
 
 def test_shapes_are_those_of_the_solution(plan: Plan) -> None:
-    for part, pipelines in zip(plan.solution.plan.parts, [plan.placement.training], strict=True):
+    for member, part in enumerate(plan.solution.plan.parts):
+        pipelines = [p for p in plan.placement.training if p.member == member]
         assert len(pipelines) == part.dp
         assert all(len(p.stages) == part.pp and len(p.stages[0].devices) == part.tp for p in pipelines)
     for c, column in enumerate(plan.problem.columns):
@@ -205,7 +208,7 @@ def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
     doubted = replace(plan, simulated_steps_per_s=0.5 * plan.solution.steps_per_s)
     assert doubted.tokens_per_s == pytest.approx(0.5 * plan.tokens_per_s)
     assert doubted.cost_per_million_tokens == pytest.approx(2 * (plan.cost_per_million_tokens or 0.0))
-    assert sentences(doubted)[0].startswith("The simulation disagrees with the formula: it reaches 50% of it.")
+    assert sentences(doubted)[1].startswith("The simulation disagrees with the formula: it reaches 50% of it.")
 
 
 def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:

@@ -1,0 +1,128 @@
+"""What a plan says against itself: what this version cannot train, and what of the fleet is of little use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollover import config, toml
+from rollover.planner import workload
+from rollover.planner.alternatives import ALMOST, leaner, on_one_device
+from rollover.planner.launch import launch_files
+from rollover.planner.make import make_plan
+from rollover.planner.model import parse
+from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.records import Fleet
+from rollover.planner.report import key_numbers, render_plan
+from rollover.planner.words import sentences
+from tests.planner.test_plan import QWEN_7B, fleet
+
+SMALL = parse(
+    QWEN_7B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
+    name="qwen-1.5b",
+)
+SPEC = workload.load("light-8k", num_groups=32, group_size=8)
+
+
+def nodes(count: int, gbit_s: float) -> Fleet:
+    entry = f'[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 4\ncount = {count}\n'
+    return fleet(f"network = {{ gbit_s = {gbit_s} }}\n{entry}")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = make_plan(nodes(2, 100), SMALL, SPEC, max_staleness=4)
+    assert made.solution.plan.num_devices > 1
+    return replace(made, on_one_device=on_one_device(made))
+
+
+def test_a_plan_that_trains_on_several_devices_says_that_this_version_does_not(plan: Plan) -> None:
+    alone = plan.on_one_device
+    assert alone is not None
+    tokens = f"{alone.steps_per_s * step_tokens(plan.workload):,.0f}"
+    said = sentences(plan)[0]
+    count = plan.solution.plan.num_devices
+    assert said.startswith(f"This version of Rollover trains on one device: the plan's {count} training devices need")
+    assert f"With a trainer of one device this fleet reaches {tokens} tokens/s by the formula" in said
+    assert ("With this version's trainer", tokens, "tokens/s") in [numbers[:3] for numbers in key_numbers(plan)]
+    assert f"reaches {tokens} tokens/s" in render_plan(plan)
+    files = launch_files(plan, model="m", server="vllm")
+    assert said in files["README.md"]
+    assert "# This version of Rollover trains on one device" in files["trainer.toml"]
+
+
+def test_what_one_device_trains_is_the_best_plan_whose_trainer_has_one(plan: Plan) -> None:
+    one = make_plan(plan.fleet, SMALL, SPEC, max_staleness=4, one_device=True)
+    assert one.solution.plan.num_devices == 1
+    assert plan.on_one_device is not None
+    assert plan.on_one_device.steps_per_s == one.solution.steps_per_s < plan.solution.steps_per_s
+    assert on_one_device(one) is None
+    assert "trains on one device" not in " ".join(sentences(one))
+
+
+def test_a_model_that_no_device_can_train_alone_is_said_to_be_none() -> None:
+    """16 bytes for each of 7.6 billion parameters are more than 80 GB."""
+    made = make_plan(nodes(2, 100), parse(QWEN_7B, name="qwen-7b"), SPEC, max_staleness=4)
+    made = replace(made, on_one_device=on_one_device(made))
+    assert made.on_one_device is None
+    assert "no plan was found that trains qwen-7b on a single device of this fleet" in sentences(made)[0]
+
+
+def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
+    alone = make_plan(nodes(1, 0.1), SMALL, SPEC, max_staleness=4)
+    both = make_plan(nodes(2, 0.1), SMALL, SPEC, max_staleness=4)
+    assert both.solution.steps_per_s == pytest.approx(alone.solution.steps_per_s)
+    assert both.idle == {"h100-sxm": 4}
+    assert {node for pipeline in both.placement.training for node in pipeline.nodes} <= {0}
+    assert not [binding for binding in both.solution.bindings if binding.row == "stock"], "half of it is free"
+    said = "Idle: 4 × h100-sxm; no plan found is better with them. Whoever does not rent them saves 10.76 USD per hour."
+    assert said in sentences(both)
+
+
+def test_the_leaner_plan_is_cheaper_and_almost_as_fast(plan: Plan) -> None:
+    found = leaner(plan)
+    assert found is not None
+    assert found.steps_per_s >= plan.solution.steps_per_s * (1 - ALMOST) * (1 - 2e-3)
+    assert found.cost_per_hour is not None
+    assert plan.cost_per_hour is not None
+    assert found.cost_per_hour <= plan.cost_per_hour
+
+
+def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> None:
+    def said(steps_per_s: float, num_devices: int, cost: float | None) -> list[str]:
+        less = Alternative(name="", steps_per_s=steps_per_s, cost_per_hour=cost, devices={"h100-sxm": num_devices})
+        return [s for s in sentences(replace(plan, leaner=less)) if s.startswith("Nearly useless")]
+
+    rate, cost = plan.solution.steps_per_s, plan.cost_per_hour
+    assert plan.used == {"h100-sxm": 8}
+    assert cost == pytest.approx(21.52)
+    assert said(0.995 * rate, 6, 16.14) == [
+        "Nearly useless: 2 × h100-sxm. Without them 0.5% of the rate is lost and 5.38 of 21.52 USD per hour saved."
+    ]
+    assert said(0.995 * rate, 6, None) == [
+        "Nearly useless: 2 × h100-sxm. Without them 0.5% of the rate is lost and 2 of 8 devices saved."
+    ]
+    assert said(rate, 8, cost) == []
+
+
+def test_every_server_is_launched_and_used_with_its_own_cap(plan: Plan, tmp_path: object) -> None:
+    columns = plan.problem.columns
+    one, two = replace(columns[0], batch_cap=64), replace(columns[0], batch_cap=256)
+    replicas = tuple(replace(r, member=i % 2) for i, r in enumerate(plan.placement.replicas))
+    assert len(replicas) > 1
+    mixed = replace(
+        plan,
+        problem=replace(plan.problem, columns=(one, two)),
+        placement=replace(plan.placement, replicas=replicas),
+    )
+    files = launch_files(mixed, model="m", server="vllm")
+    settings = toml.parse(files["trainer.toml"], "trainer.toml").data["engine"]
+    expected = [(64, 256)[i % 2] for i in range(len(replicas))]
+    assert settings["max_running"] == expected
+    starts = "".join(text for name, text in files.items() if name.endswith(".sh"))
+    assert [starts.count(f"--max-num-seqs {cap} ") for cap in (64, 256)] == [expected.count(64), expected.count(256)]
+    file = tmp_path / "trainer.toml"  # type: ignore[operator]
+    file.write_text(files["trainer.toml"])
+    engine = config.load(file).engine
+    assert [engine.running(url) for url in settings["urls"]] == expected  # type: ignore[union-attr]

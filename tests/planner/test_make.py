@@ -1,0 +1,102 @@
+"""A plan of the whole fleet, over random small fleets: nothing that is added ever hurts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.errors import PlanError
+from rollover.planner.make import make_plan
+from rollover.planner.records import Fleet, Link, Node
+from tests.planner.kit import MODEL, device, workload
+
+SPEC = workload(num_groups=8)
+GAPS = 2e-3
+"""What two proved gaps may add up to."""
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    """Up to four nodes of two types, joined by links from Ethernet to better than their own."""
+    network = Link(bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9, 1e10, 1e11])), latency_s=2e-5)
+    types = [
+        device(
+            name,
+            flops=draw(st.sampled_from([100e12, 400e12, 1000e12])),
+            hbm_bytes_per_s=draw(st.sampled_from([0.5e12, 2e12, 4e12])),
+            hbm_bytes=draw(st.sampled_from([12e9, 24e9, 80e9])),
+            node_size=draw(st.sampled_from([1, 2, 4])),
+            network=network,
+            price_per_hour=draw(st.sampled_from([0.5, 1.0, 3.0])),
+        )
+        for name in ("a", "b")
+    ]
+    counts = draw(st.sampled_from([(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (3, 0)]))
+    nodes = [
+        Node(name=f"{made.name}{i}", device=made, num_devices=made.node_size)
+        for made, count in zip(types, counts, strict=True)
+        for i in range(count)
+    ]
+    return Fleet(name="f", nodes=tuple(nodes), links=(), currency="USD", budget_per_hour=None)
+
+
+BOUNDS = st.sampled_from([0, 1, 4])
+
+
+def rate(fleet: Fleet, max_staleness: int) -> float:
+    """Steps/s on the real links; 0 where there is no plan."""
+    try:
+        return make_plan(fleet, MODEL, SPEC, max_staleness=max_staleness).solution.steps_per_s
+    except PlanError:
+        return 0.0
+
+
+def changed(fleet: Fleet, **factors: float) -> Fleet:
+    """With so many times as much of a figure of every device, or of the network."""
+
+    def better(node: Node) -> Node:
+        made = node.device
+        scaled = {key: getattr(made, key) * factor for key, factor in factors.items() if key != "network"}
+        width = made.network.bytes_per_s * factors.get("network", 1.0)
+        return replace(node, device=replace(made, network=replace(made.network, bytes_per_s=width), **scaled))
+
+    return replace(fleet, nodes=tuple(map(better, fleet.nodes)))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(fleets(), BOUNDS)
+def test_another_node_never_hurts(fleet: Fleet, max_staleness: int) -> None:
+    best = rate(fleet, max_staleness)
+    for i in range(len(fleet.nodes)):
+        fewer = replace(fleet, nodes=fleet.nodes[:i] + fleet.nodes[i + 1 :])
+        if fewer.nodes:
+            assert best >= rate(fewer, max_staleness) * (1 - GAPS)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(fleets(), BOUNDS)
+def test_more_bandwidth_never_hurts(fleet: Fleet, max_staleness: int) -> None:
+    before = rate(fleet, max_staleness) * (1 - GAPS)
+    assert rate(changed(fleet, network=3.0), max_staleness) >= before
+    assert rate(changed(fleet, hbm_bytes_per_s=1.5), max_staleness) >= before
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(fleets(), BOUNDS)
+def test_more_memory_or_compute_or_staleness_never_hurts(fleet: Fleet, max_staleness: int) -> None:
+    before = rate(fleet, max_staleness) * (1 - GAPS)
+    assert rate(changed(fleet, hbm_bytes=1.5), max_staleness) >= before
+    assert rate(changed(fleet, flops=1.5), max_staleness) >= before
+    assert rate(fleet, max_staleness + 1) >= before
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(fleets(), BOUNDS, st.sampled_from([2.0, 5.0, 10.0]))
+def test_lower_prices_and_a_larger_budget_never_hurt(fleet: Fleet, max_staleness: int, budget: float) -> None:
+    tight = replace(fleet, budget_per_hour=budget)
+    before = rate(tight, max_staleness) * (1 - GAPS)
+    assert rate(changed(tight, price_per_hour=0.8), max_staleness) >= before
+    assert rate(replace(fleet, budget_per_hour=budget * 1.3), max_staleness) >= before
+    assert rate(fleet, max_staleness) >= before

@@ -7,9 +7,11 @@ budget are compared as fractions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
-from rollover.planner.records import Problem, Solution
+from rollover.planner.records import Mixture, PartChoice, Problem, Solution, TrainingPart, TrainingPlan
 
 ROUNDING = 1e-6
 
@@ -26,7 +28,7 @@ def violations(problem: Problem, solution: Solution) -> list[str]:
 
 def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
     """Stock, roles, budget and the trainer."""
-    if solution.plan not in problem.plans:
+    if solution.plan not in problem.plans and not _is_mixed(problem, solution.plan):
         yield "the training plan is none of the problem's"
     if any(y < 0 for y in solution.replicas):
         yield "a number of replicas is negative"
@@ -49,6 +51,27 @@ def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
             cost += (rolling + training) * Fraction(supply.price_per_hour)
     if problem.budget_per_hour is not None and cost > Fraction(problem.budget_per_hour) * Fraction(1 + ROUNDING):
         yield f"costs {float(cost)} an hour, budget {problem.budget_per_hour}"
+
+
+def _is_mixed(problem: Problem, plan: TrainingPlan) -> bool:
+    """Whether one of the problem's mixtures stands for the plan: for each part a choice that ends with its share when
+    the plan says so, and the whole batch shared out."""
+    if abs(sum(part.share for part in plan.parts) - 1) > ROUNDING or len(plan.parts) != 2:
+        return False
+    for mixture in problem.mixtures:
+        step_s = plan.step_s - mixture.across_s
+        choices = {c.part: part.share * c.batch_s + c.fixed_s for c, part in _choices(mixture, plan)}
+        ends = list(choices.values())
+        if len(ends) == 2 and plan.sync_s == mixture.sync_s:
+            return all(0 < part.share < 1 for part in plan.parts) and max(ends) <= step_s * (1 + ROUNDING)
+    return False
+
+
+def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartChoice, TrainingPart]]:
+    """The choices that the plan's parts are, beside them."""
+    for side, part in product((mixture.first, mixture.second), plan.parts):
+        alone = replace(part, share=1.0)
+        yield from ((choice, part) for choice in side if choice.part == alone)
 
 
 def _production(problem: Problem, solution: Solution) -> Iterator[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, groupby, product
 
 from rollover.errors import PlanError
 from rollover.planner import costs
 from rollover.planner.records import (
     Device,
     Fleet,
+    Mixture,
     ModelShape,
     Problem,
     RolloutColumn,
@@ -30,10 +31,8 @@ MAX_BATCH = 1024
 MAX_STAGES = 64
 """Pipeline stages of a training plan, at most; a replica has up to ``MAX_REPLICA_STAGES``."""
 MAX_REPLICA_STAGES = 4
-_STEP = 1.1
-"""Data-parallel sizes beyond 16 grow by this factor."""
 _MIXED_SIZES = 6
-"""Sizes, by halving the stock, from which training plans over two types are put together."""
+"""Sizes, by halving the stock, from which the first training plans over two types are put together."""
 
 
 def problem(
@@ -44,27 +43,35 @@ def problem(
     max_staleness: int,
     target_steps_per_s: float | None = None,
     tail: Tail = "none",
+    one_device: bool = False,
 ) -> Problem:
-    """The planning problem of a fleet; raises ``PlanError`` where the model fits nowhere."""
+    """The planning problem of a fleet; raises ``PlanError`` where the model fits nowhere. ``one_device``: the trainers
+    of a single device alone."""
     stock = dict(zip(fleet.devices, fleet.stock, strict=True))
-    built = of_stock(stock, model, workload, max_staleness=max_staleness)
+    built = of_stock(stock, model, workload, max_staleness=max_staleness, one_device=one_device)
     return replace(built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=target_steps_per_s, tail=tail)
 
 
-def of_stock(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int) -> Problem:
+def of_stock(
+    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, one_device: bool = False
+) -> Problem:
     """The problem of so many devices of each type, without a budget."""
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be zero or more, got {max_staleness}")
     columns = [c for device, n in stock.items() for c in rollout_columns(device, n, model, workload)]
     if not columns:
         raise PlanError(_no_room(stock, model, workload, "roll out"))
-    plans = training_plans(stock, model, workload)
+    trained = dict.fromkeys(stock, 1) if one_device else stock
+    plans, mixtures = training_plans(trained, model, workload)
     if not plans:
-        raise PlanError(_no_room(stock, model, workload, "train"))
+        raise PlanError(_no_room(trained, model, workload, "train"))
+    if one_device:
+        plans, mixtures = [plan for plan in plans if plan.num_devices == 1], []
     return Problem(
         supplies=tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items()),
         columns=tuple(columns),
         plans=tuple(plans),
+        mixtures=tuple(mixtures),
         workload=workload,
         max_staleness=max_staleness,
     )
@@ -131,75 +138,100 @@ def _fill(column: RolloutColumn, copies: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan over one type, with what it was made from."""
+    """Pipelines of one type, with what they cost alone."""
 
     trainer: costs.Trainer
-    plan: TrainingPlan
+    cost: costs.PartCost
+    num_devices: int
+
+    @property
+    def alone_s(self) -> float:
+        """Time of a step."""
+        return self.cost.batch_s + self.cost.fixed_s
 
 
-def training_plans(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec) -> list[TrainingPlan]:
-    """Pareto-optimal plans (devices of each type, cycle time) over one type or two."""
-    single = {device: _single(device, count, model, workload) for device, count in stock.items()}
-    plans = [choice.plan for choices in single.values() for choice in choices]
-    for a, b in combinations(stock, 2):
-        pairs = product(_sizes(single[a], stock[a]), _sizes(single[b], stock[b]))
-        plans += _pareto([costs.training_plan((x.trainer, y.trainer)) for x, y in pairs])
-    return _pareto([plan for plan in plans if all(part.share > 0 for part in plan.parts)])
+def training_plans(
+    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec
+) -> tuple[list[TrainingPlan], list[Mixture]]:
+    """Pareto-optimal plans (devices of each type, cycle time) over one type, and some over two to begin with; and all
+    plans over two types."""
+    choices = {device: _choices(device, count, model, workload) for device, count in stock.items()}
+    fastest = {device: _fastest(found) for device, found in choices.items()}
+    alone = {device: [costs.training_plan((c.trainer,)) for c in found] for device, found in fastest.items()}
+    plans = [plan for found in alone.values() for plan in found]
+    mixtures = []
+    for a, b in combinations([device for device, found in choices.items() if found], 2):
+        sides = ([c.trainer for c in _undominated(choices[device])] for device in (a, b))
+        mixtures.append(costs.mixture(*sides))
+        begun = product(_sizes(fastest[a], stock[a]), _sizes(fastest[b], stock[b]))
+        plans += _pareto([costs.training_plan((x.trainer, y.trainer)) for x, y in begun], [*alone[a], *alone[b]])
+    return plans, mixtures
 
 
-def _single(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[_Choice]:
-    """For each number of devices the fastest plan, where more devices are faster."""
-    choices = []
+def _choices(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[_Choice]:
+    """All shapes that fit into memory and stock."""
+    found = []
     for tp, pp in product(_tensor_sizes(device, model), _doublings(min(MAX_STAGES, model.num_layers))):
         for dp, sharded, recompute in product(
-            _widths(min(count // (tp * pp), workload.batch_size)), (False, True), (False, True)
+            range(1, min(count // (tp * pp), workload.batch_size) + 1), (False, True), (False, True)
         ):
             part = TrainingPart(
                 device=device.name, dp=dp, tp=tp, pp=pp, sharded=sharded, recompute=recompute, share=1.0
             )
             trainer = costs.trainer(model, workload, device, part)
             if (dp > 1 or not sharded) and trainer.fits():
-                choices.append(_Choice(trainer, costs.training_plan((trainer,))))
-    choices.sort(key=lambda c: (c.plan.num_devices, c.plan.cycle_s))
+                found.append(_Choice(trainer, trainer.cost(), part.num_devices))
+    return sorted(found, key=lambda c: (c.num_devices, c.cost.batch_s, c.cost.fixed_s))
+
+
+def _fastest(choices: list[_Choice]) -> list[_Choice]:
+    """For each number of devices the fastest, where more devices are faster."""
     best: list[_Choice] = []
-    for choice in choices:
-        if not best or choice.plan.cycle_s < best[-1].plan.cycle_s:
+    for _, same in groupby(choices, key=lambda c: c.num_devices):
+        choice = min(same, key=lambda c: c.alone_s)
+        if not best or choice.alone_s < best[-1].alone_s:
             best.append(choice)
     return best
 
 
+def _undominated(choices: list[_Choice]) -> list[_Choice]:
+    """Without those that another beats at any share of a batch, with no more devices."""
+    kept: list[_Choice] = []
+    front: list[costs.PartCost] = []  # of those kept: slower per sample, and quicker to begin, one after the other
+    for choice in choices:
+        cost = choice.cost
+        if any(c.batch_s <= cost.batch_s and c.fixed_s <= cost.fixed_s for c in front):
+            continue
+        kept.append(choice)
+        front = [c for c in front if c.batch_s < cost.batch_s or c.fixed_s < cost.fixed_s] + [cost]
+    return kept
+
+
 def _sizes(choices: list[_Choice], count: int) -> list[_Choice]:
-    """The plans that use most of the stock, of half of it, and so on."""
+    """Those that use most of the stock, of half of it, and so on."""
     chosen = []
     for _ in range(_MIXED_SIZES):
-        fitting = [choice for choice in choices if choice.plan.num_devices <= count]
+        fitting = [choice for choice in choices if choice.num_devices <= count]
         if not fitting:
             break
         chosen.append(fitting[-1])
-        count = fitting[-1].plan.num_devices // 2
+        count = fitting[-1].num_devices // 2
     return chosen
 
 
-def _pareto(plans: list[TrainingPlan]) -> list[TrainingPlan]:
-    """Without plans that another beats with no more devices of any type; ties go to the first."""
+def _pareto(plans: list[TrainingPlan], others: list[TrainingPlan]) -> list[TrainingPlan]:
+    """Those that really share a batch, without any that another of ``plans`` or ``others`` beats with no more devices
+    of any type; ties go to the first."""
     kept: list[TrainingPlan] = []
     for plan in sorted(plans, key=lambda p: (p.cycle_s, p.num_devices)):
-        if not any(_within(other, plan) for other in kept):
+        quicker = [other for other in others if other.cycle_s <= plan.cycle_s]
+        if all(part.share > 0 for part in plan.parts) and not any(_within(o, plan) for o in (*kept, *quicker)):
             kept.append(plan)
     return kept
 
 
 def _within(other: TrainingPlan, plan: TrainingPlan) -> bool:
     return all(plan.count(part.device) >= part.num_devices for part in other.parts)
-
-
-def _widths(largest: int) -> list[int]:
-    """Data-parallel sizes: all up to 16, then growing by a tenth, and the largest."""
-    widths, width = set(range(1, min(16, largest) + 1)), 16.0
-    while width < largest:
-        widths.add(int(width))
-        width *= _STEP
-    return sorted(widths | ({largest} if largest else set()))
 
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,16 @@ that for forward and backward (arXiv 2205.05198).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollover.planner.records import (
     Device,
     LengthBucket,
     Link,
+    Mixture,
     ModelShape,
+    PartChoice,
     RolloutColumn,
     TrainingPart,
     TrainingPlan,
@@ -309,24 +311,44 @@ def training_plan(trainers: tuple[Trainer, ...], sync_link: Link | None = None) 
     shares, step_s = balanced(costs)
     if len(trainers) > 1:
         step_s += _across_s(trainers)
-    slowest = min(trainers, key=lambda t: t.device.network.bytes_per_s)
-    parts = tuple(
-        TrainingPart(
-            device=t.device.name,
-            dp=t.dp,
-            tp=t.tp,
-            pp=t.pp,
-            sharded=t.sharded,
-            recompute=t.recompute,
-            share=share,
-        )
-        for t, share in zip(trainers, shares, strict=True)
+    parts = tuple(_part(t, share) for t, share in zip(trainers, shares, strict=True))
+    return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
+
+
+def mixture(first: Sequence[Trainer], second: Sequence[Trainer]) -> Mixture:
+    """What ``training_plan`` makes of any of the first beside any of the second, all of a type on each side."""
+    one = (first[0], second[0])
+    return Mixture(
+        first=tuple(map(_choice, first)),
+        second=tuple(map(_choice, second)),
+        across_s=_across_s(one),
+        sync_s=_sync_s(one, None),
     )
-    sync_s = update_s(slowest.model, slowest.workload, slowest.device, sync_link or slowest.device.network)
-    return TrainingPlan(parts=parts, step_s=step_s, sync_s=sync_s)
 
 
-def _across_s(trainers: tuple[Trainer, ...]) -> float:
+def _choice(alone: Trainer) -> PartChoice:
+    cost = alone.cost()
+    return PartChoice(part=_part(alone, 1.0), batch_s=cost.batch_s, fixed_s=cost.fixed_s)
+
+
+def _part(made: Trainer, share: float) -> TrainingPart:
+    return TrainingPart(
+        device=made.device.name,
+        dp=made.dp,
+        tp=made.tp,
+        pp=made.pp,
+        sharded=made.sharded,
+        recompute=made.recompute,
+        share=share,
+    )
+
+
+def _sync_s(trainers: Sequence[Trainer], link: Link | None) -> float:
+    slowest = min(trainers, key=lambda t: t.device.network.bytes_per_s)
+    return update_s(slowest.model, slowest.workload, slowest.device, link or slowest.device.network)
+
+
+def _across_s(trainers: Sequence[Trainer]) -> float:
     """Gradients of the parts, each reduced within, are summed across: once more around a ring of the parts."""
     size = BF16_BYTES * trainers[0].model.parameters
     narrow = min(t.ring_link.bytes_per_s * t.device.efficiency.link for t in trainers)

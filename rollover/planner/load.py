@@ -8,11 +8,12 @@ zero up to its optimum: ``rollover.planner.milp`` looks for that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner.records import Problem
+from rollover.planner.records import Problem, TrainingPlan
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -68,17 +69,19 @@ class Load:
 
     def _read_plans(self) -> None:
         problem = self.problem
-        self.busy: Floats = self.rate * np.array([plan.cycle_s for plan in problem.plans])
-        """(P,): part of the trainer's time."""
-        self.training = np.array(
-            [[plan.count(supply.device) for supply in problem.supplies] for plan in problem.plans], dtype=np.float64
-        )
-        """(P, G)"""
+        self.busy, self.training = self._needs(problem.plans)
+        """(P,): part of the trainer's time. (P, G): its devices."""
         self.kinds = np.array([[c.device == supply.device for c in problem.columns] for supply in problem.supplies])
         """(G, C)"""
         self.stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
         self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])
         self._tail = np.inf if problem.tail == "none" else problem.max_staleness + (problem.tail == "soft")
+
+    def _needs(self, plans: Sequence[TrainingPlan]) -> tuple[Floats, Floats]:
+        supplies = self.problem.supplies
+        devices = [[plan.count(supply.device) for supply in supplies] for plan in plans]
+        busy: Floats = self.rate * np.array([plan.cycle_s for plan in plans])
+        return busy, np.array(devices, dtype=np.float64).reshape(len(plans), len(supplies))
 
     @property
     def costs(self) -> Floats:
@@ -89,16 +92,27 @@ class Load:
         """(C, W): what may be decoded where, so that the longest response keeps the bound with one of ``plans``."""
         return self.usable & (self.longest + self.busy[list(plans)].min() <= self._tail * (1 + _ROUNDING))
 
-    def in_time_each(self) -> Mask:
-        """(P, C, W): the same for every plan, or (1, C, W) where all are alike."""
-        if np.isinf(self._tail):
-            return self.usable[None]
-        return self.usable & (self.longest + self.busy[:, None, None] <= self._tail * (1 + _ROUNDING))
+    def left_s(self, busy: Floats) -> Floats:
+        """Batches that the longest response may be under way beside trainers so ``busy``; a little more, so that
+        rounding leaves nothing out."""
+        return self._tail * (1 + 2 * _ROUNDING) + _ROUNDING - busy
+
+    def joined(self, problem: Problem) -> Load:
+        """The same with the training plans that ``problem`` lists beyond this load's."""
+        other = copy(self)
+        busy, training = self._needs(problem.plans[len(self.busy) :])
+        other.problem = problem
+        other.busy, other.training = np.r_[self.busy, busy], np.vstack([self.training, training])
+        return other
 
     def able(self, *, any_stock: bool = False) -> list[int]:
         """Plans that are fast enough, and within stock and budget."""
+        return np.flatnonzero(self.can_train(self.training, self.busy, any_stock=any_stock)).tolist()
+
+    def can_train(self, training: Floats, busy: Floats, *, any_stock: bool = False) -> Mask:
+        """(P,): whether plans of these devices (P, G) that are so ``busy`` (P,) are able."""
         most = [np.inf if s.max_training is None else s.max_training for s in self.problem.supplies]
-        fits = (self.training <= np.minimum(np.inf if any_stock else self.stock, most)).all(axis=1)
+        fits = (training <= np.minimum(np.inf if any_stock else self.stock, most)).all(axis=1)
         if self.problem.budget_per_hour is not None:
-            fits &= self.training @ self.prices <= self.problem.budget_per_hour
-        return np.flatnonzero((self.busy <= 1 + _ROUNDING) & fits).tolist()
+            fits &= training @ self.prices <= self.problem.budget_per_hour
+        return (busy <= 1 + _ROUNDING) & fits

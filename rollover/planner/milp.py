@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from rollover.errors import PlanError
 from rollover.planner.load import Floats, Load
 from rollover.planner.prices import Market
 from rollover.planner.program import Point, Program
-from rollover.planner.records import Problem, Solution, Supply
+from rollover.planner.records import Mixture, PartChoice, Problem, Solution, Supply, TrainingPlan
 from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
+from rollover.planner.trainers import Table, Unlisted
 
 GAP = 1e-3
 """Proved distance to the optimum, relative."""
@@ -40,6 +42,8 @@ _KINDS_GAP = 0.2
 _EXACT = 1e-9
 _FIRST = 0.92
 """Part of the rate that plans promise without whole numbers, asked for first."""
+_STEPS = 10
+"""Of the gap, that are left to climb when halving ends."""
 _SLOWEST = 1e-6
 """Part of it at which the search for any point gives up."""
 
@@ -64,8 +68,14 @@ def solve(
         return None
     if simplify:
         found = search.simplified(found)
-    solution = described(order.problem, found.point.y, found.point.plan, found.rate, bound=found.bound, gap=found.gap)
+    solution = described(search.problem, found.point.y, found.point.plan, found.rate, bound=found.bound, gap=found.gap)
     return replace(order.restored(solution), solve_s=time.perf_counter() - began)
+
+
+def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
+    """Whether some plan might reach a rate, for no more than a cost where one is given; ``False`` is a proof."""
+    search = _Search(_canonical(problem).problem, GAP, math.inf)
+    return any(True for _ in search._promising(Load(search.problem, steps_per_s), cost_per_hour))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,8 @@ class _Search:
 
     def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
         self.problem = problem
+        """It lists more and more of the training plans that its mixtures stand for."""
+        self.unlisted = Table.of(problem)
         self.gap = _PROOF * gap
         self.spare = (1 - _PROOF) * gap
         """What the later passes may give up."""
@@ -97,13 +109,15 @@ class _Search:
 
     def fastest(self) -> _Found | None:
         """The greatest rate."""
-        top = 1 / min(plan.cycle_s for plan in self.problem.plans)
+        quickest = min(plan.cycle_s for plan in self.problem.plans)
+        top = 1 / min(quickest, self.unlisted.cycle_s.min(initial=math.inf))
         hoped = highest(self._promised, top, known=0.0, accuracy=_ROUGH)
         best = self._first(hoped) if hoped else None
         if best is None:
             return None
-        bound = hoped * (1 + 2 * _ROUGH)
+        bound = self._ceiling(hoped)
         try:
+            best = self._nearer(best, bound)
             while self.left_s() > 0:
                 better = self._beyond(best.rate * (1 + self.gap))
                 if better is None:
@@ -113,6 +127,18 @@ class _Search:
         except OutOfTime:
             pass
         return replace(best, bound=bound, gap=max(0.0, bound / best.rate - 1))
+
+    def _nearer(self, best: _Found, high: float) -> _Found:
+        """A point close to the highest below ``high``, by halves, asking the most promising trainer alone: to climb
+        takes small steps."""
+        while high > best.rate * (1 + _STEPS * self.gap):
+            middle = (best.rate + high) / 2
+            better = self._beyond(middle, exact=False, most=1)
+            if better is None:
+                high = middle
+            else:
+                best = better
+        return best
 
     def _first(self, hoped: float) -> _Found | None:
         """A good point, found by rounding at ever lower rates; ``None`` where there is none at any."""
@@ -125,19 +151,28 @@ class _Search:
         return self._beyond(_SLOWEST * hoped)
 
     def _promised(self, rate: float) -> float:
-        """How much more plans could do than ``rate`` if numbers need not be whole; below zero where they fail."""
+        """How much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
+        fail."""
         load = Load(self.problem, rate)
         able = load.able()
         return Market(load).promise(able) if able else -1.0
 
-    def _beyond(self, rate: float, *, exact: bool = True) -> _Found | None:
+    def _ceiling(self, rate: float) -> float:
+        """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
+        load = Load(self.problem, rate)
+        able, market = load.able(), Market(load)
+        prices = market.prices(able)
+        more = market.beyond(load.training[able], load.busy[able], prices).max()
+        return rate * (1 + max(0.0, float(more), Unlisted(self.unlisted, load).beyond(market, prices)))
+
+    def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
         """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none, or, not ``exact``,
-        where rounding finds none.
+        where rounding finds none among so many of the ``most`` promising trainers.
 
         Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
         times faster than to look for the best."""
         left = []
-        for plan, program in self._promising(Load(self.problem, rate)):
+        for plan, program in islice(self._promising(Load(self.problem, rate)), most):
             shared = program.copy()
             objective = shared.open_share()
             shared.share_caps()
@@ -146,41 +181,59 @@ class _Search:
                 self.missed[plan] = rate
                 continue
             shared.round_caps(point)
-            point = shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s())
-            if point is not None:
-                return self._reached(point, rate)
+            found = self._reached(shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s()), rate)
+            if found is not None:
+                return found
             if exact:
                 left.append((plan, program))
         for plan, program in left:
-            point = program.minimise(None, time_limit_s=self.left_s())
-            if point is not None:
-                return self._reached(point, rate)
+            found = self._reached(program.minimise(None, time_limit_s=self.left_s()), rate)
+            if found is not None:
+                return found
             self.missed[plan] = rate
         return None
 
-    def _reached(self, point: Point, rate: float) -> _Found:
+    def _reached(self, point: Point | None, rate: float) -> _Found | None:
+        """``None`` too for a point without replicas: at a low rate the solver takes a millionth of one for none."""
+        if point is None or not point.y.any():
+            return None
         reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
         return _Found(point=point, rate=reached or rate)
 
     def _promising(self, load: Load, cost: float | None = None) -> Iterator[tuple[int, Program]]:
         """Each plan that may carry ``load`` (with a ``cost``: for no more than that), the most promising first, and a
-        programme without the replicas that it cannot bear."""
-        able, real = [p for p in load.able() if load.rate < self.missed[p]], cost is not None
-        if not able:
-            return
-        market = Market(load)
+        programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
+        are listed when their turn comes."""
+        load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
+        unlisted, market = Unlisted(self.unlisted, load), Market(load)
+        able = [p for p in load.able() if load.rate < self.missed[p]]
         room = np.full(len(self.missed), -np.inf)
-        room[able] = market.room(market.prices(able, real=real), cost or 0.0)[able]
+        if able:
+            prices = market.prices(able, real=real)
+            room[able] = market.room(prices, total)[able]
+            unlisted.judge(market, prices, total)
         most: dict[int, Floats] = {}
-        while room.max() >= -_EXACT:
-            plan = int(np.argmax(room))
-            if plan in most:
-                yield plan, Program(load, [plan], most=most[plan])
-                room[plan] = -np.inf
+        while max(room.max(), unlisted.most_room) >= -_EXACT:
+            if unlisted.most_room > room.max():
+                plan, its_room = unlisted.taken(self.problem)
+                load = self._listed(load, plan)
+                market, room = Market(load), np.append(room, its_room)
+            best = int(np.argmax(room))
+            if best in most:
+                yield best, Program(load, [best], most=most[best])
+                room[best] = -np.inf
             else:
-                prices = market.prices([plan], real=real)
-                room = np.minimum(room, market.room(prices, cost or 0.0))
-                most[plan] = market.most(prices, plan, max(0.0, float(room[plan])))
+                prices = market.prices([best], real=real)
+                room = np.minimum(room, market.room(prices, total))
+                unlisted.judge(market, prices, total)
+                most[best] = market.most(prices, best, max(0.0, float(room[best])))
+
+    def _listed(self, load: Load, plan: TrainingPlan) -> Load:
+        """``load`` of the problem that lists ``plan`` too."""
+        self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
+        self.missed.append(math.inf)
+        self.unlisted = self.unlisted.without(self.problem, plan)
+        return load.joined(self.problem)
 
     # --- Aim B and the passes after it ----------------------------------------------------------------------------
 
@@ -209,7 +262,7 @@ class _Search:
                 least = float(costs @ point.y + load.training[point.plan] @ load.costs)
                 while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
                     point, least = cheaper, cheaper.objective
-            point = self._fewest_kinds(load, point)
+            point = self._fewest_kinds(load.joined(self.problem), point)
         except OutOfTime:
             pass
         rate = rate_reached(self.problem, point.y, point.plan, known=floor)
@@ -294,6 +347,15 @@ def _canonical(problem: Problem) -> _Order:
         supplies=tuple(supplies),
         columns=tuple(problem.columns[i] for i in columns),
         plans=tuple(plans),
+        mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
     )
     places = {index: place for place, index in enumerate(columns)}
     return _Order(problem=ordered, columns=tuple(places[i] for i in range(len(columns))))
+
+
+def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:
+    def place(side: tuple[PartChoice, ...]) -> int:
+        return places[side[0].part.device]
+
+    turned = [replace(m, first=m.second, second=m.first) if place(m.first) > place(m.second) else m for m in mixtures]
+    return tuple(sorted(turned, key=lambda m: (place(m.first), place(m.second))))

@@ -43,12 +43,9 @@ class Market:
         self.unit = float(load.stock @ load.costs)
         """Of real costs: those of the whole fleet."""
         budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
-        spent = np.nan_to_num(load.prices) / budget
-        bound = problem.max_staleness + 1
-        most = [np.inf if s.max_rollout is None else s.max_rollout for s in problem.supplies]
-        left = np.minimum(load.stock - load.training, most) / load.stock
-        has = np.column_stack([left, 1 - load.training @ spent, 1 - load.busy / bound])
-        self.has = np.where(np.abs(has) < _ROUNDING, 0.0, has)
+        self._spent = spent = np.nan_to_num(load.prices) / budget
+        self._bound = bound = problem.max_staleness + 1
+        self.has = self._has(load.training, load.busy)
         """(P, G + 2): what each plan leaves of the limits."""
         self.uses = load.sizes[:, None] * np.column_stack([load.kinds.T / load.stock, load.kinds.T @ spent])
         """(C, G + 1): of a replica."""
@@ -88,13 +85,29 @@ class Market:
     def room(self, prices: Prices, cost: float = 0.0) -> Floats:
         """(P,): what each plan could pay beyond what it must, with ``real`` costs up to a total of ``cost``; below zero
         where it cannot carry the load."""
-        return self.has @ prices.limits - self._must(prices) + prices.real * (cost / self.unit - self.training)
+        return self.room_of(self.load.training, self.load.busy, prices, cost)
+
+    def room_of(self, training: Floats, busy: Floats, prices: Prices, cost: float = 0.0) -> Floats:
+        """The same for any plans, by their devices (P, G) and the part of the time (P,) in which they are busy."""
+        spent = training @ self.load.costs / self.unit
+        must = self._must(prices, busy)
+        return self._has(training, busy) @ prices.limits - must + prices.real * (cost / self.unit - spent)
 
     def promise(self, plans: Sequence[int]) -> float:
         """How much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
-        prices = self.prices(plans)
-        can, must = (self.has @ prices.limits)[list(plans)], np.broadcast_to(self._must(prices), len(self.has))
-        return float((can / must[list(plans)]).max()) - 1
+        prices, which = self.prices(plans), list(plans)
+        return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
+
+    def beyond(self, training: Floats, busy: Floats, prices: Prices) -> Floats:
+        """(P,): how much more than the load any plans might carry, relative: no prices promise too little."""
+        return self._has(training, busy) @ prices.limits / self._must(prices, busy) - 1
+
+    def _has(self, training: Floats, busy: Floats) -> Floats:
+        load = self.load
+        most = [np.inf if s.max_rollout is None else s.max_rollout for s in load.problem.supplies]
+        left = np.minimum(load.stock - training, most) / load.stock
+        has = np.column_stack([left, 1 - training @ self._spent, 1 - busy / self._bound])
+        return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 
     def most(self, prices: Prices, plan: int, room: float) -> Floats:
         """(C,): replicas of each column that ``plan`` can pay for with ``room``: those of a poor kind cost more than
@@ -105,9 +118,15 @@ class Market:
         loss = self._charge(prices) - earns
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
-    def _must(self, prices: Prices) -> Floats:
-        """(P,) or (1,): what all samples cost on the columns that each plan may use."""
-        return np.where(self.load.in_time_each(), self._worth(prices), np.inf).min(axis=1).sum(axis=1)
+    def _must(self, prices: Prices, busy: Floats) -> Floats:
+        """(P,): what all samples cost on the columns that plans so ``busy`` leave in time."""
+        load, must = self.load, np.zeros(len(busy))
+        worth, left = np.where(load.usable, self._worth(prices), np.inf), load.left_s(busy)
+        for longest, cost in zip(load.longest.T, worth.T, strict=True):
+            order = np.argsort(longest, kind="stable")
+            least = np.r_[np.inf, np.minimum.accumulate(cost[order])]
+            must += least[np.searchsorted(longest[order], left, side="right")]
+        return must
 
     def _charge(self, prices: Prices) -> Floats:
         """(C,): of a replica."""

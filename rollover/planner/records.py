@@ -279,6 +279,30 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartChoice:
+    """A training part that another type may join; the time of a step is ``share * batch_s + fixed_s``."""
+
+    part: TrainingPart
+    """What it is when it trains alone."""
+    batch_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Training plans over two types: any of the first parts beside any of the second.
+
+    They are far too many to be written down: ``rollover.planner.trainers`` makes those that are worth a question.
+    """
+
+    first: tuple[PartChoice, ...]
+    second: tuple[PartChoice, ...]
+    across_s: float
+    """Time in which the two sum their gradients."""
+    sync_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
     """How many devices of a type may be used."""
 
@@ -304,6 +328,8 @@ class Problem:
     budget_per_hour: float | None = None
     target_steps_per_s: float | None = None
     """Find the cheapest plan that reaches this; ``None``: find the fastest."""
+    mixtures: tuple[Mixture, ...] = ()
+    """Training plans beside ``plans``."""
     tail: Tail = "none"
     """Whether also the longest response of each bucket must keep the staleness bound; ``hard``: whenever admitted."""
 

@@ -49,7 +49,7 @@ def recost(
     for c in solution.active:
         replicas = [r for r in placement.replicas if r.member == c]
         columns.append(_column(topology, devices, model, problem, problem.columns[c], replicas, ways))
-    unrouted = replace(problem, columns=tuple(columns), plans=(plan,))
+    unrouted = replace(problem, columns=tuple(columns), plans=(plan,), mixtures=())
     used = routed(unrouted)
     counts = [solution.replicas[c] for c in solution.active]
     networks = _networks(topology, ways, joints)

@@ -208,7 +208,9 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
         limits.append(limit)
 
     away = spec.reward_s + spec.held_s
-    rho = np.array([[max(1 - guess * u, 1e-12) for u in c.updates_s] for c in columns])
+    rho = np.array([[1 - guess * u for u in c.updates_s] for c in columns])
+    unusable = rho <= 1e-3
+    rho = np.where(unusable, 1.0, rho)
     for w, bucket in enumerate(spec.buckets):
         x = np.zeros(shape)
         x[:, w] = -1
@@ -229,7 +231,8 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
         add(x, 0, y[c])
         add(held, 0, column.kv_bytes * y[c])
     add(staleness, spec.num_groups * plan.cycle_s, spec.num_groups * (problem.max_staleness + 1))
-    bounds = [(0, 0 if late else None) for late in _late(problem, plan, guess, rho).ravel()] + [(0, 1 / plan.cycle_s)]
+    unusable |= _late(problem, plan, guess, rho)
+    bounds = [(0, 0 if none else None) for none in unusable.ravel()] + [(0, 1 / plan.cycle_s)]
     found = linprog(np.r_[np.zeros(size - 1), -1], A_ub=np.array(rows), b_ub=limits, bounds=bounds)
     return -found.fun if found.status == 0 else 0.0
 

@@ -271,3 +271,10 @@ def test_a_choice_that_is_dominated_is_never_missed() -> None:
     )
     assert len(every) > len(built.columns)
     assert close(rate(built), rate(replace(built, columns=every)))
+
+
+def test_a_budget_that_pays_for_a_trainer_and_no_replica_has_no_plan() -> None:
+    """However slow: the solver takes a millionth of a replica for none."""
+    built = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=4)
+    assert solve(replace(built, budget_per_hour=3.0)) is None
+    assert solve(replace(built, budget_per_hour=4.0)) is not None

@@ -13,20 +13,16 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms.registry import Algorithm
+from rollover.algorithms.shaping import overlong_punishment
 from rollover.errors import DataError
 
 
 def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """[B]: rewards plus DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4).
-
-    With ``Lc = overlong_buffer * max_response_tokens`` the punishment is 0 up to ``max - Lc`` response
-    tokens and falls linearly to -1 at ``max``. A truncated response has ``max`` tokens.
-    """
+    """[B]: rewards plus the overlong punishment of so many response tokens."""
     if algorithm.overlong_buffer == 0:
         return rewards_B
-    buffer_tokens = algorithm.overlong_buffer * max_response_tokens
-    over_B = (lengths_B.to(rewards_B.dtype) - (max_response_tokens - buffer_tokens)) / buffer_tokens
-    return rewards_B - over_B.clamp(0.0, 1.0)
+    shaping = [overlong_punishment(algorithm, max_response_tokens, n) for n in lengths_B.tolist()]
+    return rewards_B + rewards_B.new_tensor(shaping)
 
 
 def compute_advantages(
@@ -36,7 +32,7 @@ def compute_advantages(
     group_B: Tensor,
     sample_T: Tensor,
     loss_mask_T: Tensor,
-    baseline_B2: Tensor | None = None,
+    baseline_B3: Tensor | None = None,
     proximal_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -45,21 +41,20 @@ def compute_advantages(
     Args:
         rewards_B: after shaping, one per sample. group_B: group of each sample, int64, counted from 0.
         sample_T: sample of each response token, int64, non-decreasing. loss_mask_T: 1.0 where the token
-        trains. baseline_B2: mean and standard deviation that each sample's reward is compared with, needed by
-        ``history`` alone. proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``,
-        else unused.
+        trains. baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many
+        siblings they stand for; needed by ``history`` alone. proximal_logprobs_T, ref_logprobs_T: needed when
+        ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
 
     A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward
-    that is not finite (naming the sample), for lengths that disagree and for a batch in which no token
-    trains.
+    that is not finite (naming the sample) and for lengths that disagree.
     """
     _check(rewards_B, group_B, sample_T, loss_mask_T)
     kl_T = None
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
         kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
-    baseline_B2 = None if baseline_B2 is None else baseline_B2.double()
-    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B2)
+    baseline_B3 = None if baseline_B3 is None else baseline_B3.double()
+    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3)
     return _ADVANTAGES[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
 
 
@@ -70,7 +65,7 @@ class _Rewards:
     sample_T: Tensor
     mask_T: Tensor
     kl_T: Tensor | None
-    baseline_B2: Tensor | None
+    baseline_B3: Tensor | None
 
     @property
     def counts_B(self) -> Tensor:
@@ -118,12 +113,21 @@ def _group_mean_whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
 
 
 def _history(algorithm: Algorithm, batch: _Rewards) -> Tensor:
-    """Unbiased whatever finishes when: the baseline was fixed before the sample began."""
-    assert batch.baseline_B2 is not None, "only samples that are groups of their own have a baseline from history"
-    mean_B, std_B = batch.baseline_B2.unbind(1)
-    # Before there is any history the deviation is 0, and dividing by it would make the first steps huge.
-    scale_B = torch.where(std_B > algorithm.advantage_eps, std_B, 1.0)
-    return ((batch.rewards_B - mean_B) / scale_B)[batch.sample_T]
+    """What ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean and the deviation of
+    the baseline, which was fixed before the sample began.
+
+    With ``x`` the reward minus the baseline's mean, ``n / (n + 1) x`` is its distance from the mean of all ``n + 1``
+    and ``n std^2 + n / (n + 1) x^2`` the sum of their squared distances. Hence ``|advantage| < n / sqrt(n + 1)``
+    (with ddof 1), whatever the rewards and their scale: 2.475 for the 7 siblings that a history stands for at most,
+    and 0 where nothing was known. It rises with the sample's own reward and depends on nothing else that happens
+    after the sample began, so no order of finishing biases it.
+    """
+    assert batch.baseline_B3 is not None, "only samples that are groups of their own have a baseline from history"
+    mean_B, std_B, n_B = batch.baseline_B3.unbind(1)
+    centred_B = n_B / (n_B + 1) * (batch.rewards_B - mean_B)
+    squares_B = n_B * std_B**2 + centred_B**2 * (n_B + 1) / n_B.clamp(min=1)
+    std_of_all_B = (squares_B / (n_B + 1 - algorithm.advantage_ddof).clamp(min=1)).sqrt()
+    return (centred_B / (std_of_all_B + algorithm.advantage_eps))[batch.sample_T]
 
 
 _ADVANTAGES: dict[str, Callable[[Algorithm, _Rewards], Tensor]] = {
@@ -145,8 +149,8 @@ def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
 
 
 def _whiten(algorithm: Algorithm, x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Zero mean and unit deviation over the trained tokens of the global batch."""
-    count = mask_T.sum()
+    """Zero mean and unit deviation over the unmasked tokens of the global batch, if there are any."""
+    count = mask_T.sum().clamp(min=1)
     centred_T = x_T - (x_T * mask_T).sum() / count
     variance = (centred_T**2 * mask_T).sum() / (count - algorithm.advantage_ddof).clamp(min=1)
     return centred_T / (variance.sqrt() + algorithm.advantage_eps)
@@ -160,5 +164,3 @@ def _check(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: Te
     bad = (~torch.isfinite(rewards_B)).nonzero().flatten().tolist()
     if bad:
         raise DataError(f"sample {bad[0]} of the batch has reward {rewards_B[bad[0]].item()}: not finite")
-    if not bool(loss_mask_T.any()):
-        raise DataError("no token of the batch trains: every sample is masked (all truncated?)")

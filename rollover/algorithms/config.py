@@ -32,7 +32,9 @@ class AlgorithmConfig:
     """``group_std``: reward minus the group's mean, over the group's deviation (GRPO). ``group_mean``:
     without the division (Dr.GRPO). ``leave_one_out``: reward minus the mean of the siblings (RLOO).
     ``whitened``: reward to go per token, whitened over the whole batch (REINFORCE++).
-    ``group_mean_whitened``: group mean first."""
+    ``group_mean_whitened``: group mean first. ``history``: what ``group_std`` gives among seven siblings with the
+    mean and the deviation of earlier rewards, fixed before the sample began; for samples trained one by one
+    (``rollout.unit``). It is below 2.475 for any rewards, and 0 before any reward is known."""
     advantage_eps: float | None = None
     """Added to the deviation that advantages are divided by; 1e-6, as small as keeps 0/0 away."""
     advantage_ddof: int | None = None

@@ -34,8 +34,8 @@ class BatchTensors:
     lengths_B: Tensor
     """Response tokens."""
     group_B: Tensor
-    baseline_B2: Tensor | None
-    """Mean and deviation of earlier rewards, where samples are groups of their own."""
+    baseline_B3: Tensor | None
+    """``Baseline`` of each sample, where samples are groups of their own."""
     sample_T: Tensor
     rollout_logprobs_T: Tensor
     staleness_T: Tensor
@@ -71,7 +71,7 @@ class BatchTensors:
             rewards_B=put(rewards, torch.float32),
             lengths_B=put(lengths, torch.int64),
             group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
-            baseline_B2=put([g.baseline for g in groups], torch.float32) if groups[0].baseline else None,
+            baseline_B3=put([g.baseline for g in groups], torch.float32) if groups[0].baseline else None,
             sample_T=put(np.repeat(np.arange(len(trajectories)), lengths), torch.int64),
             rollout_logprobs_T=put([p for t in trajectories for p in t.rollout_logprobs], torch.float32),
             staleness_T=put(step - versions_T, torch.int64),

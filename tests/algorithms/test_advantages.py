@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 
 import pytest
 import torch
 from torch import Tensor
 
-from rollover.algorithms import Algorithm
+from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.errors import DataError
+from rollover.rollout.history import RewardHistory
+from rollover.types import Baseline, Prompt
 from tests.algorithms.batches import f64, row
 
 GROUP_B = torch.tensor([0, 0, 0, 1, 1])
@@ -137,12 +141,81 @@ def test_lengths_that_disagree_are_refused() -> None:
         per_sample(row("grpo"), group_B=GROUP_B[:4])
 
 
-def test_a_batch_in_which_every_token_is_masked_is_refused() -> None:
-    with pytest.raises(DataError, match="no token of the batch trains"):
-        compute_advantages(
-            row("grpo"),
-            rewards_B=f64(1, 0),
-            group_B=torch.tensor([0, 0]),
-            sample_T=torch.tensor([0, 1]),
-            loss_mask_T=f64(0, 0),
-        )
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_batch_in_which_every_token_is_masked_has_finite_advantages(name: str) -> None:
+    actual = compute_advantages(
+        row(name),
+        rewards_B=f64(1, 0),
+        group_B=torch.tensor([0, 0]),
+        sample_T=torch.tensor([0, 1]),
+        loss_mask_T=f64(0, 0),
+        proximal_logprobs_T=f64(-1, -2),
+        ref_logprobs_T=f64(-1, -1),
+    )
+    assert bool(actual.isfinite().all())
+
+
+# -- history --------------------------------------------------------------------------------------------------------
+
+
+def by_history(rewards: list[float], baselines: list[Baseline], **columns: object) -> list[float]:
+    alone = torch.arange(len(rewards))
+    return compute_advantages(
+        row("grpo", advantage="history", **columns),
+        rewards_B=f64(*rewards),
+        group_B=alone,
+        sample_T=alone,
+        loss_mask_T=torch.ones(len(rewards)),
+        baseline_B3=torch.tensor(baselines, dtype=torch.float64),
+    ).tolist()
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("reward", [1.0, 0.0, 0.3, 40.0])
+def test_history_gives_what_grpo_gives_among_siblings_of_that_mean_and_deviation(reward: float, ddof: int) -> None:
+    siblings = f64(1, 0, 0, 1, 1, 0.5, 0)
+    baseline = Baseline(siblings.mean().item(), siblings.std(correction=0).item(), len(siblings))
+    group = torch.cat([f64(reward), siblings])
+    grpo = per_sample(row("grpo", advantage_ddof=ddof), rewards_B=group, group_B=torch.zeros(8, dtype=torch.int64))
+    assert by_history([reward], [baseline], advantage_ddof=ddof) == pytest.approx([grpo[0].item()], rel=1e-9)
+
+
+def test_history_among_one_known_reward_by_hand() -> None:
+    # One sibling with reward 0, own reward 1: mean 1/2, deviation sqrt(1/4 + 1/4) = 1 / sqrt(2), advantage 1 / sqrt(2)
+    assert by_history([1.0], [Baseline(0.0, 0.0, 1.0)]) == pytest.approx([1 / math.sqrt(2)], rel=1e-5)
+
+
+def test_where_nothing_is_known_history_gives_no_signal() -> None:
+    assert by_history([100.1], [Baseline(0.0, 0.0, 0.0)]) == [0.0]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.1, 1e30])
+def test_the_first_reward_unlike_all_before_is_bounded_whatever_its_scale(scale: float) -> None:
+    # nothing but zeros before: 7/8 x / sqrt(x^2 / 8) = 7 / sqrt(8) = 2.475, the most that GRPO gives in a group of 8
+    [found] = by_history([scale], [Baseline(0.0, 0.0, 7.0)])
+    assert found == pytest.approx(7 / math.sqrt(8), rel=4e-3) and found < 7 / math.sqrt(8)
+
+
+def advantages_over_time(rewards: list[float]) -> list[float]:
+    history, baselines = RewardHistory(), []
+    for i, reward in enumerate(rewards):
+        made = Prompt(prompt_id=f"toy/{i}@0", token_ids=(1,), text="", source="toy")
+        baselines.append(history.baseline(made))
+        history.add(made, reward)
+    return by_history(rewards, baselines)
+
+
+def test_constant_rewards_have_advantage_zero_from_the_first_to_the_last() -> None:
+    assert set(advantages_over_time([100.1] * 600)) == {0.0}
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.02, 0.3])
+def test_rare_successes_count_about_as_much_as_in_groups_of_eight(rate: float) -> None:
+    rng = random.Random(7)
+    rewards = [float(rng.random() < rate) for _ in range(4000)]
+    found = advantages_over_time(rewards)
+    groups = torch.arange(4000) // 8
+    grpo = per_sample(row("grpo"), rewards_B=f64(*rewards), group_B=groups).tolist()
+    assert max(map(abs, found)) < 7 / math.sqrt(8)
+    ours, theirs = ([a for a, r in zip(x, rewards, strict=True) if r] for x in (found, grpo))
+    assert 0.8 < statistics.fmean(ours) / statistics.fmean(theirs) < 1.25

@@ -4,22 +4,73 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from rollover.rollout.events import BatchConsumed
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.shaping import overlong_punishment
+from rollover.rollout.config import Limits
+from rollover.rollout.events import BatchConsumed, GroupOpened
 from rollover.rollout.history import RewardHistory
-from rollover.types import Baseline, Prompt
-from tests.rollout.kit import play
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.types import Baseline, FinishReason, Prompt, Segment
+from tests.rollout.kit import Prompts, play, strategy_of
 
 
 def prompt(row: int, epoch: int = 0, source: str = "sums") -> Prompt:
     return Prompt(prompt_id=f"{source}/{row}@{epoch}", token_ids=(1,), text="", source=source)
 
 
-def test_without_history_nothing_is_subtracted() -> None:
-    assert RewardHistory().baseline(prompt(0)) == Baseline(0.0, 0.0)
+def test_without_history_nothing_is_known() -> None:
+    assert RewardHistory().baseline(prompt(0)) == Baseline(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("reward", [100.1, -3.3e38, 1e-30, 0.1])
+def test_of_equal_rewards_the_mean_is_that_reward_and_the_deviation_is_zero(reward: float) -> None:
+    history = RewardHistory()
+    for i in range(2000):
+        history.add(prompt(i % 50, epoch=i // 50), reward)
+    assert history.baseline(prompt(7, epoch=99)) == Baseline(reward, 0.0, 7.0)
+
+
+def test_the_moments_are_those_of_weights_that_fade_from_reward_to_reward() -> None:
+    """Rewards far from 0 with a small spread: sums of squares would lose every digit of the deviation."""
+    rewards = [1e6 + 0.01 * (i * i % 17) for i in range(500)]
+    history = RewardHistory()
+    for i, reward in enumerate(rewards):
+        history.add(prompt(i), reward)
+    weights = [math.exp(-(499 - i) / 256) for i in range(500)]
+    total = math.fsum(weights)
+    mean = math.fsum(w * (r - 1e6) for w, r in zip(weights, rewards, strict=True)) / total
+    squares = math.fsum(w * (r - 1e6 - mean) ** 2 for w, r in zip(weights, rewards, strict=True))
+    found = history.baseline(prompt(-1))
+    assert found.mean - 1e6 == pytest.approx(mean, abs=1e-8)
+    assert found.std == pytest.approx(math.sqrt(squares / total), rel=1e-6)
+
+
+def test_a_history_stands_for_as_many_siblings_as_it_knows_rewards_and_for_seven_at_most() -> None:
+    history, found = RewardHistory(), []
+    for i in range(9):
+        history.add(prompt(i), float(i % 2))
+        found.append(history.baseline(prompt(-1)).num_siblings)
+    assert found[0] == 1.0
+    assert found[:6] == pytest.approx([1, 2, 3, 4, 5, 6], rel=0.02)
+    assert found[7:] == [7.0, 7.0]
+
+
+def test_rewards_that_no_trainer_can_hold_leave_no_trace() -> None:
+    history = RewardHistory()
+    for reward in (1.0, math.nan, math.inf, 1e308, 0.0):
+        history.add(prompt(0), reward)
+    plain = RewardHistory()
+    for reward in (1.0, 0.0):
+        plain.add(prompt(0), reward)
+    assert history.baseline(prompt(0)) == plain.baseline(prompt(0))
 
 
 def test_a_row_that_was_seen_before_counts_for_more_than_its_source() -> None:
@@ -31,7 +82,7 @@ def test_a_row_that_was_seen_before_counts_for_more_than_its_source() -> None:
     fresh, seen = history.baseline(prompt(1000)), history.baseline(prompt(7, epoch=2))
     assert 0 < fresh.mean < 0.1
     assert seen.mean == pytest.approx(0.46, abs=0.03)  # 4 of 5 rewards are 1, and weigh as much as the source's mean
-    assert history.baseline(prompt(7, source="other")) == Baseline(0.0, 0.0)
+    assert history.baseline(prompt(7, source="other")) == Baseline(0.0, 0.0, 0.0)
 
 
 def test_old_rewards_fade() -> None:
@@ -61,7 +112,7 @@ def test_siblings_that_finish_first_make_a_biased_baseline_and_history_does_not(
 
 
 def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:
-    rig, batches = play(6, "april", unit="sample", group_size=4, rollout_batch_size=2)
+    rig, batches = play(6, "april", unit="sample", group_size=4, rollout_batch_size=2, shaping=lambda n: -0.01 * n)
     groups = [g for b in batches.values() for g in b.groups]
     assert {len(g.trajectories) for g in groups} == {1}
     assert all(len(b.groups) == 8 for b in batches.values())
@@ -73,9 +124,50 @@ def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:
             expected[event.group_id] = history.baseline(event.prompt)
             prompts[event.group_id] = event.prompt
         elif hasattr(event, "reward"):
-            history.add(prompts[event.sample_id.group], event.reward)
+            history.add(prompts[event.sample_id.group], event.reward + event.shaping)
     assert {g.group_id: g.baseline for g in groups} == {g.group_id: expected[g.group_id] for g in groups}
     assert len({g.baseline for g in groups}) > 4
+
+
+def test_the_history_compares_what_the_trainer_compares() -> None:
+    """The budget is 100 tokens and the last 20 of it are punished: a response of 90 that is always right has reward 1
+    and counts 0.5, so among its like it is worth nothing and a shorter one, of 80, as much as one of 100 costs."""
+    algorithm = resolve(AlgorithmConfig(name="dapo", advantage="history"))
+    ledger = Ledger()
+    scheduler = Scheduler(
+        strategy=strategy_of("april", unit="sample", group_size=4, rollout_batch_size=8),
+        source=Prompts(),
+        ledger=ledger,
+        max_running=1,
+        limits=Limits(),
+        shaping=partial(overlong_punishment, algorithm, 100),
+    )
+    scheduler.collecting = True
+    for _ in range(12):
+        [start] = scheduler.decide(0.0).starts
+        ended = Segment(0, range(90), (-1.0,) * 90, FinishReason.STOP, 0, 0.0, 1.0)
+        scheduler.segment_ended(start.sample_id, ended, 0.0)
+        scheduler.scored(start.sample_id, 1.0, 0.0)
+    scheduler.record(opened := next_group(ledger))
+    baseline = ledger.groups[opened.group_id].baseline
+    assert baseline == Baseline(0.5, 0.0, 7.0)
+
+    lengths_B = torch.tensor([80, 90, 100])
+    advantages = compute_advantages(
+        algorithm,
+        rewards_B=shaped_rewards(algorithm, rewards_B=torch.ones(3), lengths_B=lengths_B, max_response_tokens=100),
+        group_B=torch.arange(3),
+        sample_T=torch.arange(3),
+        loss_mask_T=torch.ones(3),
+        baseline_B3=torch.tensor([baseline] * 3),
+    )
+    # x = 0.5, 0, -0.5: 7/8 x / sqrt(x^2 / 8) = 7 / sqrt(8) times the sign of x
+    assert advantages.tolist() == pytest.approx([7 / math.sqrt(8), 0, -7 / math.sqrt(8)], abs=1e-4)
+
+
+def next_group(ledger: Ledger) -> GroupOpened:
+    made = Prompts().prompt(ledger.cursor)
+    return GroupOpened(0.0, ledger.next_group_id, made, 1, ledger.cursor + 1)
 
 
 def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:

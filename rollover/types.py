@@ -127,6 +127,10 @@ def append_segment(segments: list[Segment], segment: Segment) -> None:
     segments.append(segment)
 
 
+MAX_REWARD = 3.4028234663852886e38
+"""Largest size of a reward: the greatest float32, in which the trainer holds them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """A prompt and the response so far. Segments tile the response."""
@@ -180,6 +184,8 @@ class Baseline(NamedTuple):
 
     mean: float
     std: float
+    num_siblings: float
+    """As many siblings this knowledge is worth; 0 where nothing was known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,17 +232,31 @@ class Batch:
 
 
 class WasteCause(StrEnum):
-    """Why decoded tokens were never trained."""
+    """Why decoded tokens were never trained. The first five never reach the trainer, the others are in a batch and the
+    loss gives them no gradient. A token whose ratio is clipped is trained: the clip ends a movement that it made."""
 
     SURPLUS_GROUP = "surplus_group"
+    """Its group finished beyond the batch, and the strategy keeps none of those."""
     DISCARDED_ON_ABORT = "discarded_on_abort"
-    RESTARTED = "restarted"
-    EVICTED_STALE = "evicted_stale"
-    MASKED_STALE = "masked_stale"
+    """It was still being decoded when the batch was full, and the strategy parks nothing."""
     FILTER_ZERO_SIGNAL = "filter_zero_signal"
+    """``algorithm.group_filter`` rejected its group, whose rewards are all equal."""
     UNTRUSTED_ENGINE = "untrusted_engine"
+    """An engine sampled it whose log-probs are not those of the trainer\'s policy."""
     FAILED = "failed_or_crashed"
-    END_OF_RUN = "end_of_run"
+    """Its sample failed, or too few of its siblings succeeded, or the process died before it was on record."""
+    SKIPPED = "skipped_batch"
+    """The user had its batch stepped over."""
+    MASKED_TRUNCATED = "masked_truncated"
+    """Its response was cut by the token budget (``algorithm.mask_truncated``)."""
+    MASKED_STALE = "masked_stale"
+    """An older version sampled it (``algorithm.correction = "mask_stale"``)."""
+    REJECTED_WEIGHT = "rejected_weight"
+    """Its importance weight lies outside the bounds (``algorithm.correction = "mis"``)."""
+    REJECTED_SAMPLE = "rejected_sample"
+    """The mean weight of its sample lies outside the bounds (``algorithm.guard``)."""
+    ZERO_ADVANTAGE = "zero_advantage"
+    """Its advantage is exactly 0, as those of a group whose rewards are all equal, and no KL term trains it."""
 
 
 class Drift(NamedTuple):

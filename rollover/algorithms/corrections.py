@@ -31,6 +31,8 @@ class CorrectionFactors:
     """1.0 where the weight was moved to a bound."""
     rejected_T: Tensor
     """1.0 where the factor is 0."""
+    guarded_T: Tensor
+    """1.0 where the guard drops the token's sample; such tokens are rejected."""
 
 
 def correction_factors(algorithm: Algorithm, tokens: TokenBatch) -> CorrectionFactors:
@@ -41,14 +43,17 @@ def correction_factors(algorithm: Algorithm, tokens: TokenBatch) -> CorrectionFa
     log_mean_B = log_weight_B / trained_tokens_B(tokens)
     rho_T = _exp(log_rho_T)
     factor_T, truncated_T = _bounded(algorithm, tokens, rho_T, log_weight_B, log_mean_B)
+    guarded_T = torch.zeros_like(rho_T)
     if algorithm.guard is not None:
-        factor_T = factor_T * _inside(_exp(log_mean_B), algorithm.guard)[tokens.sample_T]
+        guarded_T = 1 - _inside(_exp(log_mean_B), algorithm.guard)[tokens.sample_T]
+        factor_T = factor_T * (1 - guarded_T)
     return CorrectionFactors(
         factor_T=factor_T,
         rho_T=rho_T,
         log_weight_B=log_weight_B,
         truncated_T=truncated_T,
         rejected_T=(factor_T == 0).to(factor_T.dtype),
+        guarded_T=guarded_T,
     )
 
 

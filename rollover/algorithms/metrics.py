@@ -18,6 +18,8 @@ from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.corrections import CorrectionFactors
 from rollover.algorithms.kl import k3
 from rollover.algorithms.registry import Algorithm
+from rollover.algorithms.untrained import CAUSES, untrained_causes
+from rollover.types import WasteCause
 
 if TYPE_CHECKING:
     from rollover.algorithms.losses import TokenLosses
@@ -27,6 +29,7 @@ LAGS = ("0", "1", "2", "3plus")
 
 TOKEN_SUMS = (
     "tokens",
+    "trained",
     "ratio",
     "clip_low",
     "clip_high",
@@ -41,7 +44,8 @@ TOKEN_SUMS = (
     "ref_k3",
     "abs_advantage",
 )
-"""Columns summed over trained tokens, per lag bin."""
+"""Columns summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
+gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,8 @@ class LossMetrics:
     """Ratio, importance weight, staleness."""
     log_weight_sums_2: Tensor
     """Log of the sums over samples of w and w squared, w the product of a sample's importance weights."""
+    untrained_C: Tensor
+    """Tokens without a gradient, by the causes of ``untrained.CAUSES``."""
     capped: bool
     """The clip caps weights and zeroes no gradient (``cispo``)."""
     uncorrected: bool
@@ -71,12 +77,14 @@ class LossMetrics:
         start: TokenLosses,
     ) -> LossMetrics:
         mask_T, rho_T = tokens.loss_mask_T, correction.rho_T
+        cause_T = untrained_causes(algorithm, tokens, correction)
         log_rho_T = tokens.proximal_logprobs_T - tokens.rollout_logprobs_T
         ref_k3_T = torch.zeros_like(rho_T)
         if tokens.ref_logprobs_T is not None:
             ref_k3_T = k3(tokens.trainer_logprobs_T - tokens.ref_logprobs_T)
         columns = (
             torch.ones_like(rho_T),
+            cause_T < 0,
             now.ratio_T,
             now.low_T,
             now.high_T,
@@ -101,6 +109,7 @@ class LossMetrics:
             sample_sums_2=torch.stack([trained_B > 0, (trained_B > 0) & (kept_B == 0)]).double().sum(1),
             maxima_3=torch.stack([x.double() * mask_T for x in (now.ratio_T, rho_T, tokens.staleness_T)]).amax(1),
             log_weight_sums_2=torch.stack([log_weight_B, 2 * log_weight_B]).logsumexp(1),
+            untrained_C=torch.stack([(cause_T == i).sum() for i in range(len(CAUSES))]).double(),
             capped=algorithm.objective == "cispo",
             uncorrected=algorithm.ignores_staleness,
         )
@@ -112,9 +121,15 @@ class LossMetrics:
             sample_sums_2=self.sample_sums_2 + other.sample_sums_2,
             maxima_3=torch.maximum(self.maxima_3, other.maxima_3),
             log_weight_sums_2=torch.logaddexp(self.log_weight_sums_2, other.log_weight_sums_2),
+            untrained_C=self.untrained_C + other.untrained_C,
             capped=self.capped,
             uncorrected=self.uncorrected,
         )
+
+    def untrained(self) -> dict[WasteCause, int]:
+        """Tokens without a gradient, by cause; causes without any are left out."""
+        counts = zip(CAUSES, self.untrained_C.tolist(), strict=True)
+        return {cause: int(count) for cause, count in counts if count}
 
     def finalize(self) -> dict[str, float]:
         """Means, shares and maxima by slash-separated name; ``lag_*`` names repeat some per staleness bin.
@@ -132,7 +147,7 @@ class LossMetrics:
         stale = total["tokens"] - bins[0]["tokens"]
         clip = "cap" if self.capped else "clip"
         out = {
-            "tokens/trained": total["tokens"],
+            "tokens/trained": total["trained"],
             "ratio/mean": _share(total, "ratio"),
             "ratio/max": maxima[0],
             f"{clip}/low": _share(total, "clip_low"),

@@ -44,7 +44,11 @@ def build_optimizer(model: Any, config: StepConfig) -> AdamW:
 def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
     """Clip, step with learning rate ``rate``, and return the gradient norm before the clip.
 
-    Raises ``RolloverError`` when the norm is not finite; the weights are then untouched.
+    A gradient that is exactly 0 takes no step: neither the momentum of earlier batches nor weight decay moves the
+    weights on account of a batch that says nothing, and the optimizer's state stays as it was.
+
+    Raises ``RolloverError`` when the norm is not finite, with the weights untouched, and when the step made a weight
+    that is not.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -54,9 +58,16 @@ def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
             f"training diverged: the gradient norm is {grad_norm}; lower {config.section}.learning_rate "
             f"(now {config.learning_rate:g}) and resume from the last checkpoint"
         )
+    if grad_norm == 0:
+        return grad_norm
     if config.max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
+    if not math.isfinite(float(torch.nn.utils.get_total_norm([p.detach() for p in parameters]))):
+        raise RolloverError(
+            f"training diverged: a step with learning rate {rate:g} made weights that are not finite; lower"
+            f" {config.section}.learning_rate (now {config.learning_rate:g}) and resume from the last checkpoint"
+        )
     return grad_norm

@@ -48,7 +48,7 @@ from rollover.trainer.models import (
 )
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import Batch, TrainedStep
+from rollover.types import Batch, TrainedStep, WasteCause
 
 
 class Trainer:
@@ -94,6 +94,8 @@ class Trainer:
         self._device = pick_device(config.device)
         self._autocast = config.dtype == "bfloat16"
         self._version = 0
+        self._is_whole = True
+        """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
         self._folder = resume_from or initial
         if resume_from is not None:
@@ -129,12 +131,13 @@ class Trainer:
         return named_weights(self._model)
 
     def step(self, batch: Batch) -> TrainedStep:
-        """Train one batch and count it.
+        """Train one batch and count it. A batch in which no token has a gradient is counted without an update.
 
-        Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob or the gradient is
-        not finite; then go on from the last checkpoint.
+        Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob, the gradient or a weight is
+        not finite; then go on from the last checkpoint: what this trainer holds cannot be saved any more.
         """
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
+        self._is_whole = False
         started_s = time.perf_counter()
         config = self._config
         with reporting_out_of_memory(config), deterministic_kernels(self._deterministic):
@@ -159,6 +162,7 @@ class Trainer:
                 metrics = mini_metrics if metrics is None else metrics.merge(mini_metrics)
         assert metrics is not None
         self._version += 1
+        self._is_whole = True
         elapsed_s = time.perf_counter() - started_s
         metrics_of_step = {
             "loss": sum(losses) / len(losses),
@@ -169,7 +173,13 @@ class Trainer:
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
-        return TrainedStep(metrics=metrics_of_step, drift=drift.measured())
+        return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift.measured())
+
+    def skip(self, batch: Batch) -> TrainedStep:
+        """Count one batch without training it: the next version has the weights and the optimizer's state of this."""
+        assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
+        self._version += 1
+        return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits ``[num_prompts, vocab]`` of the token after each prompt under ``weights()``, as ``step`` would compute
@@ -188,6 +198,7 @@ class Trainer:
 
         Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
         """
+        assert self._is_whole, "a step that raised left weights that are no version's"
         manifest = Manifest(
             version=self._version,
             identity=self._identity(),
@@ -255,7 +266,7 @@ class Trainer:
             ),
             group_B=data.group_B,
             sample_T=data.sample_T,
-            baseline_B2=data.baseline_B2,
+            baseline_B3=data.baseline_B3,
             loss_mask_T=data.loss_mask_T,
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,

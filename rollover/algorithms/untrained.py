@@ -1,0 +1,48 @@
+"""Which response tokens a loss leaves without a gradient, and why.
+
+What counts is a decision of the loss about its data: a mask, a rejection, an advantage of 0. A token whose ratio the
+clip holds counts as trained, since it was moved to where the clip stops it; and so does one to which the model happens
+to be indifferent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollover.algorithms.batch import TokenBatch
+from rollover.algorithms.corrections import CorrectionFactors
+from rollover.algorithms.registry import Algorithm
+from rollover.types import WasteCause
+
+CAUSES = (
+    WasteCause.MASKED_TRUNCATED,
+    WasteCause.MASKED_STALE,
+    WasteCause.REJECTED_WEIGHT,
+    WasteCause.REJECTED_SAMPLE,
+    WasteCause.ZERO_ADVANTAGE,
+)
+
+
+def untrained_causes(algorithm: Algorithm, tokens: TokenBatch, correction: CorrectionFactors) -> Tensor:
+    """[T]: for each token its place in ``CAUSES``, or -1 where it is trained. Of several causes the first one along
+    its way counts: mask, guard, correction, advantage."""
+    masked_T, rejected_T, guarded_T = tokens.loss_mask_T == 0, correction.rejected_T > 0, correction.guarded_T > 0
+    by_correction = WasteCause.MASKED_STALE if algorithm.correction == "mask_stale" else WasteCause.REJECTED_WEIGHT
+    causes_T = torch.full_like(tokens.sample_T, CAUSES.index(WasteCause.ZERO_ADVANTAGE))
+    causes_T[rejected_T] = CAUSES.index(by_correction)
+    causes_T[guarded_T] = CAUSES.index(WasteCause.REJECTED_SAMPLE)
+    causes_T[masked_T] = CAUSES.index(WasteCause.MASKED_TRUNCATED)
+    return causes_T.masked_fill(_has_gradient(algorithm, tokens, ~(masked_T | rejected_T)), -1)
+
+
+def _has_gradient(algorithm: Algorithm, tokens: TokenBatch, admitted_T: Tensor) -> Tensor:
+    """[T]: whether the loss has a slope at the token's log-prob. ``admitted_T``: neither masked nor rejected."""
+    by_reward_T = admitted_T & (tokens.advantages_T != 0)
+    if algorithm.ratio_level == "sequence" and algorithm.objective == "ppo_clip":
+        # One ratio for the whole sample: each of its unmasked tokens moves the loss of all the others.
+        by_reward_B = tokens.sum_per_sample(by_reward_T.to(tokens.loss_mask_T.dtype)) > 0
+        by_reward_T = (tokens.loss_mask_T > 0) & by_reward_B[tokens.sample_T]
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
+        return admitted_T | by_reward_T
+    return by_reward_T

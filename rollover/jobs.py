@@ -19,7 +19,7 @@ from rollover import rundir
 from rollover.algorithms.registry import resolve
 from rollover.config import RunConfig, WarmupConfig, resolved, variant
 from rollover.consistency import check_context
-from rollover.errors import ConfigError
+from rollover.errors import ConfigError, RunError
 from rollover.redaction import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -44,17 +44,22 @@ def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
     return config, ()
 
 
-def train(config: RunConfig, run: RunDir) -> None:
+def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> None:
     """Train to ``config.steps`` and report; with ``[variants]``, each of them from the same initial policy.
+
+    Args:
+        skip_batch: step of a resumed run whose batch is stepped over.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended it early, cleanly; it can be resumed.
         RolloverError: with what the user can do about it; the same holds.
     """
     if config.variants:
+        if skip_batch is not None:
+            raise RunError(f"{run.path} compares variants: give --skip-batch with --resume {run.path}/VARIANT")
         _compare(config, run)
     else:
-        _train(config, run, resume=run.resume_command)
+        _train(config, run, resume=run.resume_command, skip_batch=skip_batch)
 
 
 def sft(config: RunConfig, run: RunDir) -> None:
@@ -118,7 +123,7 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
         console.print(f"page: {write_page(page, render_fit(trace, found))}")
 
 
-def _train(config: RunConfig, run: RunDir, *, resume: str) -> None:
+def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """``resume`` is the command that goes on with it."""
     from rollover.loop import Interrupt
     from rollover.loop import train as train_loop
@@ -128,7 +133,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str) -> None:
     from rollover.session import open_session
 
     async def work() -> None:
-        async with open_session(config, run, progress) as session:
+        async with open_session(config, run, progress, skip_batch=skip_batch) as session:
             if session.version >= config.steps:
                 progress.result(f"all {config.steps} steps are done; for more: {resume} --steps N")
             await train_loop(session, interrupt)

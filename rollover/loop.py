@@ -39,7 +39,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             if batch is None:
                 break
             with session.timed("time/train_s"):
-                trained = await asyncio.to_thread(session.trainer.step, batch)
+                trained = await session.train(batch)
             await session.judge_engines(batch, trained)
             with session.timed("time/publish_s"):
                 await session.publish()

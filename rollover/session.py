@@ -6,6 +6,7 @@ happens; a resumed run is opened from its newest checkpoint and its journal, whi
 
 from __future__ import annotations
 
+import asyncio
 import math
 import resource
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rollover.algorithms.filters import keep_group
 from rollover.algorithms.registry import resolve
+from rollover.algorithms.shaping import overlong_punishment
 from rollover.clock import Clock, SystemClock
 from rollover.config import RunConfig, resolved
 from rollover.consistency import check_capabilities, check_context
@@ -27,7 +29,7 @@ from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
-from rollover.errors import RunError
+from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.evaluation import Evaluator
 from rollover.prepare import fitted, initial_policy, load_tokenizer, stop_token_ids
 from rollover.report import throughput
@@ -36,7 +38,7 @@ from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, draft_metrics, drift_metrics, ledger_metrics
@@ -47,7 +49,7 @@ from rollover.tasks.fingerprint import same_datasets
 from rollover.tasks.scorer import Scorer
 from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source
 from rollover.trust import Trust, open_trust
-from rollover.types import Batch, SamplingParams, TrainedStep
+from rollover.types import Batch, SamplingParams, TrainedStep, WasteCause
 from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
 
@@ -150,6 +152,29 @@ class Session:
         if num_tokens:
             self._progress.message(f"groups with tokens of {name} are dropped, {num_tokens:,} tokens in all")
 
+    async def train(self, batch: Batch) -> TrainedStep:
+        """Do the step of ``batch``, or step over it where the user decided so, and journal what came of its tokens.
+
+        Raises ``RolloverError`` when the batch cannot be trained, with the way around it.
+        """
+        if batch.step in self.driver.ledger.skipped:
+            trained = self.trainer.skip(batch)
+            self._progress.message(
+                f"step {batch.step}: its batch of {len(batch.groups)} groups was skipped, as asked by --skip-batch;"
+                f" {batch.num_tokens:,} tokens are wasted, the weights are those of the step before"
+            )
+        else:
+            try:
+                trained = await asyncio.to_thread(self.trainer.step, batch)
+            except ConfigError:
+                raise
+            except RolloverError as error:
+                way_around = f"{self._run.resume_command} --skip-batch {batch.step}"
+                error.add_note(f"the batch of step {batch.step} was not trained; to go on without it: {way_around}")
+                raise
+        self.driver.record(BatchTrained(time_s=self._clock.now_s(), step=batch.step, untrained=dict(trained.untrained)))
+        return trained
+
     async def evaluate_when_due(self) -> None:
         """Before the first step, after the last, and every ``eval.every_steps`` between."""
         every = self.config.eval.every_steps
@@ -175,7 +200,7 @@ class Session:
         step_s = now_s - self._step_began_s
         numbers = {
             **trained.metrics,
-            **batch_metrics(batch),
+            **({} if WasteCause.SKIPPED in trained.untrained else batch_metrics(batch)),
             **ledger_metrics(self.driver.ledger),
             **draft_metrics(counters.engine, before.engine),
             **drift_metrics(trained.drift),
@@ -184,7 +209,7 @@ class Session:
             "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
             **throughput.of_step(
-                trained_tokens=batch.num_tokens,
+                trained_tokens=batch.num_tokens - sum(trained.untrained.values()),
                 decoded_tokens=counters.decoded - before.decoded,
                 step_s=step_s,
                 decoding_s=step_s if self.config.rollout.overlaps_training else self.timings["time/rollout_s"],
@@ -242,11 +267,13 @@ class _Counters:
 
 
 @asynccontextmanager
-async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> AsyncIterator[Session]:
-    """Open every part of a run, new or resumed; close them all at the end."""
+async def open_session(
+    config: RunConfig, run: RunDir, progress: Progress, *, skip_batch: int | None = None
+) -> AsyncIterator[Session]:
+    """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
     from rollover.trainer.checkpoint import latest_checkpoint
 
-    checkpoint = latest_checkpoint(run.checkpoints)
+    checkpoint, algorithm = latest_checkpoint(run.checkpoints), resolve(config.algorithm)
     async with AsyncExitStack() as stack:
         sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=_step_of(checkpoint, run))
         metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
@@ -268,9 +295,7 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
         stack.push_async_callback(scorer.close)
         journal = _open_journal(run, checkpoint)
         stack.callback(journal.close)
-        ledger = restart(journal, step=trainer.version, redo_round=config.deterministic) if resuming else Ledger()
-        if resuming:
-            progress.resumed(trainer.version)
+        ledger = _taken_over(journal, config, trainer, progress, skip_batch) if resuming else Ledger()
         if math.isfinite(rate := engine.capabilities.prefill_tokens_per_iteration):
             run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
@@ -285,7 +310,8 @@ async def open_session(config: RunConfig, run: RunDir, progress: Progress) -> As
             ledger=ledger,
             journal=journal,
             limits=Limits.from_config(config.rollout),
-            keep_group=lambda rewards: keep_group(resolve(config.algorithm), rewards),
+            keep_group=partial(keep_group, algorithm),
+            shaping=partial(overlong_punishment, algorithm, config.rollout.max_new_tokens),
             observer=_Watcher(ledger, progress, config.rollout.rollout_batch_size * config.rollout.num_siblings),
             lockstep=config.deterministic,
         )
@@ -332,6 +358,15 @@ def _open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
         journal.close()
         raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} has seen event {written}: {mend}")
     return journal
+
+
+def _taken_over(
+    journal: Journal, config: RunConfig, trainer: Trainer, progress: Progress, skip_batch: int | None
+) -> Ledger:
+    """The ledger of a run that goes on from where ``trainer`` stands."""
+    ledger = restart(journal, step=trainer.version, redo_round=config.deterministic, skip_batch=skip_batch)
+    progress.resumed(trainer.version)
+    return ledger
 
 
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> Trainer:

@@ -31,7 +31,7 @@ class Jobs:
         self.leaves: str | None = None
 
     def named(self, name: str) -> object:
-        def job(config: RunConfig, run: RunDir) -> None:
+        def job(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> None:
             self.done.append((name, config, run.path))
             if self.leaves is not None:
                 (run.path / self.leaves).touch()

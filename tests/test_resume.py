@@ -15,6 +15,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.types import WasteCause
 from tests import runs
 from tests.runs import Cue, Outcome, Processes
 
@@ -83,7 +84,9 @@ def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
     succeeded(processes.run("train", "--resume", "out"))
     after = runs.ledger(Path("out"))
     assert runs.batches(Path("out"))[:5] == batches
-    assert after.tokens.wasted == before.tokens.wasted
+    for cause in WasteCause:
+        if cause is not WasteCause.ZERO_ADVANTAGE:  # more steps, more groups without a signal
+            assert after.tokens.wasted[cause] == before.tokens.wasted[cause]
     assert after.num_admitted == after.num_consumed + after.num_unconsumed >= before.num_admitted
     consumed = [group.group_id for batch in runs.batches(Path("out")) for group in batch.groups]
     assert len(set(consumed)) == len(consumed) == 7 * 4

@@ -24,7 +24,7 @@ from rollover.rollout.strategies import STRATEGIES
 from rollover.trainer.logprobs import DeviceRow, all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import Trajectory
+from rollover.types import Trajectory, WasteCause
 from tests import runs
 
 LOGPROB_TOLERANCE = 1e-4
@@ -98,7 +98,8 @@ def test_a_finished_run_measures_every_step_and_before_and_after(finished: Path)
 def test_a_finished_run_parks_and_resumes_samples_and_conserves_them(finished: Path) -> None:
     assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trained(finished))
     ledger = runs.ledger(finished)
-    assert ledger.tokens.live + ledger.tokens.trained == ledger.tokens.decoded
+    assert ledger.tokens.live + ledger.tokens.trained + ledger.tokens.wasted.total() == ledger.tokens.decoded
+    assert (+ledger.tokens.wasted).keys() <= {WasteCause.ZERO_ADVANTAGE}, "nothing was thrown away"
     assert not ledger.running and not ledger.unscored, "a finished run has parked what it had begun"
     check_bound(finished, RolloutConfig().staleness_bound)
 
@@ -116,7 +117,10 @@ def test_the_timeline_that_a_report_shows_first_has_samples_that_were_parked_and
 
 def test_a_finished_run_trains_the_tokens_that_its_journal_says(finished: Path) -> None:
     batches, steps = runs.batches(finished), runs.rows(finished)
-    assert [row["tokens/trained"] for row in steps] == [batch.num_tokens for batch in batches]
+    silent = [sum(g.num_tokens for g in batch.groups if len(set(g.rewards_G)) == 1) for batch in batches]
+    assert [row["tokens/trained"] for row in steps] == [
+        batch.num_tokens - without for batch, without in zip(batches, silent, strict=True)
+    ]
     assert steps[-1]["rollout/trained_tokens"] == runs.ledger(finished).tokens.trained
 
 

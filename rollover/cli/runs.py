@@ -57,11 +57,24 @@ _quiet = click.option(
 @click.command(cls=ConfiguredCommand)
 @click.argument("config", required=False)
 @click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
+@click.option(
+    "--skip-batch",
+    metavar="STEP",
+    type=click.IntRange(min=0),
+    help="With --resume: step over the batch of STEP, which cannot be trained; its tokens count as wasted.",
+)
 @_run_dir
 @_dry_run
 @_quiet
 @click.pass_context
-def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: Path | None, dry_run: bool) -> None:
+def train(
+    ctx: click.Context,
+    config: str | None,
+    resume: Path | None,
+    skip_batch: int | None,
+    run_dir: Path | None,
+    dry_run: bool,
+) -> None:
     """Train a model, or go on with a run.
 
     CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
@@ -74,6 +87,8 @@ def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: 
     from rollover import rundir
 
     overrides = ctx.meta[OVERRIDES]
+    if skip_batch is not None and (resume is None or dry_run):
+        raise click.UsageError("--skip-batch is for a run that goes on: give --resume RUN, without --dry-run", ctx)
     if resume is None:
         _start(ctx, config or DEFAULT_EXPERIMENT, run_dir, dry_run, "train")
         return
@@ -83,7 +98,7 @@ def train(ctx: click.Context, config: str | None, resume: Path | None, run_dir: 
     if dry_run:
         _show_plan(ctx, rundir.saved_config(resume, overrides))
         return
-    _work(ctx, "train", *rundir.open_for_resume(resume, overrides, sys.argv))
+    _work(ctx, "train", *rundir.open_for_resume(resume, overrides, sys.argv), skip_batch=skip_batch)
 
 
 @click.command(cls=ConfiguredCommand)
@@ -168,8 +183,8 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     return rundir.derived_config(run, [*model, *overrides])
 
 
-def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir) -> None:
-    """Do ``job`` in its directory, and say where its report is."""
+def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:
+    """Do ``job`` with its ``options`` in its directory, and say where its report is."""
     from rollover import jobs
 
     if click.get_current_context().meta[_QUIET]:
@@ -177,7 +192,7 @@ def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir) -> None:
     _redactor(ctx, config)
     with run:
         try:
-            {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run)
+            {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run, **options)
         except KeyboardInterrupt:
             if job == "train":
                 click.echo(f"stopped; go on with: {run.resume_command}", err=True)

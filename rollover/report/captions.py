@@ -21,12 +21,12 @@ ALIGNED = (
 LAG = (
     "How many versions older than the weights they trained the tokens were; 0 is on-policy. Head lag is the"
     " age of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
-    " and again."
+    " and again. All tokens of the batches count here, those that had no gradient too."
 )
 TOKENS = (
-    "Every decoded token is trained, wasted with a cause, or still alive. If the trained lengths fall short"
-    " of the generated ones, the schedule favours short answers. Mean trained over mean generated here:"
-    " {drift}."
+    "Every decoded token is trained (it had a gradient), wasted with a cause, or still alive. If the trained"
+    " lengths fall short of the generated ones, the schedule favours short answers. Mean trained over mean"
+    " generated here: {drift}."
 )
 TIME = (
     "What a training step waits for. A high first part says that rollout is the bottleneck; the gap between"
@@ -34,7 +34,7 @@ TIME = (
 )
 HEALTH = "Signals to glance at when learning stalls."
 COMPARED = (
-    "Ratios are to the first run. Throughput counts trained tokens only, and never stands alone: read lag,"
+    "Ratios are to the first run. Throughput counts tokens that had a gradient, and never stands alone: read lag,"
     " waste and re-prefilled tokens with it."
 )
 SPENT = "Seconds of the whole run by phase, and the trained lengths: faster must not mean shorter answers."

@@ -32,13 +32,15 @@ PHASE_COLOURS = {
 WASTE_COLOURS = {
     WasteCause.SURPLUS_GROUP: "--orange",
     WasteCause.DISCARDED_ON_ABORT: "--red",
-    WasteCause.RESTARTED: "--violet",
-    WasteCause.EVICTED_STALE: "--pink",
-    WasteCause.MASKED_STALE: "--yellow",
     WasteCause.FILTER_ZERO_SIGNAL: "--cyan",
     WasteCause.UNTRUSTED_ENGINE: "--teal",
     WasteCause.FAILED: "--brown",
-    WasteCause.END_OF_RUN: "--soft",
+    WasteCause.SKIPPED: "--soft",
+    WasteCause.MASKED_TRUNCATED: "--pink",
+    WasteCause.MASKED_STALE: "--yellow",
+    WasteCause.REJECTED_WEIGHT: "--yellow",  # a run has one correction: this or the one before
+    WasteCause.REJECTED_SAMPLE: "--red",
+    WasteCause.ZERO_ADVANTAGE: "--violet",
 }
 _POINT = {"mode": "markers", "cliponaxis": False}
 LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11.5}}

@@ -175,8 +175,7 @@ def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
         f'<div class="card"><h3>Where {summary.decoded_tokens:,} decoded tokens went</h3>{fate}</div>',
         page.figure("Response lengths", figures.lengths(record), "No sample has been decoded yet."),
     ]
-    # What the end of the run cuts off is one jump at the right edge: the bar says it better.
-    if set(summary.wasted_tokens) - {str(WasteCause.END_OF_RUN)}:
+    if summary.wasted_tokens:
         cards.append(page.figure("Waste by cause", figures.waste_over_time(record), "Nothing was wasted so far."))
     page.section(
         "Tokens",
@@ -186,8 +185,7 @@ def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
 
 
 def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]]:
-    masked = summary.wasted_tokens.get(str(WasteCause.MASKED_STALE), 0)
-    fates = [("trained", "--blue", timeline.trained_tokens - masked)]
+    fates = [("trained", "--blue", timeline.trained_tokens)]
     if timeline.live_tokens:
         fates.append(("alive: parked or ready", "--green", timeline.live_tokens))
     for cause, tokens in summary.wasted_tokens.items():

@@ -19,7 +19,6 @@ from rollover.report.metrics import MetricRow, series
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
-from rollover.types import WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,7 @@ class RunSummary:
     """Mean reward of the first and of the last tenth of the steps."""
     decoded_tokens: int
     trained_tokens: int
+    """Those that had a gradient."""
     live_tokens: int
     """Decoded, neither trained nor wasted: parked or ready."""
     wasted_tokens: Mapping[str, int]
@@ -106,7 +106,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         decoded_tokens=timeline.decoded_tokens,
         trained_tokens=timeline.trained_tokens,
         live_tokens=timeline.live_tokens,
-        wasted_tokens=_wasted(rows, timeline),
+        wasted_tokens={str(cause): n for cause, n in sorted(timeline.wasted_tokens.items())},
         reprefilled_tokens=timeline.num_reprefilled_tokens,
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
@@ -147,15 +147,6 @@ def _by_dataset(rows: Sequence[MetricRow]) -> dict[str, tuple[Accuracy, Accuracy
         if first is not None:
             found[dataset] = (first, last)
     return found
-
-
-def _wasted(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, int]:
-    """From the journal, and the masked tokens from the metrics: masking happens in the trainer."""
-    wasted = {str(cause): n for cause, n in timeline.wasted_tokens.items()}
-    masked = _values(rows, f"rollout/wasted_tokens/{WasteCause.MASKED_STALE}")
-    if masked and masked[-1]:
-        wasted[str(WasteCause.MASKED_STALE)] = int(masked[-1])
-    return dict(sorted(wasted.items()))
 
 
 def _guessing(rows: Sequence[MetricRow]) -> Guessing | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchSkipped,
+    BatchTrained,
     CheckpointSaved,
     Event,
     GroupDropped,
@@ -88,10 +90,17 @@ class TrainedStep:
     """Token staleness (step minus the version that sampled the token) to number of tokens."""
     head_ages: tuple[int, ...]
     """Staleness of each sample's oldest token."""
+    untrained: Mapping[WasteCause, int] = field(default_factory=dict)
+    """Its tokens without a gradient, by cause, once the step is done."""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.ages.values())
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Those that had a gradient."""
+        return self.num_tokens - sum(self.untrained.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +145,7 @@ class Timeline:
             restarts_s=tuple(fold.restarts_s),
             active=tuple(fold.active),
             reward_waits=tuple(fold.reward_waits),
-            waste=tuple(fold.waste),
+            waste=tuple(fold.all_waste()),
             lost_tokens=fold.lost_tokens,
             num_reprefilled_tokens=fold.reprefilled_tokens,
             start_s=fold.start_s if fold.start_s is not None else 0.0,
@@ -149,7 +158,7 @@ class Timeline:
 
     @property
     def trained_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.steps)
+        return sum(s.num_trained_tokens for s in self.steps)
 
     @property
     def wasted_tokens(self) -> dict[WasteCause, int]:
@@ -231,6 +240,8 @@ class _Fold:
         self.waiting_s: float | None = None
         """Since when nothing decodes and a reward is waited for."""
         self.waste: list[WastePoint] = []
+        self.waste_of_steps: dict[int, list[WastePoint]] = {}
+        """Tokens without a gradient: a restart takes them back with the step."""
         self.publishes: list[VersionPublished] = []
         self.restarts_s: list[float] = []
         self.lost_tokens = 0
@@ -267,11 +278,16 @@ class _Fold:
                 self._write_off(kept, event.time_s, cause)
             case BatchConsumed():
                 self._consume(event)
+            case BatchTrained(step=step, untrained=untrained):
+                self.steps[step] = replace(self.steps[step], untrained=untrained)
+                self.waste_of_steps[step] = [
+                    WastePoint(time_s=event.time_s, cause=cause, num_tokens=n) for cause, n in untrained.items()
+                ]
             case VersionPublished():
                 self.publishes.append(event)
             case Restarted():
                 self._restart(event)
-            case CheckpointSaved():
+            case CheckpointSaved() | BatchSkipped():
                 pass
         self._watch_rewards(event.time_s)
 
@@ -282,6 +298,10 @@ class _Fold:
         elif not waiting and self.waiting_s is not None:
             self.reward_waits.append((self.waiting_s, now_s))
             self.waiting_s = None
+
+    def all_waste(self) -> list[WastePoint]:
+        of_steps = [point for points in self.waste_of_steps.values() for point in points]
+        return sorted([*self.waste, *of_steps], key=lambda point: point.time_s)
 
     def _run(self, sample_id: SampleId, now_s: float) -> None:
         self.running.add(sample_id)
@@ -337,6 +357,7 @@ class _Fold:
         self._leave(tuple(self.running), event.time_s)
         for step in [s for s in self.steps if s >= event.step]:
             del self.steps[step]
+            self.waste_of_steps.pop(step, None)
         for sample in self.samples.values():
             if sample.trained_step is not None and sample.trained_step >= event.step:
                 sample.trained_step = None

@@ -58,6 +58,7 @@ class RolloutDriver:
 
     Args:
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
         observer: called after each event, with the ledger already moved on.
         lockstep: see the module's docstring.
     """
@@ -76,6 +77,7 @@ class RolloutDriver:
         journal: Journal | None = None,
         limits: Limits | None = None,
         keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        shaping: Callable[[int], float] = lambda num_tokens: 0.0,
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class RolloutDriver:
             max_running=engine.capabilities.max_running,
             limits=limits,
             keep_group=keep_group,
+            shaping=shaping,
             emit=self._emit,
         )
         self._engine = engine

@@ -7,6 +7,7 @@ in a third of the time of a frozen dataclass: a simulation makes tens of million
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollover.types import Prompt, SampleId, Segment, WasteCause
@@ -44,6 +45,9 @@ class SampleScored(NamedTuple):
     time_s: float
     sample_id: SampleId
     reward: float
+    """As the task gives it."""
+    shaping: float = 0.0
+    """What the algorithm adds to it before it compares (a punishment for length, say)."""
 
 
 class SampleFailed(NamedTuple):
@@ -72,6 +76,22 @@ class BatchConsumed(NamedTuple):
     group_ids: tuple[int, ...]
 
 
+class BatchTrained(NamedTuple):
+    """The step that trained the batch is done; these tokens of it had no gradient, by cause."""
+
+    time_s: float
+    step: int
+    untrained: Mapping[WasteCause, int]
+
+
+class BatchSkipped(NamedTuple):
+    """The user decided that the batch of ``step`` is stepped over, whenever it is handed out: its step makes a version
+    without an update. It was consumed before, and no checkpoint has seen it."""
+
+    time_s: float
+    step: int
+
+
 class VersionPublished(NamedTuple):
     """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``."""
 
@@ -94,7 +114,7 @@ class Restarted(NamedTuple):
     time_s: float
     step: int
     redo_from: int | None
-    """Journal sequence number after which the earlier events are void (deterministic runs decode the
+    """Journal sequence number after which the earlier events about rollouts are void (deterministic runs decode the
     interrupted round again); ``None`` keeps everything."""
     lost_tokens: int
     """Tokens recorded by the voided events; they are waste."""
@@ -108,6 +128,8 @@ Event = (
     | SampleFailed
     | GroupDropped
     | BatchConsumed
+    | BatchTrained
+    | BatchSkipped
     | VersionPublished
     | CheckpointSaved
     | Restarted

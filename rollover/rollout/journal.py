@@ -18,6 +18,8 @@ from rollover.errors import ResourceError, RunError
 from rollover.private import make_private
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchSkipped,
+    BatchTrained,
     Event,
     GroupDropped,
     GroupOpened,
@@ -60,6 +62,8 @@ def _decode(kind: str, body: str, blob: bytes) -> Event:
             fields["cause"] = WasteCause(fields["cause"])
         case BatchConsumed.__name__:
             fields["group_ids"] = tuple(fields["group_ids"])
+        case BatchTrained.__name__:
+            fields["untrained"] = {WasteCause(cause): count for cause, count in fields["untrained"].items()}
     event: Event = _KINDS[kind](**fields)
     return event
 
@@ -183,12 +187,17 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
 
 
 def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """The events that count: those a later restart declared void are left out."""
+    """The events that count: those a later restart declared void are left out. What is known of the batch that was
+    consumed before the void ones stays: decoding the next round again does not train it again."""
     kept: list[tuple[int, Event]] = []
     for seq, event in events:
         if isinstance(event, Restarted) and event.redo_from is not None:
+            lasting = []
             while kept and kept[-1][0] > event.redo_from:
-                kept.pop()
+                last = kept.pop()
+                if isinstance(last[1], BatchTrained | BatchSkipped):
+                    lasting.append(last)
+            kept += reversed(lasting)
         kept.append((seq, event))
     return kept
 
@@ -198,15 +207,17 @@ def fold(journal: Journal) -> Ledger:
     return Ledger(event for _, event in effective(journal.read()))
 
 
-def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
+def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> Ledger:
     """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
 
     Args:
         redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run
             decodes it again exactly as it would have.
+        skip_batch: the step whose batch is to be stepped over, now and whenever it is replayed.
 
     Raises:
-        RunError: the checkpoint is newer than the journal, or its batches are no longer there.
+        RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is none
+            of those that are handed out again.
     """
     events = effective(journal.read())
     consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]
@@ -218,7 +229,7 @@ def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
         redo_from=redo_from,
         lost_tokens=sum(_num_tokens(event) for event in void),
     )
-    kept = [event for seq, event in events if redo_from is None or seq <= redo_from]
+    kept = [kept for _, kept in effective([*events, (journal.last_seq + 1, event)])][:-1]
     ledger = Ledger(kept)
     if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
         raise RunError(
@@ -226,7 +237,17 @@ def restart(journal: Journal, *, step: int, redo_round: bool) -> Ledger:
             f" does not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
         )
     ledger.apply(event)
-    journal.append([event])
+    taken: list[Event] = [event]
+    if skip_batch is not None:
+        if skip_batch not in ledger.replay:
+            there = ", ".join(map(str, ledger.replay))
+            raise RunError(
+                f"{journal.path}: there is no batch of step {skip_batch} to skip; since the checkpoint at step {step},"
+                + (f" those of steps {there} were collected" if there else " none was collected")
+            )
+        taken.append(BatchSkipped(time_s=event.time_s, step=skip_batch))
+        ledger.apply(taken[-1])
+    journal.append(taken)
     return ledger
 
 

@@ -6,7 +6,8 @@ Conservation, proved by ``Ledger.check``:
   from any of them it can become ``failed``.
 * A group is ``open`` until each sample is scored or failed, then ``ready``, then ``consumed`` by a batch or
   ``dropped`` with a cause. Nothing leaves by another door.
-* ``decoded tokens = trained + wasted (by cause) + live``.
+* ``decoded tokens = trained + wasted (by cause) + live``. The tokens of a batch are entered as trained when it is
+  consumed; once its step is done, those of them that had no gradient are moved to the waste.
 
 The ledger holds facts. What to do about them is a strategy's business; doing it is the driver's.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rollover.rollout.burst import Lengths
@@ -35,6 +36,8 @@ from rollover.rollout.entries import (
 )
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchSkipped,
+    BatchTrained,
     CheckpointSaved,
     Event,
     GroupDropped,
@@ -68,7 +71,7 @@ class Tokens:
 
 @dataclass(slots=True)
 class Lag:
-    """Mean age of trained tokens, in versions; earlier batches count less and less."""
+    """Mean age of the tokens in batches, in versions; earlier batches count less and less."""
 
     num_batches: float = 0.0
     """As far as they still count."""
@@ -123,6 +126,10 @@ class Ledger:
         """Prompts of discarded groups: they go out again before new ones are drawn."""
         self.batches: dict[int, tuple[int, ...]] = {}
         """Step to group ids of the batches consumed since the last checkpoint."""
+        self.untrained: dict[int, Mapping[WasteCause, int]] = {}
+        """Of those batches that were trained: their tokens without a gradient."""
+        self.skipped: set[int] = set()
+        """Steps of those batches that are to be stepped over."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
         self.num_events = 0
@@ -196,6 +203,11 @@ class Ledger:
                 self._drop(event)
             case BatchConsumed(step=step, group_ids=group_ids):
                 self._consume(step, group_ids)
+            case BatchTrained(step=step, untrained=untrained):
+                self._train(step, untrained)
+            case BatchSkipped(step=step):
+                assert step in self.batches, f"there is no batch {step} to skip"
+                self.skipped.add(step)
             case VersionPublished(policy_version=version):
                 assert version >= self.policy_version, f"version {version} after {self.policy_version}"
                 self.policy_version = version
@@ -203,6 +215,8 @@ class Ledger:
                 for done in [s for s in self.batches if s < step]:
                     for group_id in self.batches.pop(done):
                         del self.groups[group_id]
+                    self.untrained.pop(done, None)
+                    self.skipped.discard(done)
             case Restarted():
                 self._restart(event)
 
@@ -268,7 +282,7 @@ class Ledger:
         sample = group.samples[sample_id.index]
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         if group.baseline is not None:
-            self._history.add(group.prompt, event.reward)
+            self._history.add(group.prompt, event.reward + event.shaping)
         del self.unscored[sample_id]
         sample.reward = event.reward
         self.num_scored += 1
@@ -346,6 +360,20 @@ class Ledger:
         self._account(step, +1)
         self.next_step += 1
 
+    def _train(self, step: int, untrained: Mapping[WasteCause, int]) -> None:
+        assert step in self.batches and step < self.next_step, f"batch {step} is trained, but was not handed out"
+        assert step not in self.untrained, f"batch {step} is trained twice"
+        num_tokens = sum(s.num_tokens for i in self.batches[step] for s in self.groups[i].samples if s.state is SCORED)
+        assert 0 <= sum(untrained.values()) <= num_tokens, f"batch {step} has {num_tokens} tokens, not {untrained}"
+        self.untrained[step] = untrained
+        self._write_off(step, +1)
+
+    def _write_off(self, step: int, sign: int) -> None:
+        """Move the tokens of ``step`` without a gradient from the trained ones to the waste, or back again."""
+        for cause, num_tokens in self.untrained[step].items():
+            self.tokens.trained -= sign * num_tokens
+            self.tokens.wasted[cause] += sign * num_tokens
+
     def _measure(self, step: int, group_ids: tuple[int, ...]) -> None:
         groups = [self.groups[i] for i in group_ids]
         samples = [s for g in groups for s in g.samples if s.state is SCORED]
@@ -375,6 +403,9 @@ class Ledger:
         for step in self.batches:
             if event.step <= step < self.next_step:
                 self._account(step, -1)
+                if step in self.untrained:
+                    self._write_off(step, -1)
+                    del self.untrained[step]
         self.next_step = event.step
         self.policy_version = event.step
 

@@ -29,7 +29,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.ledger import Ledger, SampleState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import Batch, Prompt, SampleId, Segment, WasteCause
+from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCause
 
 
 class Source(Protocol):
@@ -77,6 +77,8 @@ class Scheduler:
         max_running: samples the engine decodes at the same time.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it). All are
             when it is absent.
+        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares; nothing when
+            absent.
         emit: called with each event once the ledger has moved on.
     """
 
@@ -90,6 +92,7 @@ class Scheduler:
         limits: Limits,
         emit: Callable[[Event], None] | None = None,
         keep_group: Callable[[Sequence[float]], bool] | None = None,
+        shaping: Callable[[int], float] | None = None,
     ) -> None:
         self.ledger = ledger
         self.strategy = strategy
@@ -100,6 +103,7 @@ class Scheduler:
         self._max_running = max_running
         self._limits = limits
         self._keep_group = keep_group
+        self._shaping = shaping or _unshaped
         self._emit = emit
         self._num_failed_in_a_row = 0
         self._num_filtered_in_a_row = 0
@@ -158,8 +162,16 @@ class Scheduler:
         self.record(SegmentEnded(now_s, sample_id, segment))
 
     def scored(self, sample_id: SampleId, reward: float, now_s: float) -> None:
+        """The sample has its reward. With one that cannot be trained it fails instead.
+
+        Raises:
+            DataError: as ``failed`` does.
+        """
+        if not abs(reward) <= MAX_REWARD:  # written so that NaN fails too
+            self.failed(sample_id, f"its reward is {reward}: not a finite number within float32's range", now_s)
+            return
         self._num_failed_in_a_row = 0
-        self.record(SampleScored(now_s, sample_id, reward))
+        self.record(SampleScored(now_s, sample_id, reward, self._shaping(self.ledger.sample(sample_id).num_tokens)))
         self._settle(sample_id, now_s)
 
     def failed(self, sample_id: SampleId, reason: str, now_s: float) -> None:
@@ -244,3 +256,7 @@ class Scheduler:
 
     def _drop(self, group_id: int, cause: WasteCause, now_s: float, *, prompt_returned: bool) -> None:
         self.record(GroupDropped(time_s=now_s, group_id=group_id, cause=cause, prompt_returned=prompt_returned))
+
+
+def _unshaped(num_tokens: int) -> float:
+    return 0.0

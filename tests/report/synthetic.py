@@ -12,8 +12,8 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.throughput import of_step
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchTrained,
     Event,
-    GroupDropped,
     GroupOpened,
     SampleScored,
     SampleStarted,
@@ -45,6 +45,7 @@ class Simulation:
         self.rows: list[tuple[str, int, float, dict[str, float]]] = []
         self.lengths: dict[SampleId, int] = {}
         self.done: dict[SampleId, int] = {}
+        self.rewards: dict[SampleId, float] = {}
         self.versions: dict[SampleId, list[tuple[int, int]]] = {}
         self.open: dict[int, set[SampleId]] = {}
         self.ready: deque[int] = deque()
@@ -55,10 +56,6 @@ class Simulation:
         for step in range(self.num_steps):
             self._step(step)
         self._eval(self.num_steps)
-        for group in [*self.open, *self.ready]:
-            self.events.append(
-                GroupDropped(time_s=self.now_s, group_id=group, cause=WasteCause.END_OF_RUN, prompt_returned=False)
-            )
 
     def _eval(self, step: int) -> None:
         accuracy = 0.22 + 0.55 * step / (step + 6)
@@ -78,8 +75,13 @@ class Simulation:
         batch = tuple(self.ready.popleft() for _ in range(self.needed))
         self.events.append(BatchConsumed(time_s=self.now_s, step=step, group_ids=batch))
         ids = [SampleId(g, i) for g in batch for i in range(GROUP_SIZE)]
-        trained = sum(self.lengths[i] for i in ids)
-        self.now_s += TRAIN_S + PUBLISH_S
+        equal = [g for g in batch if len({self.rewards[SampleId(g, i)] for i in range(GROUP_SIZE)}) == 1]
+        untrained = sum(self.lengths[SampleId(g, i)] for g in equal for i in range(GROUP_SIZE))
+        trained = sum(self.lengths[i] for i in ids) - untrained
+        self.now_s += TRAIN_S
+        causes = {WasteCause.ZERO_ADVANTAGE: untrained} if untrained else {}
+        self.events.append(BatchTrained(time_s=self.now_s, step=step, untrained=causes))
+        self.now_s += PUBLISH_S
         self.events.append(VersionPublished(time_s=self.now_s, policy_version=step + 1, pause_s=PUBLISH_S))
         step_s = self.now_s - began_s
         ages = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
@@ -104,7 +106,7 @@ class Simulation:
                     "time/publish_s": PUBLISH_S,
                     "reward/work_s": 0.02,
                     "memory/peak_bytes": 9e8 + 1e6 * step,
-                    "response/mean_tokens": trained / len(ids),
+                    "response/mean_tokens": (trained + untrained) / len(ids),
                     "response/truncated": sum(self.lengths[i] == MAX_TOKENS for i in ids) / len(ids),
                 },
             )
@@ -124,9 +126,8 @@ class Simulation:
         while queue and len(self.ready) < self.needed:
             self.now_s, sample_id = heapq.heappop(queue)
             decoded += self._end(sample_id, step, began_s, FinishReason.STOP)
-            self.events.append(
-                SampleScored(time_s=self.now_s, sample_id=sample_id, reward=float(self.rng.random() < 0.5))
-            )
+            self.rewards[sample_id] = float(self.rng.random() < 0.5)
+            self.events.append(SampleScored(time_s=self.now_s, sample_id=sample_id, reward=self.rewards[sample_id]))
             self.open[sample_id.group].discard(sample_id)
             if not self.open[sample_id.group]:
                 del self.open[sample_id.group]

@@ -17,6 +17,8 @@ from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
+from rollover.rollout.events import BatchTrained
+from rollover.types import WasteCause
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER
 
@@ -63,9 +65,13 @@ def test_throughput_counts_tokens_only_as_far_as_time_was_counted() -> None:
     assert s.trained_tokens_per_s == 20 / 4.0
 
 
-def test_masked_tokens_come_from_the_trainers_count() -> None:
-    rows = (*ROWS[:2], _step(1, 8.5, **{"rollout/wasted_tokens/masked_stale": 7.0}))
-    assert summarize(rows, Timeline.of(ROLLED_OVER)).wasted_tokens == {"masked_stale": 7}
+def test_trained_tokens_are_those_that_had_a_gradient() -> None:
+    """Of the 10 and 36 tokens of two batches, the second step trains 29; the first is older than such news."""
+    done = BatchTrained(time_s=8.4, step=1, untrained={WasteCause.MASKED_STALE: 4, WasteCause.ZERO_ADVANTAGE: 3})
+    s = summarize(ROWS, Timeline.of([*ROLLED_OVER, done]))
+    assert (s.trained_tokens, s.live_tokens) == (39, 0)
+    assert s.wasted_tokens == {"masked_stale": 4, "zero_advantage": 3}
+    assert dict(summary_rows(s))["wasted tokens"] == "7 of 46 (15.2%): masked_stale 4, zero_advantage 3"
 
 
 def test_guesses_are_shown_where_the_engine_made_some() -> None:

@@ -11,6 +11,7 @@ from rollover.report.measures import Lag, Lengths
 from rollover.report.timeline import Gap, SampleTrace, Span, Timeline
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchTrained,
     Event,
     GroupDropped,
     GroupOpened,
@@ -210,6 +211,26 @@ def test_a_restart_untrains_the_batches_it_repeats_and_empties_the_engine() -> N
     assert again.samples[3].gaps == (Gap(start_s=9.0, end_s=14.0),)
     ledger = Ledger(replayed)
     assert (again.decoded_tokens, again.live_tokens) == (ledger.tokens.decoded, ledger.tokens.live)
+
+
+def test_a_restart_takes_back_the_waste_of_the_steps_it_repeats() -> None:
+    first = BatchTrained(time_s=4.2, step=0, untrained={WasteCause.MASKED_STALE: 3})
+    second = BatchTrained(time_s=8.2, step=1, untrained={WasteCause.ZERO_ADVANTAGE: 7})
+    at = next(i for i, e in enumerate(ROLLED_OVER) if isinstance(e, BatchConsumed)) + 1
+    events = [*ROLLED_OVER[:at], first, *ROLLED_OVER[at:], second]
+    timeline = Timeline.of(events)
+    assert [(p.time_s, p.cause, p.num_tokens) for p in timeline.waste] == [
+        (4.2, WasteCause.MASKED_STALE, 3),
+        (8.2, WasteCause.ZERO_ADVANTAGE, 7),
+    ]
+    assert timeline.trained_tokens == 36 and timeline.live_tokens == 0
+    again = [*events, Restarted(time_s=12.0, step=1, redo_from=None, lost_tokens=0)]
+    assert Timeline.of(again).wasted_tokens == {WasteCause.MASKED_STALE: 3}
+    replayed = [*again, BatchConsumed(time_s=13.0, step=1, group_ids=(1,)), second._replace(time_s=14.0)]
+    for upto in (events, again, replayed):
+        timeline, tokens = Timeline.of(upto), Ledger(upto).tokens
+        assert (timeline.trained_tokens, timeline.wasted_tokens) == (tokens.trained, +tokens.wasted)
+    assert [p.time_s for p in Timeline.of(replayed).waste] == [4.2, 14.0]
 
 
 @pytest.mark.parametrize("over_sampling", [1.0, 1.75])

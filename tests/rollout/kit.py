@@ -6,7 +6,7 @@ import asyncio
 import functools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +14,14 @@ from rollover.engine.base import Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
 from rollover.rollout.hop import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
-from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory
+from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.virtual_time import VirtualClock, run
 
@@ -141,13 +141,24 @@ class Rig:
 
         await self.driver.update_weights(version, load)
 
-    async def train(self, until_step: int, *, train_s: float = 0.0, checkpoint_every: int = 0) -> dict[int, Batch]:
-        """Batches by step. Between two batches ``train_s`` seconds pass and new weights are published."""
+    async def train(
+        self,
+        until_step: int,
+        *,
+        train_s: float = 0.0,
+        checkpoint_every: int = 0,
+        untrained: Callable[[Batch], Mapping[WasteCause, int]] | None = None,
+    ) -> dict[int, Batch]:
+        """Batches by step. Between two batches ``train_s`` seconds pass and new weights are published. ``untrained``:
+        what the trainer says of a batch; journals that are older than that news have none."""
         batches: dict[int, Batch] = {}
         while self.ledger.next_step < until_step:
             batch = await self.driver.next_batch()
             batches[batch.step] = batch
             await asyncio.sleep(train_s)
+            if untrained is not None:
+                time_s = asyncio.get_running_loop().time()
+                self.driver.record(BatchTrained(time_s=time_s, step=batch.step, untrained=untrained(batch)))
             if checkpoint_every and (batch.step + 1) % checkpoint_every == 0:
                 time_s = asyncio.get_running_loop().time()
                 self.driver.record(CheckpointSaved(time_s=time_s, step=batch.step + 1))
@@ -169,6 +180,7 @@ def make_rig(
     journal: Journal | None = None,
     limits: Limits | None = None,
     keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+    shaping: Callable[[int], float] = lambda num_tokens: 0.0,
     observer: Callable[[Event], None] = lambda event: None,
     lockstep: bool = False,
     stop_token_ids: tuple[int, ...] = (),
@@ -210,6 +222,7 @@ def make_rig(
         journal=journal,
         limits=limits,
         keep_group=keep_group,
+        shaping=shaping,
         observer=watch,
         lockstep=lockstep,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
@@ -113,6 +114,25 @@ def test_a_mistake_that_every_sample_would_meet_ends_the_run_at_once_and_the_sam
         assert FIRST in rig.ledger.unscored
 
     run(work())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -3.5e38])
+def test_a_reward_that_float32_cannot_hold_fails_its_sample(reward: float) -> None:
+    async def huge() -> float:
+        return reward
+
+    rig, batches = play(2, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, huge), group_size=3)
+    [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
+    assert failure.sample_id == FIRST and f"its reward is {reward}: not a finite number" in failure.reason
+    assert len(batches) == 2
+
+
+def test_the_largest_float32_is_a_reward() -> None:
+    async def large() -> float:
+        return -3.4028234663852886e38
+
+    rig, _ = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, large), group_size=3)
+    assert not [e for e in rig.events if isinstance(e, SampleFailed)]
 
 
 def test_a_group_with_one_sample_left_is_dropped_and_replaced() -> None:

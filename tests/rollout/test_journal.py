@@ -21,6 +21,8 @@ from rollover.errors import ResourceError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchSkipped,
+    BatchTrained,
     CheckpointSaved,
     Event,
     GroupDropped,
@@ -92,7 +94,13 @@ events = st.one_of(
     st.builds(GroupOpened, time_s=times, group_id=sizes, prompt=prompts, group_size=sizes, cursor=sizes),
     st.builds(SampleStarted, time_s=times, sample_id=sample_ids, policy_version=sizes),
     st.builds(SegmentEnded, time_s=times, sample_id=sample_ids, segment=segments()),
-    st.builds(SampleScored, time_s=times, sample_id=sample_ids, reward=st.floats(allow_nan=False)),
+    st.builds(
+        SampleScored,
+        time_s=times,
+        sample_id=sample_ids,
+        reward=st.floats(allow_nan=False),
+        shaping=st.floats(allow_nan=False),
+    ),
     st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts),
     st.builds(
         GroupDropped,
@@ -102,6 +110,13 @@ events = st.one_of(
         prompt_returned=st.booleans(),
     ),
     st.builds(BatchConsumed, time_s=times, step=sizes, group_ids=st.lists(sizes).map(tuple)),
+    st.builds(
+        BatchTrained,
+        time_s=times,
+        step=sizes,
+        untrained=st.dictionaries(st.sampled_from(WasteCause), sizes),
+    ),
+    st.builds(BatchSkipped, time_s=times, step=sizes),
     st.builds(VersionPublished, time_s=times, policy_version=sizes, pause_s=times),
     st.builds(CheckpointSaved, time_s=times, step=sizes),
     st.builds(Restarted, time_s=times, step=sizes, redo_from=st.none() | sizes, lost_tokens=sizes),
@@ -240,6 +255,13 @@ def rig_for(name: str, ledger: Ledger, journal: Journal, *, lockstep: bool = Fal
     )
 
 
+def without_gradient(batch: Batch) -> dict[WasteCause, int]:
+    """A loss that masks stale tokens, and finds nothing in the first of the fresh ones."""
+    stale = sum(v < batch.step for t in batch.trajectories for v in t.policy_versions)
+    counts = {WasteCause.MASKED_STALE: stale, WasteCause.ZERO_ADVANTAGE: min(5, batch.num_tokens - stale)}
+    return {cause: n for cause, n in counts.items() if n}
+
+
 @functools.cache
 def whole_run(name: str, *, lockstep: bool = False) -> tuple[list[Event], dict[int, Batch]]:
     """A run that nothing interrupts."""
@@ -247,7 +269,7 @@ def whole_run(name: str, *, lockstep: bool = False) -> tuple[list[Event], dict[i
     async def work() -> tuple[list[Event], dict[int, Batch]]:
         journal = journal_of([])
         rig = rig_for(name, Ledger(), journal, lockstep=lockstep)
-        batches = await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2))
+        batches = await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
         assert_trainable(batches, rig)
         journal.close()
         return rig.events, batches
@@ -262,16 +284,18 @@ def go_on(name: str, journal: Journal, step: int, *, redo: bool = False) -> tupl
         ledger = restart(journal, step=step, redo_round=redo)
         ledger.check()
         rig = rig_for(name, ledger, journal, lockstep=redo)
-        return rig, await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2))
+        return rig, await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
 
     return run(work())
 
 
 def checkpoints(written: list[Event]) -> list[int]:
     """Steps a checkpoint may stand at when ``written`` is all the journal has: the last one it knows, or one that was
-    saved while the news of it was lost."""
+    saved while the news of it was lost. That the batch before was trained is on record by then."""
     known = max((e.step for e in written if isinstance(e, CheckpointSaved)), default=0)
-    return sorted({known, Ledger(written).next_step})
+    ledger = Ledger(written)
+    in_training = ledger.next_step - 1 not in ledger.untrained
+    return sorted({known, max(known, ledger.next_step - in_training)})
 
 
 def lineage(journal: Journal) -> list[Event]:
@@ -292,6 +316,12 @@ def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> N
     ids = [i for group_ids in final.values() for i in group_ids]
     assert sorted(final) == list(range(STEPS)) and len(set(ids)) == len(ids)
     assert_trainable(batches, rig)
+    forgetful = Ledger(e for e in history if not isinstance(e, CheckpointSaved))
+    expected: Counter[WasteCause] = Counter()
+    for step in final:
+        expected.update(without_gradient(forgetful.batch(step)))
+    assert {cause: ledger.tokens.wasted[cause] for cause in expected} == dict(expected), "each batch counts once"
+    assert ledger.tokens.trained == sum(forgetful.batch(s).num_tokens for s in final) - expected.total()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rollover.rollout.events import (
     BatchConsumed,
+    BatchSkipped,
+    BatchTrained,
     CheckpointSaved,
     Event,
     GroupDropped,
@@ -76,6 +78,14 @@ def consumed(step: int, *group_ids: int) -> BatchConsumed:
     return BatchConsumed(time_s=0.0, step=step, group_ids=group_ids)
 
 
+def trained(step: int, **untrained: int) -> BatchTrained:
+    return BatchTrained(time_s=0.0, step=step, untrained={WasteCause(name): n for name, n in untrained.items()})
+
+
+def skipped(step: int) -> BatchSkipped:
+    return BatchSkipped(time_s=0.0, step=step)
+
+
 def published(version: int) -> VersionPublished:
     return VersionPublished(time_s=0.0, policy_version=version, pause_s=0.0)
 
@@ -94,6 +104,9 @@ class Model:
     prompts: dict[int, str] = field(default_factory=dict)
     decoded: int = 0
     next_step: int = 0
+    untrained: dict[int, dict[WasteCause, int]] = field(default_factory=dict)
+    """By step that is done."""
+    skipped: set[int] = field(default_factory=set)
 
     def set(self, sample_id: SampleId, state: SampleState, tokens: int = 0) -> None:
         num_tokens = self.samples.get(sample_id, (state, 0))[1] + tokens
@@ -107,13 +120,15 @@ class Model:
         if all(state in ("scored", "failed") for state, _ in self.siblings(group_id).values()):
             self.place[group_id] = "ready"
 
+    def tokens_of(self, step: int) -> int:
+        return sum(
+            tokens for i, (state, tokens) in self.samples.items() if state == "scored" and self.step_of(i.group) == step
+        )
+
     @property
     def trained(self) -> int:
-        return sum(
-            tokens
-            for i, (state, tokens) in self.samples.items()
-            if state == "scored" and self.step_of(i.group) in range(self.next_step)
-        )
+        without = sum(n for counts in self.untrained.values() for n in counts.values())
+        return sum(self.tokens_of(step) for step in range(self.next_step)) - without
 
     def step_of(self, group_id: int) -> int | None:
         kind, _, step = self.place[group_id].partition(" ")
@@ -128,6 +143,8 @@ class Model:
                 wasted[WasteCause.FAILED] += tokens
             elif kind == "dropped":
                 wasted[cause] += tokens
+        for counts in self.untrained.values():
+            wasted.update(counts)
         return +wasted
 
 
@@ -223,6 +240,27 @@ class LedgerMachine(RuleBasedStateMachine):
         for i in ids:
             self.model.place[i] = f"batch {step}"
 
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        step = self.model.next_step - 1
+        if step < self.saved_step or step in self.model.untrained:
+            return
+        left, counts = self.model.tokens_of(step), {}
+        if step in self.model.skipped:
+            counts = {WasteCause.SKIPPED: left}
+        for cause in data.draw(st.lists(st.sampled_from(WasteCause), unique=True, max_size=2)) if not counts else ():
+            counts[cause] = data.draw(st.integers(0, left))
+            left -= counts[cause]
+        self.apply(BatchTrained(time_s=0.0, step=step, untrained=counts))
+        self.model.untrained[step] = counts
+
+    @precondition(lambda self: self.ledger.batches)
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.ledger.batches)))
+        self.apply(skipped(step))
+        self.model.skipped.add(step)
+
     @rule()
     def publish(self) -> None:
         if self.ledger.policy_version < self.ledger.next_step:
@@ -239,6 +277,7 @@ class LedgerMachine(RuleBasedStateMachine):
         step = data.draw(st.integers(self.saved_step, self.ledger.next_step))
         self.apply(restarted(step))
         self.model.next_step = step
+        self.model.untrained = {s: counts for s, counts in self.model.untrained.items() if s < step}
         for i, (state, tokens) in list(self.model.samples.items()):
             if state == "running" and self.model.place[i.group] == "open":
                 self.model.set(i, SampleState.PARKED if tokens else SampleState.WAITING)
@@ -253,6 +292,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ledger.tokens.decoded == model.decoded
         assert ledger.tokens.trained == model.trained
         assert +ledger.tokens.wasted == model.wasted
+        assert ledger.skipped == {step for step in model.skipped if step >= self.saved_step}
         for state, place in (
             ("waiting", ledger.waiting),
             ("running", ledger.running),
@@ -324,6 +364,11 @@ IMPOSSIBLE: dict[str, tuple[list[Event], Event]] = {
         [*READY, consumed(0, 0), opened(1), restarted(0)],
         consumed(0, 1),
     ),
+    "a step that is done before its batch is there": (READY, trained(0)),
+    "a step that is done twice": ([*READY, consumed(0, 0), trained(0)], trained(0)),
+    "a step done before a replay handed its batch out": ([*READY, consumed(0, 0), restarted(0)], trained(0)),
+    "more tokens without a gradient than the batch has": ([*READY, consumed(0, 0)], trained(0, zero_advantage=4)),
+    "stepping over a batch that is not there": (READY, skipped(0)),
     "weights that go back": ([published(2)], published(1)),
 }
 
@@ -399,6 +444,38 @@ def test_a_restart_takes_back_what_was_trained_since_the_checkpoint() -> None:
     ledger.check()
     ledger.apply(consumed(1, 1))
     assert ledger.tokens.trained == 8 and ledger.tokens.live == 0 and not ledger.replay
+
+
+def test_tokens_without_a_gradient_move_from_trained_to_wasted_when_the_step_is_done() -> None:
+    history: list[Event] = [*READY, consumed(0, 0)]
+    ledger = Ledger(history)
+    assert (ledger.tokens.trained, ledger.tokens.wasted) == (3, {})
+    ledger.apply(trained(0, masked_stale=2))
+    assert (ledger.tokens.trained, ledger.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2})
+    ledger.check()
+
+
+def test_a_batch_that_is_trained_again_after_a_restart_counts_once() -> None:
+    first: list[Event] = [*READY, consumed(0, 0), trained(0, masked_stale=2)]
+    ledger = Ledger([*first, restarted(0)])
+    assert (ledger.tokens.trained, +ledger.tokens.wasted, ledger.tokens.live) == (0, {}, 3)
+    for event in (consumed(0, 0), trained(0, masked_stale=2)):
+        ledger.apply(event)
+        ledger.check()
+    assert (ledger.tokens.trained, +ledger.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2})
+    beyond = Ledger([*first, restarted(1)])
+    assert (beyond.tokens.trained, +beyond.tokens.wasted) == (1, {WasteCause.MASKED_STALE: 2}), (
+        "it is in the checkpoint"
+    )
+
+
+def test_a_batch_to_be_skipped_stays_so_until_a_checkpoint_has_it_behind() -> None:
+    ledger = Ledger([*READY, consumed(0, 0), restarted(0), skipped(0), consumed(0, 0), restarted(0)])
+    assert ledger.skipped == {0}
+    for event in (consumed(0, 0), trained(0, skipped_batch=3), CheckpointSaved(time_s=0.0, step=1)):
+        ledger.apply(event)
+    assert not ledger.skipped and not ledger.untrained
+    assert (ledger.tokens.trained, +ledger.tokens.wasted) == (0, {WasteCause.SKIPPED: 3})
 
 
 def test_returned_prompts_keep_their_order_and_do_not_move_the_cursor() -> None:

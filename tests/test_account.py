@@ -88,9 +88,7 @@ def test_a_reward_beyond_float32_fails_its_sample_and_not_the_run(experiment: Pa
     Path("letter_reward.py").write_text(HUGE)
     assert train("run.toml", "--run-dir", "out") == 0
     failures = [e for e in runs.events(Path("out")) if isinstance(e, SampleFailed)]
-    assert failures and {e.reason for e in failures} == {
-        "its reward is 1e+308: not a finite number within float32's range"
-    }
+    assert failures and all("1e+308" in e.reason and "float32" in e.reason for e in failures)
     assert all(t.prompt.columns["answer"] != "a" for b in runs.batches(Path("out")) for t in b.trajectories)
 
 
@@ -100,6 +98,7 @@ def test_a_journal_with_such_a_reward_from_earlier_can_go_on_without_its_batch(
     Path("letter_reward.py").write_text(HUGE)
     with monkeypatch.context() as patch:
         patch.setattr("rollover.rollout.scheduler.MAX_REWARD", float("inf"))
+        patch.setattr("rollover.tasks.returns.LARGEST_REWARD", float("inf"))
         assert train("run.toml", "--run-dir", "out") == 2
     assert "has reward inf: not finite" in (message := capsys.readouterr().err)
     step = runs.ledger(Path("out")).next_step - 1

@@ -288,7 +288,8 @@ def waste_over_time(record: RunRecord) -> Figure | None:
     start_s, (unit, unit_s) = origin_s(record), time_unit(span_s(record))
     end = (record.timeline.end_s - start_s) / unit_s
     data = []
-    for cause, curve in curves.items():
+    for cause, whole in curves.items():
+        curve = [part[-1] for part in stretches.stretches(whole)]  # a running total is exact at the end of each
         x = [0.0, *((t - start_s) / unit_s for t, _ in curve), end]
         y = [0.0, *(float(n) for _, n in curve), float(curve[-1][1])]
         colour = WASTE_COLOURS[cause]

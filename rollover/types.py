@@ -258,6 +258,22 @@ class WasteCause(StrEnum):
     ZERO_ADVANTAGE = "zero_advantage"
     """Its advantage is exactly 0, as those of a group whose rewards are all equal, and no KL term trains it."""
 
+    @property
+    def is_by_rollout(self) -> bool:
+        """Whether the token never reached the trainer. The others were in a batch, and the loss used none of them."""
+        return self in _BY_ROLLOUT
+
+
+_BY_ROLLOUT = frozenset(
+    {
+        WasteCause.SURPLUS_GROUP,
+        WasteCause.DISCARDED_ON_ABORT,
+        WasteCause.FILTER_ZERO_SIGNAL,
+        WasteCause.UNTRUSTED_ENGINE,
+        WasteCause.FAILED,
+    }
+)
+
 
 class Drift(NamedTuple):
     """How far the log-probs that an engine reported are from the trainer's, over tokens that the current weights

@@ -5,7 +5,7 @@ Throughput is a ratio to the first run and always has lag and waste beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rollover.report.summary import (
     steps_text,
     summarize,
 )
+from rollover.types import WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ def comparison(summaries: Sequence[RunSummary]) -> tuple[ComparisonRow, ...]:
         row("lag, p95 / max", lambda s: f"{s.lag.p95} / {s.lag.max}" if s.lag else "–"),
         row("head lag, mean", lambda s: number(s.lag.head_mean if s.lag else None, ".2f")),
         row("off-policy tokens", lambda s: number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
-        row("wasted tokens", lambda s: f"{sum(s.wasted_tokens.values()):,} ({s.wasted_fraction:.1%})"),
+        row("wasted by the rollout", lambda s: _waste(s, s.wasted_by_rollout)),
+        row("without a gradient", lambda s: _waste(s, s.without_gradient)),
         row("re-prefilled tokens", lambda s: f"{s.reprefilled_tokens:,}"),
         row("resumes per sample", lambda s: number(s.resumes_per_sample, ".2f")),
         row("trained length, mean", lambda s: number(s.trained.mean if s.trained else None, ".1f")),
@@ -85,6 +87,10 @@ def comparison(summaries: Sequence[RunSummary]) -> tuple[ComparisonRow, ...]:
         row("time in training", lambda s: _share(s, "train")),
         row("peak memory", lambda s: bytes_text(s.peak_memory_bytes)),
     )
+
+
+def _waste(s: RunSummary, tokens: Mapping[WasteCause, int]) -> str:
+    return f"{sum(tokens.values()):,} ({s.fraction(tokens):.1%})"
 
 
 def _share(s: RunSummary, phase: str) -> str:
@@ -181,7 +187,7 @@ def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tup
         tile(f"Final accuracy of {names[-1]}", [number(a.value if a else None, ".1%") for a in final]),
         tile(f"Lag of {names[-1]}, versions", rows["lag, mean (versions)"].texts),
         tile(f"Off-policy tokens of {names[-1]}", rows["off-policy tokens"].texts),
-        tile(f"Wasted tokens of {names[-1]}", [f"{s.wasted_fraction:.1%}" for s in summaries]),
+        tile(f"Wasted by the rollout of {names[-1]}", [f"{s.fraction(s.wasted_by_rollout):.1%}" for s in summaries]),
     ]
 
 

@@ -22,7 +22,6 @@ from rollover.report.summary import (
     summary_rows,
 )
 from rollover.report.timeline import Timeline
-from rollover.types import WasteCause
 
 FILE_NAME = "report.html"
 WINDOW_STEPS = 6
@@ -81,7 +80,6 @@ def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
 
 def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
     lag = s.lag
-    wasted = sum(s.wasted_tokens.values())
     return [
         ("Held-out accuracy", *_accuracy_tile(s.accuracy_before, s.accuracy_after)),
         (
@@ -98,7 +96,12 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
             if lag
             else "no batch yet",
         ),
-        ("Wasted tokens", f"{s.wasted_fraction:.1%}", "", f"{wasted:,} of {s.decoded_tokens:,} decoded"),
+        (
+            "Wasted by the rollout",
+            f"{s.fraction(s.wasted_by_rollout):.1%}",
+            "of tokens",
+            f"{s.fraction(s.without_gradient):.1%} were in a batch and had no gradient",
+        ),
         (
             "Resumes",
             number(s.resumes_per_sample, ".2f"),
@@ -189,7 +192,7 @@ def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]
     if timeline.live_tokens:
         fates.append(("alive: parked or ready", "--green", timeline.live_tokens))
     for cause, tokens in summary.wasted_tokens.items():
-        fates.append((f"wasted: {cause.replace('_', ' ')}", figures.WASTE_COLOURS[WasteCause(cause)], tokens))
+        fates.append((f"wasted: {cause.replace('_', ' ')}", figures.WASTE_COLOURS[cause], tokens))
     return fates
 
 

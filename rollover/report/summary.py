@@ -19,6 +19,7 @@ from rollover.report.metrics import MetricRow, series
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
+from rollover.types import WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class RunSummary:
     """Those that had a gradient."""
     live_tokens: int
     """Decoded, neither trained nor wasted: parked or ready."""
-    wasted_tokens: Mapping[str, int]
+    wasted_tokens: Mapping[WasteCause, int]
     """By cause."""
     reprefilled_tokens: int
     rollout_tokens_per_s: float | None
@@ -80,8 +81,18 @@ class RunSummary:
     peak_memory_bytes: int | None
 
     @property
-    def wasted_fraction(self) -> float:
-        return sum(self.wasted_tokens.values()) / self.decoded_tokens if self.decoded_tokens else 0.0
+    def wasted_by_rollout(self) -> Mapping[WasteCause, int]:
+        """Tokens that never reached the trainer."""
+        return {cause: n for cause, n in self.wasted_tokens.items() if cause.is_by_rollout}
+
+    @property
+    def without_gradient(self) -> Mapping[WasteCause, int]:
+        """Tokens that were in a batch, and that the loss made nothing of."""
+        return {cause: n for cause, n in self.wasted_tokens.items() if not cause.is_by_rollout}
+
+    def fraction(self, tokens: Mapping[WasteCause, int]) -> float:
+        """Of the decoded tokens."""
+        return sum(tokens.values()) / self.decoded_tokens if self.decoded_tokens else 0.0
 
 
 def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
@@ -106,7 +117,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         decoded_tokens=timeline.decoded_tokens,
         trained_tokens=timeline.trained_tokens,
         live_tokens=timeline.live_tokens,
-        wasted_tokens={str(cause): n for cause, n in sorted(timeline.wasted_tokens.items())},
+        wasted_tokens=dict(sorted(timeline.wasted_tokens.items())),
         reprefilled_tokens=timeline.num_reprefilled_tokens,
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
@@ -184,7 +195,8 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ),
         ("lag", lag_text(s.lag)),
         ("off-policy tokens", number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
-        ("wasted tokens", waste_text(s)),
+        ("wasted by the rollout", waste_text(s, s.wasted_by_rollout)),
+        ("without a gradient", waste_text(s, s.without_gradient)),
         ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
         *((("guessed tokens", guessing_text(s.guessing)),) if s.guessing else ()),
         ("resumes per sample", number(s.resumes_per_sample, ".2f")),
@@ -238,10 +250,11 @@ def guessing_text(found: Guessing) -> str:
     return f"{found.accepted_fraction:.0%} accepted; {found.tokens_per_iteration:.2f} tokens per sample and iteration"
 
 
-def waste_text(s: RunSummary) -> str:
-    total = sum(s.wasted_tokens.values())
-    causes = ", ".join(f"{cause} {n:,}" for cause, n in s.wasted_tokens.items())
-    return f"{total:,} of {s.decoded_tokens:,} ({s.wasted_fraction:.1%})" + (f": {causes}" if causes else "")
+def waste_text(s: RunSummary, tokens: Mapping[WasteCause, int]) -> str:
+    """How many of the decoded tokens, and why."""
+    causes = ", ".join(f"{cause} {n:,}" for cause, n in tokens.items() if n)
+    total = f"{sum(tokens.values()):,} of {s.decoded_tokens:,} tokens ({s.fraction(tokens):.1%})"
+    return f"{total}: {causes}" if causes else total
 
 
 def phases_text(s: RunSummary) -> str:

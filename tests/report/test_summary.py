@@ -71,7 +71,9 @@ def test_trained_tokens_are_those_that_had_a_gradient() -> None:
     s = summarize(ROWS, Timeline.of([*ROLLED_OVER, done]))
     assert (s.trained_tokens, s.live_tokens) == (39, 0)
     assert s.wasted_tokens == {"masked_stale": 4, "zero_advantage": 3}
-    assert dict(summary_rows(s))["wasted tokens"] == "7 of 46 (15.2%): masked_stale 4, zero_advantage 3"
+    rows = dict(summary_rows(s))
+    assert rows["wasted by the rollout"] == "0 of 46 tokens (0.0%)"
+    assert rows["without a gradient"] == "7 of 46 tokens (15.2%): masked_stale 4, zero_advantage 3"
 
 
 def test_guesses_are_shown_where_the_engine_made_some() -> None:
@@ -90,7 +92,7 @@ def test_a_run_that_measured_nothing_shows_dashes() -> None:
     assert s.accuracy_before is None and s.lag is None and s.trained_tokens_per_s is None
     texts = dict(summary_rows(s))
     assert texts["accuracy before"] == texts["lag"] == texts["time"] == texts["peak memory"] == "–"
-    assert texts["wasted tokens"] == "0 of 0 (0.0%)"
+    assert texts["wasted by the rollout"] == texts["without a gradient"] == "0 of 0 tokens (0.0%)"
 
 
 def test_one_evaluation_is_before_and_not_after() -> None:

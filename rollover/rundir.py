@@ -23,6 +23,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import socket
@@ -111,6 +112,15 @@ class RunDir:
         """Add to "meta" in ``config.json`` what is known only once the run is up (its device, say)."""
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
+
+    def identity(self) -> str:
+        """A name that no other run has, the same when it is resumed."""
+        config, meta = _read(self.path)
+        if "identity" not in meta:
+            name = "".join(c if (c.isalnum() and c.isascii()) or c in "-_." else "-" for c in self.path.resolve().name)
+            meta = {**meta, "identity": f"{name[:40]}-{secrets.token_hex(4)}"}
+            _write(self, config, meta)
+        return str(meta["identity"])
 
     def discard_unless_begun(self) -> None:
         """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the

@@ -323,7 +323,7 @@ async def open_session(
             driver=driver,
             engine=engine,
             journal=journal,
-            publisher=Publisher([engine], folders=folders),
+            publisher=Publisher([engine], folders=folders, timeout_s=_publish_timeout_s(config)),
             trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=ledger.replay),
             evaluator=open_evaluator(
                 config,
@@ -398,9 +398,19 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
             folder = untied(folder, root / "initial")
         folders = WeightFolders(root, like=folder)
     engine = await engine_open.open_engine(
-        engine_config, folder, logs=run.path / "logs", clock=SystemClock(), lockstep=config.deterministic
+        engine_config,
+        folder,
+        run=run.identity(),
+        logs=run.path / "logs",
+        clock=SystemClock(),
+        lockstep=config.deterministic,
     )
     return engine, folders
+
+
+def _publish_timeout_s(config: RunConfig) -> float:
+    """Behind the deadlines of the servers, each of which is taken out at its own."""
+    return config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
 
 
 def open_evaluator(

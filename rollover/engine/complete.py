@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
+STALL_S = 900.0
+"""Longest silence of a response, whatever the engine calls it."""
 _MAX_FAILURES = 3
 """In a row, without a token in between."""
+_FIRST_BACK_OFF_S = 0.1
 
 
-async def complete(engine: Engine, request: GenerateRequest) -> AsyncIterator[Chunk]:
-    """The chunks of a response up to its stop or limit. A call that fails or is stopped is followed by another that
-    goes on from its last token; ``request.request_id`` is their common beginning.
+async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float = STALL_S) -> AsyncIterator[Chunk]:
+    """The chunks of a response up to its stop or limit. A call that fails or is stopped, which nobody asks for here, is
+    followed after a growing time by another that goes on from its last token; ``request.request_id`` is their common
+    beginning.
 
-    Raises ``EngineError`` when calls fail four times in a row without a token.
+    Raises ``EngineError`` when calls fail or are stopped four times in a row without a token, ``EngineTimeout`` when
+    none has come for ``stall_s``.
     """
     name = f"{request.request_id}{secrets.token_hex(4)}"
     ids = list(request.response_ids)
@@ -29,18 +36,55 @@ async def complete(engine: Engine, request: GenerateRequest) -> AsyncIterator[Ch
         if last is not None and (reason := _reached_end(request, ids)) is not None:  # the engine died before it said so
             yield replace(last, token_ids=(), logprobs=(), finish_reason=reason, num_prefilled_tokens=0)
             return
+        call = replace(request, request_id=f"{name}#{hop}.", response_ids=tuple(ids))
         try:
-            async for chunk in engine.generate(replace(request, request_id=f"{name}#{hop}.", response_ids=tuple(ids))):
-                yield chunk
-                last = chunk
-                ids += chunk.token_ids
-                failures = 0 if chunk.token_ids else failures
-                if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    return
+            async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
+                async for chunk in chunks:
+                    ids += chunk.token_ids
+                    _check_end(call, chunk, len(ids))
+                    yield chunk
+                    last = chunk
+                    failures = 0 if chunk.token_ids else failures
+                    if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        return
+            raise EngineError(f"the engine stopped {call.request_id} after {len(ids)} tokens, which nobody asked for")
         except EngineError:
             failures += 1
             if failures > _MAX_FAILURES:
                 raise
+        await asyncio.sleep(_FIRST_BACK_OFF_S * 2.0 ** (failures - 1))
+
+
+async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> AsyncGenerator[Chunk, None]:
+    """The chunks of one call. Raises ``EngineTimeout`` when no token has come for ``stall_s``."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + stall_s
+    stream = engine.generate(call)
+    try:
+        while True:
+            async with asyncio.timeout_at(deadline_s):
+                chunk = await anext(stream, None)
+            if chunk is None:
+                return
+            if chunk.token_ids:
+                deadline_s = loop.time() + stall_s
+            yield chunk
+    except EngineTimeout:
+        raise
+    except TimeoutError:
+        raise EngineTimeout(f"the engine sent no token of {call.request_id} for {stall_s:g} s") from None
+    finally:
+        with suppress(EngineError):
+            await stream.aclose()  # type: ignore[attr-defined]
+
+
+def _check_end(call: GenerateRequest, chunk: Chunk, num_tokens: int) -> None:
+    """Raises ``EngineError`` for an end that the response cannot have come to."""
+    limit = call.params.max_new_tokens
+    if chunk.finish_reason is FinishReason.LENGTH and num_tokens < limit:
+        raise EngineError(f"the engine ended {call.request_id} for its length after {num_tokens} tokens of {limit}")
+    if chunk.finish_reason is FinishReason.STOP and num_tokens == len(call.response_ids):
+        raise EngineError(f"the engine says that {call.request_id} has come to its stop, without a token")
 
 
 def _reached_end(request: GenerateRequest, ids: list[int]) -> FinishReason | None:

@@ -17,11 +17,12 @@ class TrainedEngine(Engine, WeightTarget, Protocol):
 
 
 async def open_engine(
-    config: EngineConfig, folder: Path, *, logs: Path, clock: Clock, lockstep: bool = False
+    config: EngineConfig, folder: Path, *, run: str, logs: Path, clock: Clock, lockstep: bool = False
 ) -> TrainedEngine:
     """An engine that serves the model in ``folder`` as version 0.
 
     Args:
+        run: the run's name among all runs; its servers are labelled with it.
         logs: where servers that are started write.
         lockstep: decode only when all consumers have come back for more; the embedded engine alone can.
 
@@ -36,7 +37,7 @@ async def open_engine(
     if isinstance(config, SGLangConfig):
         from rollover.engine.sglang.open import open_sglang
 
-        return await open_sglang(config, folder, logs=logs, clock=clock)
+        return await open_sglang(config, folder, run=run, logs=logs, clock=clock)
     from rollover.engine.vllm.open import open_vllm
 
-    return await open_vllm(config, folder, logs=logs, clock=clock)
+    return await open_vllm(config, folder, run=run, logs=logs, clock=clock)

@@ -15,11 +15,13 @@ task                  waits for                   is unblocked by
 ``generate``          a member that is up         a member admitted; ``all_down_timeout_s``
 ... its next chunk    the member                  a chunk; the member taken out
 ``_watch``, a member  the next probe              time; a failed call
-``abort``, ``pause``  the members concerned       their own deadlines; the member taken out
+``abort``             the members concerned       their own deadlines; the member taken out
+``pause``, ``load``   all members concerned       ... and ours for each, past which a member is taken out
 ====================  ==========================  =========================================================
 
 What it keeps true: a member gets calls only while it is well and serves the version of the pool; one bad
-member delays the others at nothing; each chunk says which member sampled it.
+member delays the others at nothing, at an update by no more than a deadline; a member that we have paused goes
+on, on every way out; each chunk says which member sampled it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from rollover.engine.base import (
     WeightTarget,
 )
 from rollover.engine.membership import Health, Membership
-from rollover.errors import EngineError, EngineMismatch
+from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -77,8 +79,11 @@ class _Call:
 class EnginePool:
     """Implements ``Engine`` and ``WeightTarget``. ``open`` it before use; it closes its members.
 
-    Args: source: what all members serve now, as version 0; what one that comes back is given until the next
-        load. retry_after_s: until a member that was taken out is tried for the first time.
+    Args:
+        source: what all members serve now, as version 0; what one that comes back is given until the next load.
+        retry_after_s: until a member that was taken out is tried for the first time.
+        switch_timeout_s: how long a member may take to stand still, and to go on.
+        load_timeout_s: how long it may take to have new weights.
     """
 
     def __init__(
@@ -91,12 +96,16 @@ class EnginePool:
         max_retry_after_s: float,
         all_down_timeout_s: float,
         retry_after_s: float = 1.0,
+        switch_timeout_s: float = 120.0,
+        load_timeout_s: float = 400.0,
     ) -> None:
         assert members, "a pool needs a member"
         self._members = list(members)
         self._clock = clock
         self._probe_interval_s = probe_interval_s
         self._all_down_timeout_s = all_down_timeout_s
+        self._switch_timeout_s = switch_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._state = Membership(
             [repr(m) for m in members],
             [m.capabilities.max_running for m in members],
@@ -109,7 +118,9 @@ class EnginePool:
         self._unproved: set[int] = set()
         """Members that are out because they failed their proof."""
         self._paused: set[int] | None = None
-        """Members to resume, while the pool is paused."""
+        """Members that may stand still, while the pool is paused."""
+        self._out_since_s: float | None = None
+        """When somebody began to wait because no member was up."""
         self._calls: dict[str, _Call] = {}
         self._closing: dict[str, int] = {}
         """Where calls run that were closed before their end, until somebody asks for their abort."""
@@ -221,43 +232,63 @@ class EnginePool:
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Raises ``EngineError`` naming all members when none pauses."""
+        """Waits for a member to come up where all are out. Raises ``EngineError`` naming all members when none
+        pauses."""
         self._refuse_when_closed()
+        if not self._state.in_service:
+            with suppress(EngineError):  # said below, with why
+                await self._until_one_is_up(asyncio.Event())
         self._resumed.clear()
-        self._paused = set()
-        failed = await self._each(self._state.in_service, lambda index: self._members[index].pause())
-        self._paused = set(self._state.in_service) - failed.keys()
+        members = self._state.in_service
+        self._paused = set(members)
+        failed = await self._each(
+            members, lambda index: self._members[index].pause(), self._switch_timeout_s, "stand still"
+        )
         self._take_out_all(failed)
-        if not self._paused:
-            self._resumed.set()
+        if not self._standing:
             self._paused = None
+            self._resumed.set()
             raise EngineError(f"no engine could be paused; {self._state.why_none()}")
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Members that refuse what others take are taken out. Raises ``EngineError`` when all refuse; they
-        then go on with the old weights."""
+        """Members that refuse what others take, and those that take too long, are taken out. Raises ``EngineError``
+        when all refuse; they then go on with the old weights. Where nobody is left to refuse, the weights are those
+        that a member is given when it comes back."""
         self._refuse_when_closed()
         if version < self._version:
             raise EngineError(f"weights cannot go back from version {self._version} to {version}")
-        members = self._state.in_service if self._paused is None else sorted(self._paused)
-        failed = await self._each(members, lambda index: self._members[index].load(version, source))
-        loaded = [index for index in members if index not in failed and not self._state.is_down(index)]
-        if not loaded:
-            reasons = "; ".join(dict.fromkeys(str(e) for e in failed.values())) or self._state.why_none()
+        members = self._state.in_service if self._paused is None else self._standing
+        failed = await self._each(
+            members,
+            lambda index: self._members[index].load(version, source),
+            self._load_timeout_s,
+            f"load weights version {version}",
+        )
+        refused = {index: e for index, e in failed.items() if not isinstance(e, EngineTimeout)}
+        if refused and len(failed) == len(members):
+            self._take_out_all({index: e for index, e in failed.items() if index not in refused})
+            reasons = "; ".join(dict.fromkeys(str(e) for e in refused.values()))
             raise EngineError(f"no engine took weights version {version}: {reasons}")
         self._version, self._source = version, source
         self._take_out_all(failed)
 
     async def resume(self) -> None:
         self._refuse_when_closed()
-        members, self._paused = self._paused or set(), None
+        members, self._paused = self._standing, None
         try:
-            failed = await self._each(sorted(members), lambda index: self._members[index].resume())
+            failed = await self._each(
+                members, lambda index: self._members[index].resume(), self._switch_timeout_s, "go on"
+            )
             self._take_out_all(failed)
         finally:
             self._resumed.set()
             for look in self._look:  # whatever fell under suspicion meanwhile
                 look.set()
+
+    @property
+    def _standing(self) -> list[int]:
+        """Members that are paused. One that was taken out is woken when it comes back, or is closed."""
+        return [index for index in sorted(self._paused or ()) if not self._state.is_down(index)]
 
     # -- which members sample what they say ------------------------------------------------------------------
 
@@ -314,19 +345,37 @@ class EnginePool:
     async def _assign(self, request: GenerateRequest, call: _Call) -> int | None:
         """The member for a call; ``None`` when it was aborted meanwhile. Waits for one to come up, since all
         may be out for a moment."""
-        deadline_s = self._clock.now_s() + self._all_down_timeout_s
         while not call.aborted.is_set():
             if (index := self._state.assign(request.prompt_key)) is not None:
                 return index
+            await self._until_one_is_up(call.aborted)
+        return None
+
+    async def _until_one_is_up(self, unless: asyncio.Event) -> None:
+        """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``."""
+        deadline_s = self._clock.now_s() + self._all_down_timeout_s
+        while not (self._state.up or unless.is_set()):
             left_s = deadline_s - self._clock.now_s()
             if left_s <= 0:
                 raise EngineError(
                     f"no engine has been up for {self._all_down_timeout_s:g} s (engine.all_down_timeout_s):"
                     f" {self._state.why_none()}"
                 )
+            if self._out_since_s is None and not self._state.in_service:
+                self._out_since_s = self._clock.now_s()
+                logger.warning(
+                    "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)", self._all_down_timeout_s
+                )
             self._admitted.clear()
-            await self._wait(left_s, self._admitted, call.aborted)
-        return None
+            await self._wait(left_s, self._admitted, unless)
+
+    def _is_up(self, index: int) -> None:
+        """Calls may go to a member."""
+        self._state.admit(index, self._members[index].capabilities.max_running)
+        self._admitted.set()
+        if self._out_since_s is not None:
+            waited_s, self._out_since_s = self._clock.now_s() - self._out_since_s, None
+            logger.warning("%s is up after %.0f s without any engine", self._state.members[index].name, waited_s)
 
     async def _next(self, stream: AsyncIterator[Chunk], lost: asyncio.Task[bool], index: int) -> Chunk:
         """The next chunk of a call, or ``EngineError`` as soon as its member is taken out."""
@@ -344,26 +393,35 @@ class EnginePool:
         raise EngineError(f"{member.name} was taken out: {member.reason}")
 
     async def _each(
-        self, indices: Collection[int], act: Callable[[int], Coroutine[Any, Any, None]]
+        self,
+        indices: Collection[int],
+        act: Callable[[int], Coroutine[Any, Any, None]],
+        limit_s: float | None = None,
+        what: str = "",
     ) -> dict[int, EngineError]:
-        """``act`` on members at once; how it failed where it did. Nobody waits for a member that is taken
-        out."""
+        """``act`` on members at once; how it failed where it did. Nobody waits for a member that is taken out, nor for
+        one that takes longer than ``limit_s`` for ``what``. Cancelled, it takes out those that were not done."""
 
         async def one(index: int) -> EngineError | None:
+            name = self._state.members[index].name
             lost = asyncio.create_task(self._lost[index].wait())
             done = asyncio.create_task(act(index))
             try:
-                await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([done, lost], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done.done():
-                    return EngineError(f"{self._state.members[index].name} was taken out")
+                    late = f"did not {what} within {limit_s} s"
+                    return EngineTimeout(f"{name} {'was taken out' if lost.done() else late}")
                 done.result()
             except EngineError as e:
                 return e
+            except asyncio.CancelledError:
+                if limit_s is not None and not done.done():
+                    self._take_out_all({index: EngineError(f"{name} was left in the middle: it did not {what} yet")})
+                raise
             finally:
                 lost.cancel()
-                if not done.done():
-                    done.cancel()
-                    await asyncio.gather(done, return_exceptions=True)
+                done.cancel()
+                await asyncio.gather(lost, done, return_exceptions=True)
             return None
 
         failures = await asyncio.gather(*map(one, indices))
@@ -403,8 +461,7 @@ class EnginePool:
                 self._left(index)
             return
         if not self._state.is_down(index):
-            self._state.admit(index, self._members[index].capabilities.max_running)
-            self._admitted.set()
+            self._is_up(index)
 
     async def _bring_back(self, index: int) -> None:
         """Take a member in again once it answers and has the weights of the pool, or put it off for
@@ -435,9 +492,8 @@ class EnginePool:
             return
         self._unproved.discard(index)
         logger.warning("%s is back with weights version %d", self._state.members[index].name, self._version)
-        self._state.admit(index, engine.capabilities.max_running)
         self._lost[index].clear()
-        self._admitted.set()
+        self._is_up(index)
 
     async def _wait(self, limit_s: float, *events: asyncio.Event) -> None:
         """Until one of ``events`` is set or ``limit_s`` seconds of the pool's clock have passed."""

@@ -18,6 +18,9 @@ task                  consumes                 waits for                        
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 ====================  =======================  ===============================  ==============================
 
+Progress is a token or a reward. An abort that nobody here has asked for is a failure of the engine like any other: the
+sample keeps its tokens and is tried again after a growing time, so often as ``max_retries`` allows without a token.
+
 What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
 
@@ -34,11 +37,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Chunk, Engine
+from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.hop import OpenSegment, check_chunk, hop_request, reached_end
+from rollover.rollout.hop import OpenCall, OpenSegment, back_off_s, check_chunk, hop_request, reached_end
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler, Source, Start
@@ -106,7 +109,7 @@ class RolloutDriver:
         self._name = secrets.token_hex(4)
         """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
         self._hops: dict[SampleId, asyncio.Task[None]] = {}
-        self._request_ids: dict[SampleId, str] = {}
+        self._calls: dict[SampleId, OpenCall] = {}
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._abort: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -211,7 +214,7 @@ class RolloutDriver:
             self._abort = asyncio.create_task(self._abort_early())
         for start in starts:
             self._num_hops += 1
-            self._request_ids[start.sample_id] = f"{self._name}.{start.sample_id}#{self._num_hops}."
+            self._calls[start.sample_id] = OpenCall(f"{self._name}.{start.sample_id}#{self._num_hops}.")
             self._hops[start.sample_id] = asyncio.create_task(self._hop(start))
 
     async def _until(self, done: Callable[[], bool]) -> None:
@@ -271,7 +274,10 @@ class RolloutDriver:
             return
         try:
             async with asyncio.timeout(self._limits.abort_timeout_s):
-                await self._engine.abort([self._request_ids[i] for i in hops])
+                calls = [self._calls[i] for i in hops]
+                for call in calls:
+                    call.stopped.set()
+                await self._engine.abort([call.request_id for call in calls])
                 await asyncio.wait(list(hops.values()))
         except TimeoutError:
             if late := ", ".join(str(i) for i in hops if i in self.ledger.running):
@@ -304,7 +310,7 @@ class RolloutDriver:
                 if sample_id in self.ledger.running:  # cancelled
                     self._end_segment(sample_id, segment, FinishReason.ABORT)
                 if self._hops.get(sample_id) is asyncio.current_task():  # else it is already running again
-                    del self._hops[sample_id], self._request_ids[sample_id]
+                    del self._hops[sample_id], self._calls[sample_id]
                 self._changed.set()
             if not acted:
                 await self._after_hop(sample_id)
@@ -319,10 +325,17 @@ class RolloutDriver:
             self._end_segment(sample_id, segment, reason)
             return False
         acted = False
-        request = hop_request(trajectory, self._request_ids[sample_id], self._sampling, self._seed, start)
+        call = self._calls[sample_id]
+        if num_failures := self._retries.get(sample_id):
+            await call.rest(self._clock, back_off_s(num_failures))
+            if call.stopped.is_set():
+                self._end_segment(sample_id, segment, FinishReason.ABORT)
+                return False
+        request = hop_request(trajectory, call.request_id, self._sampling, self._seed, start)
         async for chunk in self._engine.generate(request):
-            self._last_progress_s = self._clock.now_s()
-            self._take(sample_id, segment, chunk, request.params.max_new_tokens)
+            if chunk.token_ids:
+                self._last_progress_s = self._clock.now_s()
+            self._take(sample_id, segment, chunk, request)
             if chunk.finish_reason is not None and self._turn is not None:
                 await self._after_hop(sample_id)  # the engine stands still until this returns
                 acted = True
@@ -330,13 +343,15 @@ class RolloutDriver:
             raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
         return acted
 
-    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk, limit: int) -> None:
-        """Raises ``EngineError`` when the chunk cannot be true; nothing of it was taken. ``limit``: tokens of the whole
-        response after which this call ends; the sample is parked there, unless that was all it may have."""
+    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk, request: GenerateRequest) -> None:
+        """Raises ``EngineError`` when the chunk cannot be true, and nothing of it was taken; also when the engine stops
+        a call that nobody has asked it to stop, but then the chunk's tokens were taken."""
+        limit = request.params.max_new_tokens  # the sample is parked there, unless that was all it may have
         group = self.ledger.groups[sample_id.group]
         num_tokens = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids) + len(chunk.token_ids)
-        check_chunk(chunk, sample_id, num_tokens, limit, group.start_version)
-        reason = chunk.finish_reason
+        check_chunk(chunk, sample_id, request, num_tokens, group.start_version)
+        unasked = chunk.finish_reason is FinishReason.ABORT and not self._calls[sample_id].stopped.is_set()
+        reason = None if unasked else chunk.finish_reason
         if reason is FinishReason.LENGTH and num_tokens == limit < self._sampling.max_new_tokens:
             reason = FinishReason.ABORT
         if chunk.token_ids:
@@ -346,6 +361,8 @@ class RolloutDriver:
         segment.add(chunk)
         if reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
             self._end_segment(sample_id, segment, reason)
+        if unasked:
+            raise EngineError(f"the engine stopped {sample_id} after {num_tokens} tokens, which nobody had asked for")
 
     def _end_segment(self, sample_id: SampleId, segment: OpenSegment, reason: FinishReason | None) -> None:
         now_s = self._clock.now_s()

@@ -1,14 +1,41 @@
-"""One hop: an engine call of one sample, from its request to its last chunk. The parts of it that need no waiting."""
+"""One hop: an engine call of one sample, from its request to its last chunk."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass, field, replace
 
+from rollover.clock import Clock
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.scheduler import Start
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
+
+_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 10.0
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """A sample's call, from the decision to make it."""
+
+    request_id: str
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when we ask for its end."""
+
+    async def rest(self, clock: Clock, seconds: float) -> None:
+        """Wait so long, or until the call is stopped."""
+        waiting = [asyncio.ensure_future(clock.sleep(seconds)), asyncio.ensure_future(self.stopped.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def back_off_s(num_failures: int) -> float:
+    """How long to wait before the next call, after so many failures in a row."""
+    return min(_FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 63), _MAX_BACK_OFF_S)
 
 
 @dataclass(slots=True)
@@ -83,14 +110,22 @@ def reached_end(trajectory: Trajectory, sampling: SamplingParams) -> FinishReaso
     return FinishReason.LENGTH if trajectory.num_tokens >= sampling.max_new_tokens else None
 
 
-def check_chunk(chunk: Chunk, sample_id: SampleId, num_tokens: int, limit: int, start_version: int | None) -> None:
+def check_chunk(
+    chunk: Chunk, sample_id: SampleId, request: GenerateRequest, num_tokens: int, start_version: int | None
+) -> None:
     """Refuse a chunk that cannot be true. ``num_tokens``: response tokens including the chunk's.
 
     Raises:
-        EngineError: it goes beyond ``limit``, or is older than the weights in force when its group started.
+        EngineError: it goes beyond what was asked for, or says that the response has ended where it cannot have, or is
+            older than the weights in force when its group started.
     """
+    limit, reason = request.params.max_new_tokens, chunk.finish_reason
     if num_tokens > limit:
         raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {limit}")
+    if reason is FinishReason.LENGTH and num_tokens < limit:
+        raise EngineError(f"the engine ended {sample_id} for its length after {num_tokens} tokens, asked for {limit}")
+    if reason is FinishReason.STOP and num_tokens == len(request.response_ids):
+        raise EngineError(f"the engine says that {sample_id} has come to its stop, without a token")
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"

@@ -1,7 +1,7 @@
 """Puts one version of the weights into every engine.
 
 What it keeps true: engines sample either from the old version or from the new one, and go on sampling whatever
-happens to the load; a version is published when every target has it.
+happens to the load, also when the publication is cancelled; a version is published when every target has it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ class Publisher:
     async def publish(self, version: int, source: WeightSource) -> None:
         """Raises ``EngineError`` when a target refuses the weights; each target has then been resumed."""
         loads = [asyncio.create_task(_load(target, version, source)) for target in self._targets]
-        _, late = await asyncio.wait(loads, timeout=self._timeout_s)
+        try:
+            _, late = await asyncio.wait(loads, timeout=self._timeout_s)
+        finally:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
         if late:
             names = ", ".join(repr(t) for t, load in zip(self._targets, loads, strict=True) if load in late)
-            for load in late:
-                load.cancel()
-            await asyncio.wait(late)
             raise EngineTimeout(f"{names} did not load weights version {version} within {self._timeout_s:.0f} s")
         await asyncio.gather(*loads)
 
 
 async def _load(target: WeightTarget, version: int, source: WeightSource) -> None:
-    await target.pause()
     try:
+        await target.pause()
         await target.load(version, source)
     finally:
         await target.resume()

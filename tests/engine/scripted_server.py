@@ -414,10 +414,12 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
             answer = await server.handle(request.method, target, headers, await request.aread())
         except Broken:
             raise httpx.ConnectError("connection refused", request=request) from None
-        if answer.stream is None:
-            return httpx.Response(answer.status, headers=answer.headers, content=answer.content, request=request)
-        stream = _ByteStream(answer.stream, request)
+        stream = _ByteStream(answer.stream or _whole(answer.content), request)
         return httpx.Response(answer.status, headers=answer.headers, stream=stream, request=request)
+
+
+async def _whole(content: bytes) -> AsyncIterator[bytes]:
+    yield content
 
 
 class _ByteStream(httpx.AsyncByteStream):

@@ -151,6 +151,12 @@ class ScriptedSGLang(ScriptedServer):
                 else:
                     running.to_finish = True
 
+    async def _post_update_weight_version(self, query: dict[str, str], body: Any) -> Answer:
+        if body.get("abort_all_requests", True):
+            self._schedule_abort("")
+        self.version = self.scheduler_version = body["new_version"]
+        return Answer(body={"success": True})
+
     async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
         if self.update_error is not None:
             return Answer(400, {"success": False, "message": self.update_error})

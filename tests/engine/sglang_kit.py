@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.engine import SGLangEngine
 from tests.engine.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.scripted_sglang import ScriptedSGLang
+from tests.engine.vllm_kit import RUN
 
 Server = ScriptedSGLang
 Engine = SGLangEngine
@@ -25,7 +27,7 @@ def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:
 def make_engine(server: ScriptedServer, folder: Path, url: str = "http://one", **changes: Any) -> SGLangEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return SGLangEngine(client, config, folder)
+    return SGLangEngine(client, config, folder, claim=Claim(RUN))
 
 
 @asynccontextmanager

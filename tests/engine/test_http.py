@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.http.client import HTTPClient, Patience
 from rollover.engine.http.sse import EventDecoder
+from rollover.engine.vllm.answers import Completion, PauseState
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine
 from rollover.errors import ConfigError, EngineError, EngineTimeout
@@ -55,11 +56,11 @@ def client_of(server: ScriptedVLLM, **changes: Any) -> HTTPClient:
     return HTTPClient("http://one", settings(**changes), transport=ScriptedTransport({"one": server}))
 
 
-def call(server: ScriptedVLLM, path: str = "/health", **changes: Any) -> Any:
+def call(server: ScriptedVLLM, path: str = "/is_paused", kind: Any = PauseState, **changes: Any) -> Any:
     async def main() -> Any:
         client = client_of(server, **changes)
         try:
-            return await client.call("GET", path)
+            return await client.ask(kind, "GET", path)
         finally:
             await client.close()
 
@@ -69,17 +70,17 @@ def call(server: ScriptedVLLM, path: str = "/health", **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (Answer(400, {"error": {"message": "too long", "code": 400}}), r"refused GET /health with 400: too long$"),
+        (Answer(400, {"error": {"message": "too long", "code": 400}}), r"refused GET /is_paused with 400: too long$"),
         (Answer(404, {"detail": "Not Found"}), r"with 404: Not Found$"),
         (Answer(500, b"<html>oops</html>"), r"with 500: <html>oops</html>$"),
         (Answer(500), r"with 500: no reason given$"),
         (Answer(401, {"error": "Unauthorized"}), r"with 401: Unauthorized; is engine\.api_key_env set\?$"),
-        (Answer(200, b"{half"), r"with what is no JSON: '\{half'$"),
+        (Answer(200, b"{half"), r"with what is no JSON \(.*\): '\{half'$"),
     ],
 )
 def test_a_refusal_is_told_in_the_servers_own_words(answer: Answer, message: str) -> None:
     server = ScriptedVLLM()
-    server.answer_once("/health", answer)
+    server.answer_once("/is_paused", answer)
     with pytest.raises(EngineError, match=f"^http://one .*{message}"):
         call(server)
 
@@ -87,14 +88,14 @@ def test_a_refusal_is_told_in_the_servers_own_words(answer: Answer, message: str
 def test_a_server_that_is_not_there_is_named() -> None:
     server = ScriptedVLLM()
     server.kill()
-    with pytest.raises(EngineError, match=r"^http://one cannot be reached for GET /health"):
+    with pytest.raises(EngineError, match=r"^http://one cannot be reached for GET /is_paused"):
         call(server)
 
 
 def test_a_server_that_does_not_answer_is_given_up_after_the_deadline() -> None:
     server = ScriptedVLLM()
     server.freeze()
-    with pytest.raises(EngineTimeout, match=r"^http://one did not answer GET /health within 7 s"):
+    with pytest.raises(EngineTimeout, match=r"^http://one did not answer GET /is_paused within 7 s"):
         call(server, control_timeout_s=7.0)
 
 
@@ -105,9 +106,9 @@ def test_an_api_key_goes_into_the_header_and_nowhere_else(
     monkeypatch.setenv("ENGINE_KEY", SECRET)
     server = ScriptedVLLM()
     server.api_key = SECRET
-    assert call(server, api_key_env="ENGINE_KEY") is None
+    assert call(server, api_key_env="ENGINE_KEY") == PauseState(is_paused=False)
     assert SECRET not in repr(client_of(server, api_key_env="ENGINE_KEY"))
-    server.answer_once("/health", Answer(500, {"error": f"key {SECRET} is not welcome"}))
+    server.answer_once("/is_paused", Answer(500, {"error": f"key {SECRET} is not welcome"}))
     with pytest.raises(EngineError, match=r"key \*\*\* is not welcome"):
         call(server, api_key_env="ENGINE_KEY")
     with pytest.raises(EngineError, match="401"):
@@ -124,16 +125,16 @@ def test_a_missing_or_odd_key_is_a_mistake_of_the_config(monkeypatch: pytest.Mon
             client_of(ScriptedVLLM(), api_key_env="ENGINE_KEY")
 
 
-def events(server: ScriptedVLLM, first_s: float = 10.0, between_s: float = 5.0, **changes: Any) -> list[dict[str, Any]]:
+def events(server: ScriptedVLLM, first_s: float = 10.0, between_s: float = 5.0, **changes: Any) -> list[Completion]:
     body = {"model": "policy", "prompt": [1], "max_tokens": 3, "request_id": "r", "seed": 1, "temperature": 1.0}
     body |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
 
-    async def main() -> list[dict[str, Any]]:
+    async def main() -> list[Completion]:
         client = client_of(server, **changes)
         patience = Patience(first_s=first_s, between_s=between_s)
         received = []
         try:
-            async for event in client.events("/v1/completions", body, patience):
+            async for event in client.events(Completion, "/v1/completions", body, patience):
                 received.append(event)
                 patience.heard()
         finally:
@@ -149,7 +150,7 @@ def elapsed_s(server: ScriptedVLLM, **changes: Any) -> float:
         start_s = asyncio.get_running_loop().time()
         body = {"model": "policy", "prompt": [1], "max_tokens": 1, "request_id": "r", "seed": 1, "temperature": 1.0}
         body |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
-        async for _ in client.events("/v1/completions", body, Patience(first_s=1e3, between_s=1.0)):
+        async for _ in client.events(Completion, "/v1/completions", body, Patience(first_s=1e3, between_s=1.0)):
             pass
         return asyncio.get_running_loop().time() - start_s
 
@@ -190,10 +191,10 @@ def test_patience_ends_with_the_first_token_or_with_the_silence_between_two() ->
 def test_a_stream_that_is_no_event_stream_or_breaks_off_is_an_error() -> None:
     server = ScriptedVLLM()
     server.mangle = lambda event: event[: len(event) // 2]
-    with pytest.raises(EngineError, match=r"no JSON object|broke off in the middle of an event"):
+    with pytest.raises(EngineError, match=r"with what is no JSON|broke off in the middle of an event"):
         events(server)
     server.mangle = lambda event: b"data: {nonsense}\n\n"
-    with pytest.raises(EngineError, match=r"that is no JSON object: '\{nonsense\}'"):
+    with pytest.raises(EngineError, match=r"with what is no JSON .*: '\{nonsense\}'"):
         events(server)
     server.mangle = lambda event: b"\xff\xfe\n\n"
     with pytest.raises(EngineError, match="no event stream"):
@@ -227,7 +228,7 @@ def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
             for changes, works in (({"ca_file": str(cert)}, True), ({"verify_tls": False}, True), ({}, False)):
                 client = HTTPClient(url, settings(url, **changes))
                 try:
-                    assert (await client.call("GET", "/is_paused") == {"is_paused": False}) == works
+                    assert (await client.ask(PauseState, "GET", "/is_paused") == PauseState(is_paused=False)) == works
                 except EngineError as e:
                     assert not works and "certificate" in str(e).lower()
                 finally:
@@ -264,7 +265,7 @@ def test_an_engine_works_over_a_real_socket_and_a_dropped_call_is_stopped_there(
 def test_error_bodies_of_any_shape_are_told() -> None:
     for body in ({"message": "m"}, {"error": {"detail": "m"}}, ["m"], "m", {"odd": 1}):
         server = ScriptedVLLM()
-        server.answer_once("/health", Answer(418, body))
+        server.answer_once("/is_paused", Answer(418, body))
         with pytest.raises(EngineError, match=r"m|odd") as caught:
             call(server)
         assert len(str(caught.value)) < 800

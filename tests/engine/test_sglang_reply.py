@@ -25,7 +25,11 @@ def spans(*parts: tuple[str, int, int]) -> list[dict[str, Any]]:
 
 
 def reply(*, incremental: bool = False, **asked: Any) -> Reply:
-    return Reply(request("a", **asked), label="3", incremental=incremental)
+    return Reply(request("a", **asked), label="3", version_of=version_of, incremental=incremental)
+
+
+def version_of(label: str) -> int | None:
+    return int(label) if label.isdigit() else None
 
 
 def tokens_of(deltas: list[Any]) -> list[tuple[tuple[int, ...], int | None]]:

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine
 from tests.engine.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
+RUN = "ours"
 Server = ScriptedVLLM
 Engine = VLLMEngine
+
+
+def label(version: int, run: str = RUN) -> str:
+    """What the weights of a version are called on a server."""
+    return f"rollover:{run}:{version}"
 
 
 def model_folder(folder: Path, *, hidden: int = 4, vocab: int = VOCAB, **config: Any) -> Path:
@@ -50,7 +57,7 @@ def make_engine(server: ScriptedVLLM, folder: Path, url: str = "http://one", **c
     config = settings(url, **changes)
     host = url.removeprefix("http://")
     client = HTTPClient(url, config, transport=ScriptedTransport({host: server}))
-    return VLLMEngine(client, config, folder)
+    return VLLMEngine(client, config, folder, claim=Claim(RUN))
 
 
 @asynccontextmanager

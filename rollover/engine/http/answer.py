@@ -1,15 +1,195 @@
-"""What a server's JSON answer holds, checked as it is read."""
+"""What a server says, on its way in: bounded, typed, and free of our secrets before it is shown to anybody.
+
+What it keeps true: nothing that a server sends is used before it has been checked against the type that is expected of
+it; an answer that does not fit is one ``EngineError`` that names the server, the call and the field; a server that
+repeats our request's headers cannot bring the API key into a message, for secrets are blanked before a text is cut.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import httpx
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo
+from pydantic_core import from_json
 
 from rollover.errors import EngineError
 
+T = TypeVar("T")
 
-def field_of(answer: Any, key: str, kind: type) -> Any:
-    """``answer[key]``. Raises ``EngineError`` where it is missing or of another type."""
-    value = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(value, kind):
-        raise EngineError(f"expected {key!r} in the server's answer, got {str(answer)[:120]}")
-    return value
+MAX_ANSWER_BYTES = 1 << 24
+"""No call of ours has a longer answer."""
+_MAX_REFUSAL_BYTES = 1 << 16
+"""Of an error page, more is not read."""
+_MAX_SHOWN_CHARS, _MAX_VALUE_CHARS = 600, 120
+_BLANKED = "***"
+
+
+class Answer(BaseModel):
+    """A JSON object of a server. Fields that nobody asked for are left out, the others are of exactly their type."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class Event(Answer):
+    """One event of a stream. Where it tells of an error it is no such event, and the stream ends with what it says."""
+
+    error: None = None
+
+
+def _shown(text: str, info: ValidationInfo) -> str:
+    return info.context.shown(text) if isinstance(info.context, Reader) else text
+
+
+Shown = Annotated[str, AfterValidator(_shown)]
+"""A text that is there to be shown: read without secrets and cut."""
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Reader:
+    """Reads what one server sends.
+
+    Args:
+        server: what messages call it.
+        secrets: texts that no message may hold.
+    """
+
+    def __init__(self, server: str, secrets: Iterable[str] = ()) -> None:
+        self._server = server
+        forms = {form for s in secrets for form in (s, repr(s)[1:-1], json.dumps(s)[1:-1], quote(s, safe=""))}
+        self._secrets = sorted(forms, key=len, reverse=True)
+
+    def shown(self, text: str, limit: int = _MAX_SHOWN_CHARS) -> str:
+        """``text`` for a message: in one line, without secrets, cut."""
+        for secret in self._secrets:
+            text = text.replace(secret, _BLANKED)
+        text = " ".join(text.split())
+        return text if len(text) <= limit else f"{text[:limit]}..."
+
+    # -- answers ---------------------------------------------------------------------------------------------
+
+    async def accepted(self, answer: httpx.Response, what: str) -> bytes:
+        """The body of an answer that says yes.
+
+        Args:
+            what: the call, as messages name it.
+
+        Raises ``EngineError`` with the server's own words when it says no.
+        """
+        if not answer.is_success:
+            raise await self.refusal(answer, what)
+        self.check_encoding(answer, what)
+        body = bytearray()
+        async for piece in answer.aiter_raw():
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES:
+                raise EngineError(f"{self._server} answered {what} with more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+    def check_encoding(self, answer: httpx.Response, what: str) -> None:
+        """Raises ``EngineError`` when a body is compressed, which nobody has asked for: a few bytes of it may hold any
+        amount of text."""
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() not in ("identity", ""):
+            raise EngineError(
+                f"{self._server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, though the"
+                " call allows none: let the server, or the proxy before it, send answers as they are"
+            )
+
+    def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
+        """The JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not fit."""
+        try:
+            return _adapter(kind).validate_json(body, strict=True, context=self)
+        except ValidationError as e:
+            raise self._misfit(e, body, what) from None
+
+    def event(self, kind: type[T], data: str, what: str) -> T:
+        """As ``typed``; an event that tells of an error is raised as that."""
+        try:
+            return _adapter(kind).validate_json(data, strict=True, context=self)
+        except ValidationError as e:
+            if said := _error_in(data):
+                raise EngineError(f"{self._server} refused {what} while it answered: {self.shown(said)}") from None
+            raise self._misfit(e, data, what) from None
+
+    def _misfit(self, error: ValidationError, body: bytes | str, what: str) -> EngineError:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if first["type"] == "json_invalid":
+            text = body.decode(errors="replace") if isinstance(body, bytes) else body
+            reason = first["msg"].removeprefix("Invalid JSON: ")
+            return EngineError(
+                f"{self._server} answered {what} with what is no JSON ({reason}):"
+                f" {self.shown(repr(text), _MAX_VALUE_CHARS)}"
+            )
+        field = ".".join(map(str, first["loc"]))
+        where = f"field {field!r}" if field else "the whole of it"
+        return EngineError(
+            f"{self._server} answered {what} with what cannot be used, {where}: {first['msg']}, got"
+            f" {self.shown(repr(first['input']), _MAX_VALUE_CHARS)}"
+        )
+
+    # -- refusals --------------------------------------------------------------------------------------------
+
+    async def refusal(self, answer: httpx.Response, what: str) -> EngineError:
+        """What an answer that does not say yes says. A redirect is none: it is not followed, for calls and the key go
+        where the config says and nowhere else."""
+        if answer.is_redirect or 300 <= answer.status_code < 400:
+            return EngineError(
+                f"{self._server} answered {what} with {answer.status_code}, a redirect to"
+                f" {self._location(answer)}, and redirects are not followed: give the address that answers by itself"
+            )
+        said = self.shown(_message(await _head_of(answer))) or "no reason given"
+        hint = "; is engine.api_key_env set?" if answer.status_code in (401, 403) and not self._secrets else ""
+        return EngineError(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
+
+    def _location(self, answer: httpx.Response) -> str:
+        """Without what a query may hold."""
+        try:
+            parts = urlsplit(answer.headers.get("Location", ""))
+        except ValueError:
+            return "nowhere"
+        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
+        return self.shown(f"{place}{parts.path}", _MAX_VALUE_CHARS) or "nowhere"
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+async def _head_of(answer: httpx.Response) -> str:
+    """The beginning of an error's body; a compressed one is not read."""
+    if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("identity", ""):
+        return ""
+    body = bytearray()
+    async for piece in answer.aiter_raw():
+        body += piece[: _MAX_REFUSAL_BYTES - len(body)]
+        if len(body) >= _MAX_REFUSAL_BYTES:
+            break
+    return body.decode(errors="replace")
+
+
+def _error_in(data: str) -> str:
+    """What an event says that has an error instead of what was expected."""
+    try:
+        event = from_json(data)
+    except ValueError:
+        return ""
+    return _message(data) if isinstance(event, dict) and event.get("error") else ""
+
+
+def _message(text: str) -> str:
+    """What an error answer says, out of the wrappings in use: ``error.message``, ``error``, ``message``,
+    ``detail``. Anything else is taken as it stands."""
+    try:
+        said: Any = from_json(text)
+    except ValueError:
+        return text
+    while isinstance(said, dict):
+        said = next((said[key] for key in ("error", "message", "detail") if key in said), None)
+    return said if isinstance(said, str) else text

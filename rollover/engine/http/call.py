@@ -39,11 +39,18 @@ class Call:
         self.reader: asyncio.Task[None] | None = None
         self.sent = False
         """Whether the server may know of it."""
+        self.asked_to_stop = False
+        """Whether anybody here has asked for its end."""
         self.kv_version = -1
         """The version under which it was sent."""
         self.response = list(request.response_ids)
         self._vocab_size = vocab_size
         self._num_prefilled_tokens = len(request.response_ids)
+
+    @property
+    def num_prompted_tokens(self) -> int:
+        """Tokens that were sent to be prefilled."""
+        return len(self.request.prompt_ids) + len(self.request.response_ids)
 
     def send(self, version: int) -> None:
         self.sent, self.kv_version = True, version
@@ -115,6 +122,8 @@ class Call:
             raise EngineError(f"{name}: {total} tokens were decoded, asked for at most {params.max_new_tokens}")
         if delta.finish_reason is FinishReason.LENGTH and total < params.max_new_tokens:
             raise EngineError(f"{name}: ended for its length after {total} tokens, asked for {params.max_new_tokens}")
+        if delta.finish_reason is FinishReason.STOP and total == len(self.request.response_ids):
+            raise EngineError(f"{name}: stopped before its first token")
         if delta.finish_reason is FinishReason.STOP and not params.stop_strings:
             last = delta.token_ids[-1] if delta.token_ids else self.response[-1] if self.response else None
             if last not in params.stop_token_ids:

@@ -1,31 +1,33 @@
 """HTTP calls to one inference server, each with a deadline and each failure an ``EngineError`` that names the
 server.
 
-What it keeps true: no call waits for ever, whatever the server does; the API key leaves this process in the
-``Authorization`` header only, never in a message, a log line or a ``repr``.
+What it keeps true: no call waits for ever and none takes more memory than an answer needs, whatever the server does;
+the API key leaves this process in the ``Authorization`` header only, to the server that the config names, and never in
+a message, a log line or a ``repr``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+from rollover.engine.http.answer import Reader
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.http.sse import EventDecoder
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
-_MAX_MESSAGE_CHARS = 600
+
+T = TypeVar("T")
 
 
 class Patience:
@@ -87,12 +89,14 @@ class HTTPClient:
     def __init__(self, url: str, config: ServerConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
         self._config = config
-        self._key = _api_key(config)
+        key = _api_key(config)
+        self.reader = Reader(self.url, [] if key is None else [key])
+        """Through which everything that the server says is read."""
         self.last_heard_s = float("-inf")
         """Loop time at which the server last sent something."""
         headers = {"Accept-Encoding": "identity"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
@@ -100,6 +104,7 @@ class HTTPClient:
             timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
+            follow_redirects=False,
             trust_env=False,  # no proxy, no .netrc: the config alone says where calls go and with which key
         )
 
@@ -117,35 +122,45 @@ class HTTPClient:
         body: Any = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
-        """The answer's JSON; ``None`` when it is empty.
+    ) -> None:
+        """A call for its effect: beyond yes or no, its answer is not looked at.
 
         Raises ``EngineTimeout`` after ``timeout_s`` (``control_timeout_s`` when left out) and ``EngineError``
         with the server's own words when it refuses.
         """
+        await self._body_of(method, path, body, params, timeout_s)
+
+    async def ask(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
+        return self.reader.typed(kind, await self._body_of(method, path, body, params, timeout_s), f"{method} {path}")
+
+    async def _body_of(
+        self, method: str, path: str, body: Any, params: Mapping[str, str] | None, timeout_s: float | None
+    ) -> bytes:
         limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
+        what = f"{method} {path}"
         try:
             async with asyncio.timeout(limit_s):
-                with self._naming(f"{method} {path}"):
-                    answer = await self._http.request(method, path, json=body, params=params)
+                with self._naming(what):
+                    async with self._http.stream(method, path, json=body, params=params) as answer:
+                        self._heard()
+                        return await self.reader.accepted(answer, what)
         except EngineTimeout:
             raise
         except TimeoutError:
-            raise EngineTimeout(f"{self.url} did not answer {method} {path} within {limit_s:g} s") from None
-        self._heard()
-        if answer.status_code >= 400:
-            raise self._refusal(f"{method} {path}", answer.status_code, answer.text)
-        if not answer.content:
-            return None
-        try:
-            return answer.json()
-        except ValueError:
-            raise EngineError(
-                f"{self.url} answered {method} {path} with what is no JSON: {answer.text[:80]!r}"
-            ) from None
+            raise EngineTimeout(f"{self.url} did not answer {what} within {limit_s:g} s") from None
 
-    async def events(self, path: str, body: Any, patience: Patience) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON objects of the event stream that answers a POST, up to ``[DONE]`` or the end of the
+    async def events(self, kind: type[T], path: str, body: Any, patience: Patience) -> AsyncGenerator[T, None]:
+        """The events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
         connection.
 
         A server that is busy (429, 503) is asked again, after what its ``Retry-After`` says or a growing
@@ -158,12 +173,12 @@ class HTTPClient:
         try:
             async with patience, self._open(path, body) as answer:
                 decoder = EventDecoder()
-                async for received in answer.aiter_bytes():
+                async for received in answer.aiter_raw():
                     self._heard()
                     for data in self._decoded(decoder, received, path):
                         if data == "[DONE]":
                             return
-                        yield self._parsed(data, path)
+                        yield self.reader.event(kind, data, f"POST {path}")
                 if decoder.inside_event:
                     raise EngineError(f"{self.url} broke off in the middle of an event of {path}")
         except EngineTimeout:
@@ -179,15 +194,15 @@ class HTTPClient:
         with self._naming(f"POST {path}"):
             while True:
                 async with self._http.stream("POST", path, json=body) as answer:
-                    if answer.status_code < 400:
+                    self._heard()
+                    if answer.is_success:
+                        self.reader.check_encoding(answer, f"POST {path}")
                         yield answer
                         return
-                    text = (await answer.aread()).decode(errors="replace")
-                    self._heard()
-                refusal = self._refusal(f"POST {path}", answer.status_code, text)
+                    refusal = await self.reader.refusal(answer, f"POST {path}")
                 if answer.status_code not in BUSY:
                     raise refusal
-                wait_s = self._retry_after(answer) or backoff_s
+                wait_s = max(self._retry_after(answer) or backoff_s, _FIRST_BACKOFF_S)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 if loop.time() + wait_s > give_up_s:
                     raise EngineTimeout(
@@ -207,7 +222,7 @@ class HTTPClient:
                 0.0,
                 (parsedate_to_datetime(value) - parsedate_to_datetime(answer.headers["Date"])).total_seconds(),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
     def _decoded(self, decoder: EventDecoder, received: bytes, path: str) -> list[str]:
@@ -216,27 +231,8 @@ class HTTPClient:
         except ValueError as e:
             raise EngineError(f"{self.url} answered POST {path} with what is no event stream: {e}") from None
 
-    def _parsed(self, data: str, path: str) -> dict[str, Any]:
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise EngineError(f"{self.url} sent an event of {path} that is no JSON object: {data[:80]!r}")
-        if event.get("error"):
-            raise self._refusal(f"POST {path}", None, data)
-        return event
-
     def _naming(self, what: str) -> _Naming:
-        return _Naming(self.url, what)
-
-    def _refusal(self, what: str, status: int | None, text: str) -> EngineError:
-        said = _message(text)
-        if self._key:
-            said = said.replace(self._key, "***")
-        code = f" with {status}" if status is not None else " while it answered"
-        hint = "; is engine.api_key_env set?" if status in (401, 403) and self._key is None else ""
-        return EngineError(f"{self.url} refused {what}{code}: {said or 'no reason given'}{hint}")
+        return _Naming(self.url, what, self.reader)
 
     def _heard(self) -> None:
         self.last_heard_s = asyncio.get_running_loop().time()
@@ -245,8 +241,8 @@ class HTTPClient:
 class _Naming:
     """Turns what httpx raises into ``EngineError``."""
 
-    def __init__(self, url: str, what: str) -> None:
-        self._url, self._what = url, what
+    def __init__(self, url: str, what: str, reader: Reader) -> None:
+        self._url, self._what, self._reader = url, what, reader
 
     def __enter__(self) -> None:
         return None
@@ -255,32 +251,19 @@ class _Naming:
         if isinstance(error, httpx.ConnectTimeout):
             raise EngineTimeout(f"{self._url} did not accept a connection for {self._what} in time") from None
         if isinstance(error, httpx.ConnectError):
-            raise EngineError(f"{self._url} cannot be reached for {self._what}: {error}") from None
-        if isinstance(error, httpx.HTTPError):
-            reason = str(error) or type(error).__name__
+            raise EngineError(
+                f"{self._url} cannot be reached for {self._what}: {self._reader.shown(str(error))}"
+            ) from None
+        if isinstance(error, httpx.HTTPError | httpx.InvalidURL | httpx.StreamError):
+            reason = self._reader.shown(str(error)) or type(error).__name__  # it may quote the server
             raise EngineError(f"{self._url} broke off {self._what}: {reason}") from None
-
-
-def _message(text: str) -> str:
-    """What an error answer says, out of the wrappings in use: ``error.message``, ``error``, ``message``,
-    ``detail``."""
-    try:
-        said = json.loads(text)
-    except ValueError:
-        said = text
-    while isinstance(said, dict):
-        said = next(
-            (said[key] for key in ("error", "message", "detail") if key in said),
-            json.dumps(said, indent=None),
-        )
-    return " ".join(str(said).split())[:_MAX_MESSAGE_CHARS]
 
 
 def _api_key(config: ServerConfig) -> str | None:
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env, "")
-    if not key or not key.isascii() or key != key.strip():
+    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
         raise ConfigError(
             f"engine.api_key_env: the environment variable {config.api_key_env} must hold the API key"
             " (printable characters, no spaces around it)"

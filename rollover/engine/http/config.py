@@ -11,6 +11,11 @@ from urllib.parse import urlsplit
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
 
 
+def is_server_url(url: str) -> bool:
+    """Whether it names a server and holds no user, password or query."""
+    return _URL.fullmatch(url) is not None and _is_reachable(url)
+
+
 def _is_reachable(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -85,6 +90,22 @@ class ServerConfig:
     """A server that was taken out is tried again after twice the time each time, up to this."""
     all_down_timeout_s: float = 120.0
     """How long calls wait for a server to come back when all are out."""
+
+    @property
+    def switch_timeout_s(self) -> float:
+        """Longest that a server which keeps its deadlines takes to stand still, and to go on."""
+        return 4 * self.control_timeout_s
+
+    @property
+    def install_timeout_s(self) -> float:
+        """Longest that such a server takes to have new weights: calls stopped, weights loaded, cache emptied, label set
+        and read back."""
+        return self.abort_timeout_s + self.load_timeout_s + 3 * self.control_timeout_s
+
+    @property
+    def update_timeout_s(self) -> float:
+        """Longest that an update of all servers takes, those that fail included; what takes longer is our own fault."""
+        return 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
 
     def __post_init__(self) -> None:
         if self.launch == bool(self.urls):

@@ -9,17 +9,17 @@
 
 What it keeps true: a token is labelled with a version only after the server has confirmed it; calls are sent
 to a server only while it serves the weights we think it does (one that has been silent for ``RESTART_S`` is
-asked first, since it may be a new process); every open call ends, whatever the server does.
+asked first, since it may be a new process); every open call ends, whatever the server does; a server that another
+run uses is left as it is (``claim``); one that we have frozen goes on, whatever becomes of us.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,18 +28,18 @@ from typing import Any
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.stopping import StopStrings
 from rollover.engine.http.call import Call, Delta
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient, Patience
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.http.folder import ModelFolder
 from rollover.engine.http.launch import ServerProcess
-from rollover.errors import EngineError
+from rollover.engine.http.served import ServedWeights
+from rollover.engine.http.stopping import Stopper
+from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 RESTART_S = 2.0
 """No server loads a model in less time: one heard from within it is still the same process."""
-_FIRST_RESEND_S, _MAX_RESEND_S = 0.05, 1.0
 
 
 class ServerEngine(ABC):
@@ -48,6 +48,7 @@ class ServerEngine(ABC):
     Args:
         folder: the model it should serve, and its weights at version 0.
         process: the server, where it was started by us; closed with the engine.
+        claim: of the run that it serves; of one that nobody else is when left out.
         keeps_calls_over_update: running calls go on after a weight load.
         keeps_cache_over_update: they do so with the cache that they had.
     """
@@ -59,6 +60,7 @@ class ServerEngine(ABC):
         folder: Path,
         *,
         process: ServerProcess | None = None,
+        claim: Claim | None = None,
         keeps_calls_over_update: bool = False,
         keeps_cache_over_update: bool = False,
     ) -> None:
@@ -73,14 +75,11 @@ class ServerEngine(ABC):
         )
         self._config = config
         self._process = process
+        self._served = ServedWeights(self, client, claim or Claim(), folder)
         self._keeps_calls = keeps_calls_over_update
         self._keeps_cache = keeps_cache_over_update
-        self._version = 0
-        self._weights = folder
-        """What the server serves under ``_version``."""
-        self._unfit: str | None = f"{client} is not open yet"
-        """Why no call may be sent: its weights are none that we know."""
-        self._num_installs = 0
+        self._frozen = False
+        """Whether we may have stopped the server and not let it go on."""
         self._calls: dict[str, Call] = {}
         self._used_ids: set[str] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -89,6 +88,14 @@ class ServerEngine(ABC):
         self._running = asyncio.Event()
         self._running.set()
         self._closed = False
+        self._stopper = Stopper(
+            self,
+            ask=self._ask_to_abort,
+            ask_all=self._ask_to_abort_all,
+            open_calls=self._sent,
+            end=lambda call: self._end(call, FinishReason.ABORT),
+            timeout_s=config.abort_timeout_s,
+        )
         self._stop_strings: StopStrings | None = None
         self._last_token_s = 0.0
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
@@ -99,8 +106,15 @@ class ServerEngine(ABC):
     # -- what kinds of servers do differently ----------------------------------------------------------------
 
     @abstractmethod
-    async def _check_server(self) -> int:
-        """That the server is of the right kind, with the right model and settings. Returns its longest
+    async def _identify(self) -> None:
+        """That the server is of the right kind and can be controlled. Changes nothing there, and decodes nothing.
+
+        Raises ``EngineError`` saying what to change.
+        """
+
+    @abstractmethod
+    async def _check_model(self) -> int:
+        """That the server, which is ours and goes on, has the right model and settings. Returns its longest
         context.
 
         Raises ``EngineError`` saying what to change.
@@ -126,13 +140,23 @@ class ServerEngine(ABC):
     async def _thaw(self) -> None: ...
 
     @abstractmethod
-    async def _replace_weights(self, version: int, folder: Path) -> None:
-        """Load the folder, forget what was cached for new calls, and set the version. Raises
-        ``EngineError``."""
+    async def replace_weights(self, label: str, folder: Path) -> None:
+        """Load the folder, forget what was cached for new calls, and set the label. Raises ``EngineError``."""
 
     @abstractmethod
-    async def _served_version(self) -> str:
-        """The version that the server says it serves."""
+    async def label(self) -> str:
+        """What the server calls the weights that it serves."""
+
+    @abstractmethod
+    async def set_label(self, label: str) -> None:
+        """Call the weights that it serves otherwise."""
+
+    async def confirm(self, version: int) -> None:
+        """That the weights just loaded are those of ``version``, where the server can show more than a label.
+
+        Raises ``EngineError`` when they are not.
+        """
+        return
 
     @abstractmethod
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
@@ -145,30 +169,35 @@ class ServerEngine(ABC):
 
         Raises ``EngineError`` naming what is wrong and how to start the server rightly.
         """
-        context = min(self.model.max_context_tokens, await self._check_server())
+        await self._identify()
+        await self._served.refuse_when_taken()
+        await self._go_on()  # a run that was killed in an update may have left it paused
+        context = min(self.model.max_context_tokens, await self._check_model())
         self.capabilities = replace(self.capabilities, max_context_tokens=context)
-        await self._freeze()
+        await self._stand_still()
         try:
-            await self._install(self._version, self._weights)
+            await self._served.install(self._served.version, self._served.folder)
         finally:
-            await self._thaw()
+            await self._go_on()
         await self._prove_abort()
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
 
     async def probe(self, *, decode: bool = False) -> None:
         """Raises ``EngineError`` unless the server is well and serves our weights; ``decode`` has it sample a
         token."""
-        self._refuse_when_unfit()
+        self._served.refuse_when_unfit()
         await self._check_health(decode=decode and self._running.is_set(), timeout_s=self._config.health_timeout_s)
         await self._check_version()
 
     async def revive(self) -> None:
         """Start the server again where we had started it and it has died. Raises ``EngineError``."""
         if self._process is not None and self._process.exited:
-            self._unfit = f"{self} has been started anew and has no weights of ours yet"
+            self._served.lost(f"{self} has been started anew and has no weights of ours yet")
             await self._process.start()
 
     async def close(self) -> None:
+        """End all calls and give the server back, going on. Returns after two ``abort_timeout_s`` at the latest, also
+        when the server is gone."""
         if self._closed:
             return
         self._closed = True
@@ -176,10 +205,10 @@ class ServerEngine(ABC):
         sent = [call.request.request_id for call in calls if call.sent]
         for call in calls:
             self._end(call, FinishReason.ABORT)
-        if sent and self._process is None:  # a server that goes on living should not go on decoding
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(self._config.abort_timeout_s):
-                    await self._ask_to_abort(sent)
+        if self._process is None:  # a server that goes on living should not go on decoding, or standing still
+            if sent:
+                await self._in_time(self._ask_to_abort(sent))
+            await self._in_time(self._give_back())
         tasks = [*self._background, *(call.reader for call in calls if call.reader is not None)]
         tasks += [self._checking] if self._checking is not None else []
         for task in tasks:
@@ -188,6 +217,18 @@ class ServerEngine(ABC):
         await self.client.close()
         if self._process is not None:
             await self._process.stop()
+        self._served.claim.release()
+
+    async def _in_time(self, goodbye: Coroutine[Any, Any, None]) -> None:
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(self._config.abort_timeout_s):
+                await goodbye
+
+    async def _give_back(self) -> None:
+        """Let the server go on where we had stopped it, and say that it is free; unless it is another run's by now."""
+        if self._frozen and await self._served.is_ours():
+            await self._go_on()
+        await self._served.give_back()
 
     # -- Engine ----------------------------------------------------------------------------------------------
 
@@ -206,13 +247,13 @@ class ServerEngine(ABC):
                     return
         finally:
             if not call.ended.is_set():
-                self._in_background(self._stop([call]))
+                self._in_background(self._stopper.stop([call]))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See ``Engine.abort``. Returns after ``abort_timeout_s`` at the latest, also when the server is gone: a
         call that it does not hand over ends with what it has streamed."""
         calls = [call for request_id in request_ids if (call := self._calls.get(request_id)) is not None]
-        await self._stop(calls)
+        await self._stopper.stop(calls)
 
     def stats(self) -> EngineStats:
         """As seen from here: what waits in the server's own queue counts as running. Prefilled tokens are
@@ -221,7 +262,7 @@ class ServerEngine(ABC):
         return EngineStats(
             num_running=num_running,
             num_waiting=len(self._calls) - num_running,
-            policy_version=self._version,
+            policy_version=self._served.version,
             decoded_tokens=self._decoded_tokens,
             prefilled_tokens=self._prefilled_tokens,
             reprefilled_tokens=self._reprefilled_tokens,
@@ -231,9 +272,10 @@ class ServerEngine(ABC):
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
+        await self._served.refuse_when_taken()
         self._running.clear()
         try:
-            await self._freeze()
+            await self._stand_still()
         except BaseException:
             self._running.set()
             raise
@@ -246,25 +288,27 @@ class ServerEngine(ABC):
     async def load(self, version: int, source: WeightSource) -> None:
         """See ``WeightTarget.load``; ``source`` is a folder that the server sees under the same path."""
         self._refuse_when_closed("load")
-        if version < self._version:
-            raise EngineError(f"{self}: weights cannot go back from version {self._version} to {version}")
+        if version < self._served.version:
+            raise EngineError(f"{self}: weights cannot go back from version {self._served.version} to {version}")
         if not isinstance(source, Path):
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
         self.model.check_fits(source)
         if not self._keeps_calls:
-            await self._stop(self._sent())
-        before = self._version, self._weights
+            await self._stopper.stop(self._sent())
+        before = self._served.version, self._served.folder
         try:
-            await self._install(version, source)
+            await self._served.install(version, source)
+        except EngineTimeout:  # it does not answer: it would not take the old ones either
+            raise
         except EngineError as e:
-            with suppress(EngineError):  # what remains is said by ``_unfit``
-                await self._install(*before)
+            with suppress(EngineError):  # what remains is said by ``_served``
+                await self._served.install(*before)
             raise EngineError(f"{self} did not load weights version {version}: {e}") from e
 
     async def resume(self) -> None:
         self._refuse_when_closed("resume")
         try:
-            await self._thaw()
+            await self._go_on()
         finally:
             self._running.set()
             for call in self._sent():
@@ -275,10 +319,6 @@ class ServerEngine(ABC):
     def _refuse_when_closed(self, what: str) -> None:
         if self._closed:
             raise EngineError(f"{self} is closed; {what} came too late")
-
-    def _refuse_when_unfit(self) -> None:
-        if self._unfit is not None:
-            raise EngineError(self._unfit)
 
     def _admit(self, request: GenerateRequest) -> Call:
         self._refuse_when_closed("generate")
@@ -305,13 +345,21 @@ class ServerEngine(ABC):
         self._calls[request.request_id] = call
         return call
 
+    async def _stand_still(self) -> None:
+        self._frozen = True  # also when the answer does not come
+        await self._freeze()
+
+    async def _go_on(self) -> None:
+        await self._thaw()
+        self._frozen = False
+
     async def _read(self, call: Call) -> None:
         """From sending a call to its end; after a stop string that only we have seen, on to the server's end
         of it."""
         try:
             await self._turn_to_send()
-            call.send(self._version)
-            self._prefilled_tokens += len(call.request.prompt_ids) + len(call.request.response_ids)
+            call.send(self._served.version)
+            self._prefilled_tokens += call.num_prompted_tokens
             self._reprefilled_tokens += len(call.request.response_ids)
             async with aclosing(self._decode(call)) as deltas:
                 async for delta in deltas:
@@ -330,11 +378,17 @@ class ServerEngine(ABC):
         def completes() -> bool:
             return bool(stops) and self._stop_strings is not None and self._stop_strings.complete(call.response, stops)
 
-        version = self._version if delta.policy_version is None else delta.policy_version
+        version = self._served.version if delta.policy_version is None else delta.policy_version
+        unasked = delta.finish_reason is FinishReason.ABORT and not call.asked_to_stop
+        delta = replace(delta, finish_reason=None) if unasked else delta
         self._decoded_tokens += call.take(delta, version, cache_kept=self._keeps_cache, completes=completes)
         if delta.token_ids:
             self._last_token_s = asyncio.get_running_loop().time()
             call.patience.heard()
+        if unasked and not call.ended.is_set():
+            raise EngineError(
+                f"{self} stopped {call.request.request_id} after {len(call.response)} tokens, which nobody asked for"
+            )
         if call.ended.is_set():
             self._calls.pop(call.request.request_id, None)
             if delta.finish_reason is None:  # the server does not know yet
@@ -342,45 +396,13 @@ class ServerEngine(ABC):
 
     def _end(self, call: Call, reason: FinishReason) -> None:
         """End a call from here; nothing more of its stream is read."""
-        call.end(reason, self._version)
+        call.end(reason, self._served.version)
         self._calls.pop(call.request.request_id, None)
         if call.reader is not None:
             call.reader.cancel()
 
     def _sent(self) -> list[Call]:
         return [call for call in self._calls.values() if call.sent]
-
-    async def _stop(self, calls: Collection[Call]) -> None:
-        """Return when each of ``calls`` has ended; see ``abort``."""
-        for call in calls:
-            if not call.sent:
-                self._end(call, FinishReason.ABORT)
-        for ask in (self._keep_asking, self._ask_all):
-            if late := [call for call in calls if not call.ended.is_set()]:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.abort_timeout_s / 2):
-                        await ask(late)
-        for call in calls:
-            if not call.ended.is_set():
-                logger.warning("%r did not hand over %s; it ends with what had come", self, call.request.request_id)
-                self._end(call, FinishReason.ABORT)
-
-    async def _keep_asking(self, calls: list[Call]) -> None:
-        """A call that is still on its way to the server cannot be stopped there: ask again until all have
-        ended."""
-        wait_s = _FIRST_RESEND_S
-        while late := [call for call in calls if not call.ended.is_set()]:
-            with suppress(EngineError):  # a server that fails ends the calls in its own way, or not at all
-                await self._ask_to_abort([call.request.request_id for call in late])
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await _all_ended(late)
-            wait_s = min(2 * wait_s, _MAX_RESEND_S)
-
-    async def _ask_all(self, calls: list[Call]) -> None:
-        with suppress(EngineError):
-            await self._ask_to_abort_all()
-        await _all_ended(calls)
 
     async def _finish_off(self, call: Call) -> None:
         """Stop in the server a call that has ended here."""
@@ -392,10 +414,12 @@ class ServerEngine(ABC):
         call.reader.cancel()
 
     async def _silence(self) -> None:
-        """Return when no token has arrived for ``silence_s``."""
+        """Return when no token has arrived for ``silence_s``. Raises ``EngineTimeout`` when they go on coming."""
         loop = asyncio.get_running_loop()
-        frozen_s = loop.time()
+        frozen_s, limit_s = loop.time(), self._config.control_timeout_s
         while (left_s := max(frozen_s, self._last_token_s) + self.silence_s - loop.time()) > 0:
+            if loop.time() - frozen_s > limit_s:
+                raise EngineTimeout(f"{self} goes on sampling {limit_s:g} s after it was paused")
             await asyncio.sleep(left_s)
 
     @property
@@ -403,18 +427,11 @@ class ServerEngine(ABC):
     def silence_s(self) -> float:
         """How long after a pause a token that was sampled before it may still be on its way."""
 
-    async def _install(self, version: int, folder: Path) -> None:
-        self._unfit = f"{self} failed while its weights were replaced; it has none that are known"
-        self._num_installs += 1
-        await self._replace_weights(version, folder)
-        self._version, self._weights, self._unfit = version, folder, None
-        self._compare(await self._served_version())
-
     async def _turn_to_send(self) -> None:
         """Return when calls may be sent to a server that serves our weights."""
         while True:
             await self._running.wait()
-            self._refuse_when_unfit()
+            self._served.refuse_when_unfit()
             if asyncio.get_running_loop().time() - self.client.last_heard_s <= RESTART_S:
                 return
             if self._checking is None or self._checking.done():  # one asks for all
@@ -423,20 +440,7 @@ class ServerEngine(ABC):
             await asyncio.shield(self._checking)
 
     async def _check_version(self) -> None:
-        """Raises ``EngineError`` when the server has other weights than we gave it. An answer that a load has
-        overtaken says nothing."""
-        before = self._num_installs
-        served = await self._served_version()
-        if before == self._num_installs and self._running.is_set():
-            self._compare(served)
-
-    def _compare(self, served: str) -> None:
-        if served != str(self._version):
-            self._unfit = (
-                f"{self} says it serves weights {served!r}, though version {self._version} was loaded:"
-                " it has been restarted, or somebody else changes its weights"
-            )
-            self._refuse_when_unfit()
+        await self._served.check(self._running.is_set)
 
     async def _prove_abort(self) -> None:
         """Start a long call, abort it by its id and see it end for that reason.
@@ -459,7 +463,7 @@ class ServerEngine(ABC):
         half_s = self._config.abort_timeout_s / 2
         with suppress(TimeoutError, EngineError):
             async with asyncio.timeout(half_s):
-                await self._keep_asking([call])
+                await self._stopper.ask_by_id([call])
         if not call.ended.is_set():
             with suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(half_s):
@@ -484,8 +488,3 @@ def _looked_at(task: asyncio.Task[None]) -> None:
     """Those who wait for it may all have been cancelled; its error is then nobody's."""
     if not task.cancelled():
         task.exception()
-
-
-async def _all_ended(calls: Iterable[Call]) -> None:
-    for call in calls:
-        await call.ended.wait()

@@ -70,7 +70,11 @@ class ModelFolder:
         """Whether a server's own folder, where it is ours to see, is of this model: weights that do not fit could kill
         it. Raises ``EngineError``."""
         folder = Path(served)
-        if served and any(folder.glob("*.safetensors")) and folder.resolve() != self.path.resolve():
+        try:
+            to_see = bool(served) and any(folder.glob("*.safetensors")) and folder.resolve() != self.path.resolve()
+        except (OSError, ValueError):  # no folder of this machine has such a name
+            return
+        if to_see:
             try:
                 self.check_fits(folder)
             except EngineError as e:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.clock import Clock
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.config import ServerConfig
 from rollover.engine.http.engine import ServerEngine
@@ -27,7 +28,7 @@ _NOT_THERE = ("No module named", "cannot be started")
 class ServerKind:
     """How servers of one kind are started and spoken to."""
 
-    engine: Callable[[HTTPClient, ServerProcess | None], ServerEngine]
+    engine: Callable[[HTTPClient, ServerProcess | None, Claim], ServerEngine]
     arguments: Callable[[int], list[str]]
     """What the command is given so that it serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
@@ -37,17 +38,29 @@ class ServerKind:
     """How users call it."""
 
 
-async def open_servers(config: ServerConfig, kind: ServerKind, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
+async def open_servers(
+    config: ServerConfig, kind: ServerKind, folder: Path, *, run: str, logs: Path, clock: Clock
+) -> EnginePool:
     """A pool of the servers of ``config``, all with the weights in ``folder`` as version 0.
+
+    Args:
+        run: the run's name among all runs, to which the servers belong while the pool is open.
 
     Raises ``EngineError`` when one of them cannot be used; those that were started are stopped then.
     """
     async with AsyncExitStack() as stack:
         if config.launch:
-            starting = [_start(config, kind, number, logs, stack) for number in range(config.num_servers)]
+            starting = [_start(config, kind, number, run, logs, stack) for number in range(config.num_servers)]
             engines = await _all(starting)
         else:
-            engines = [kind.engine(HTTPClient(url, config), None) for url in config.urls]
+            claims = []
+            for url in config.urls:
+                claims.append(claim := Claim.on_this_machine(url, run))
+                stack.callback(claim.release)
+            engines = [
+                kind.engine(HTTPClient(url, config), None, claim)
+                for url, claim in zip(config.urls, claims, strict=True)
+            ]
         for engine in engines:
             stack.push_async_callback(engine.close)
         await _all([engine.open() for engine in engines])
@@ -58,6 +71,8 @@ async def open_servers(config: ServerConfig, kind: ServerKind, folder: Path, *, 
             probe_interval_s=config.health_interval_s,
             max_retry_after_s=config.rejoin_max_interval_s,
             all_down_timeout_s=config.all_down_timeout_s,
+            switch_timeout_s=config.switch_timeout_s,
+            load_timeout_s=config.install_timeout_s,
         )
         await pool.open()
         stack.pop_all()
@@ -65,7 +80,7 @@ async def open_servers(config: ServerConfig, kind: ServerKind, folder: Path, *, 
 
 
 async def _start(
-    config: ServerConfig, kind: ServerKind, number: int, logs: Path, stack: AsyncExitStack
+    config: ServerConfig, kind: ServerKind, number: int, run: str, logs: Path, stack: AsyncExitStack
 ) -> ServerEngine:
     port = free_port()
     client = HTTPClient(f"http://127.0.0.1:{port}", config)
@@ -90,7 +105,7 @@ async def _start(
             f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
             f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
         ) from None
-    return kind.engine(client, process)
+    return kind.engine(client, process, Claim(run))
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -27,8 +27,6 @@ class EventDecoder:
     def feed(self, received: bytes) -> list[str]:
         """The data of the events that ``received`` completes."""
         self._rest += self._text.decode(received)
-        if len(self._rest) > MAX_EVENT_CHARS:
-            raise ValueError(f"a line of more than {MAX_EVENT_CHARS} characters")
         *lines, self._rest = self._rest.split("\n")
         events = []
         for line in lines:
@@ -38,4 +36,6 @@ class EventDecoder:
             elif not line and self._data:
                 events.append("\n".join(self._data))
                 self._data = []
+        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_CHARS:
+            raise ValueError(f"an event of more than {MAX_EVENT_CHARS} characters")
         return events

@@ -13,9 +13,10 @@ What is peculiar to it:
 * ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
   model folder as well, which is an error unless they are among ours.
 * Log-probs are taken before ``top_p`` and ``top_k`` cut the distribution; such calls are refused.
-* Cached blocks are found again by tokens and ``extra_key``. With the version as the key, no new call can hit a block
-  that older weights have computed while running calls keep theirs. A call that is taken off the batch leaves blocks of
-  new weights under its old key: so the cache is flushed at every other update, the first one among them.
+* Cached blocks are found again by tokens and ``extra_key``. With the label of the weights as the key, no new
+  call can hit a block that other weights have computed while running calls keep theirs. A call that is taken off the
+  batch leaves blocks of new weights under its old key: so the cache is flushed at every other update, the first one
+  among them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.broadcast import Group, TorchGroup, address_towards
 from rollover.engine.http.call import Call, Delta
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.engine import ServerEngine
 from rollover.engine.http.launch import ServerProcess
+from rollover.engine.sglang.answers import Generation, Loads, ModelInfo, Outcome, ServerInfo
 from rollover.engine.sglang.config import SGLangConfig
 from rollover.engine.sglang.reply import Reply
 from rollover.engine.sglang.transfer import send_weights
@@ -50,13 +52,20 @@ class SGLangEngine(ServerEngine):
     """One SGLang server (a worker, not a router)."""
 
     def __init__(
-        self, client: HTTPClient, config: SGLangConfig, folder: Path, *, process: ServerProcess | None = None
+        self,
+        client: HTTPClient,
+        config: SGLangConfig,
+        folder: Path,
+        *,
+        process: ServerProcess | None = None,
+        claim: Claim | None = None,
     ) -> None:
         super().__init__(
             client,
             config,
             folder,
             process=process,
+            claim=claim,
             keeps_calls_over_update=True,
             keeps_cache_over_update=config.kv_on_update == "keep",
         )
@@ -81,25 +90,26 @@ class SGLangEngine(ServerEngine):
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    async def _check_server(self) -> int:
-        info = await self.client.call("GET", "/model_info")
-        field_of(info, "weight_version", str)
-        if not field_of(info, "is_generation", bool):
+    async def _identify(self) -> None:
+        info = await self.client.ask(ModelInfo, "GET", "/model_info")
+        if not info.is_generation:
             raise EngineError(f"{self} serves a model that does not generate text")
-        if info.get("preferred_sampling_params") is not None:
+        if info.preferred_sampling_params is not None:
             raise EngineError(f"{self} changes how tokens are drawn: start it without --preferred-sampling-params")
         ours = json.loads((self.model.path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if (theirs := info.get("model_type")) not in (None, ours):
+        if info.model_type not in (None, ours):
             raise EngineError(
-                f"{self} serves a model of type {theirs!r}, but {self.model.path} is of type {ours!r}: it is another"
-                " model"
+                f"{self} serves a model of type {info.model_type!r}, but {self.model.path} is of type {ours!r}: it is"
+                " another model"
             )
-        self.model.check_served(field_of(info, "model_path", str), self)
+        self.model.check_served(info.model_path, self)
+
+    async def _check_model(self) -> int:
         settings = await self._scheduler_answers()
-        self._incremental = settings.get("incremental_streaming_output") is True
+        self._incremental = settings.incremental_streaming_output is True
         await self._check_vocabulary()
         await self._check_reports()
-        return int(field_of(settings, "max_req_input_len", int))
+        return settings.max_req_input_len
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""
@@ -122,26 +132,23 @@ class SGLangEngine(ServerEngine):
                     )
 
     async def _check_reports(self) -> None:
-        meta = field_of(await self._one_token(), "meta_info", dict)
-        if "weight_versions" not in meta:
+        if (await self._one_token()).meta_info.weight_versions is None:
             raise EngineError(
                 f"{self} does not say which weights sampled which token (meta_info.weight_versions): use SGLang 0.5.23"
                 " or later"
             )
 
-    async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Any:
+    async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, **params},
             "return_logprob": True,
         }
-        return await self.client.call("POST", "/generate", body=body, timeout_s=timeout_s)
+        return await self.client.ask(Generation, "POST", "/generate", body=body, timeout_s=timeout_s)
 
-    async def _scheduler_answers(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def _scheduler_answers(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The server's settings, which it does not give without its scheduler; that one takes calls in order."""
-        settings: dict[str, Any] = await self.client.call("GET", "/server_info", timeout_s=timeout_s)
-        field_of(settings, "internal_states", list)
-        return settings
+        return await self.client.ask(ServerInfo, "GET", "/server_info", timeout_s=timeout_s)
 
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
         """Not by ``/health``: a paused server fails that after a while."""
@@ -154,9 +161,17 @@ class SGLangEngine(ServerEngine):
     async def _decode(self, call: Call) -> AsyncGenerator[Delta, None]:
         """Tokens that come before any weights are loaded are those of the version in force; others wait for the
         server's word."""
-        reply = Reply(call.request, label=str(self._version), incremental=self._incremental)
+        claim = self._served.claim
+        reply = Reply(
+            call.request,
+            label=self._served.label,
+            version_of=claim.version,
+            incremental=self._incremental,
+            shown=self.client.reader.shown,
+        )
         num_loads, first = self._num_loads, True
-        async with aclosing(self.client.events("/generate", self._body(call), call.patience)) as events:
+        stream = self.client.events(Generation, "/generate", self._body(call), call.patience)
+        async with aclosing(stream) as events:
             async for event in events:
                 before = reply.num_tokens
                 deltas = reply.read(event, certain=self._num_loads == num_loads)
@@ -211,12 +226,12 @@ class SGLangEngine(ServerEngine):
             "logprob_start_len": -1,
             "top_logprobs_num": 0,
             "return_text_in_logprobs": False,
-            "extra_key": f"v{call.kv_version}",
+            "extra_key": self._served.claim.label(call.kv_version),
             "stream": True,
         }
 
-    def _count_cached(self, call: Call, event: dict[str, Any]) -> None:
-        cached = event["meta_info"].get("cached_tokens") or 0
+    def _count_cached(self, call: Call, event: Generation) -> None:
+        cached = min(event.meta_info.cached_tokens or 0, call.num_prompted_tokens)
         self._prefilled_tokens -= cached
         self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
 
@@ -249,9 +264,8 @@ class SGLangEngine(ServerEngine):
 
     async def _server_load(self) -> int:
         """Calls that the server runs or has queued, of all its ranks."""
-        answer = await self.client.call("GET", "/v1/loads", params={"include": "core"})
-        ranks = field_of(answer, "loads", list)
-        return sum(field_of(r, "num_running_reqs", int) + field_of(r, "num_waiting_reqs", int) for r in ranks)
+        answer = await self.client.ask(Loads, "GET", "/v1/loads", params={"include": "core"})
+        return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in answer.loads)
 
     def _rid(self, request_id: str) -> str:
         """The server's id of a call: no other one begins with it, and none is ever used again."""
@@ -289,15 +303,15 @@ class SGLangEngine(ServerEngine):
     async def _thaw(self) -> None:
         await self.client.call("POST", "/continue_generation", body={"torch_empty_cache": False})
 
-    async def _replace_weights(self, version: int, folder: Path) -> None:
+    async def replace_weights(self, label: str, folder: Path) -> None:
         self._num_loads += 1
         if self._settings.weight_transfer == "folder":
-            await self._have_read(version, folder)
+            await self._have_read(label, folder)
         else:
             await send_weights(
                 self.client,
                 folder,
-                version,
+                label,
                 open_group=self._open_group,
                 flush_cache=not self._cache_stays,
                 limit_s=self._settings.load_timeout_s,
@@ -307,20 +321,21 @@ class SGLangEngine(ServerEngine):
             self._prefilled_tokens += lost
             self._reprefilled_tokens += lost
 
-    async def _have_read(self, version: int, folder: Path) -> None:
-        answer = await self.client.call(
+    async def _have_read(self, label: str, folder: Path) -> None:
+        answer = await self.client.ask(
+            Outcome,
             "POST",
             "/update_weights_from_disk",
             body={
                 "model_path": str(folder.resolve()),
-                "weight_version": str(version),
+                "weight_version": label,
                 "abort_all_requests": False,
                 "flush_cache": not self._cache_stays,
             },
             timeout_s=self._settings.load_timeout_s,
         )
-        if not field_of(answer, "success", bool):
-            raise EngineError(f"{self} did not load {folder}: {answer.get('message')}")
+        if not answer.success:
+            raise EngineError(f"{self} did not load {folder}: {answer.message or 'no reason given'}")
 
     def _open_group(self, num_workers: int) -> Group:
         return TorchGroup(
@@ -331,5 +346,9 @@ class SGLangEngine(ServerEngine):
             timeout_s=self._settings.load_timeout_s,
         )
 
-    async def _served_version(self) -> str:
-        return str(field_of(await self.client.call("GET", "/model_info"), "weight_version", str))
+    async def label(self) -> str:
+        return (await self.client.ask(ModelInfo, "GET", "/model_info")).weight_version
+
+    async def set_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self.client.call("POST", "/update_weight_version", body=body)

@@ -16,7 +16,7 @@ from rollover.engine.sglang.router import worker_urls
 from rollover.errors import EngineError
 
 
-async def open_sglang(config: SGLangConfig, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
+async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
     """See ``open_servers``; routers among the urls are replaced by their workers."""
     if config.urls:
         workers = await _workers(config)
@@ -27,13 +27,13 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, logs: Path, clock: 
             )
         config = replace(config, urls=workers)
     kind = ServerKind(
-        engine=lambda client, process: SGLangEngine(client, config, folder, process=process),
+        engine=lambda client, process, claim: SGLangEngine(client, config, folder, process=process, claim=claim),
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
         health_path="/health",
         program="SGLang",
     )
-    return await open_servers(config, kind, folder, logs=logs, clock=clock)
+    return await open_servers(config, kind, folder, run=run, logs=logs, clock=clock)
 
 
 async def _workers(config: SGLangConfig) -> tuple[str, ...]:

@@ -12,12 +12,12 @@ which it was sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.call import Delta
+from rollover.engine.sglang.answers import FinishReason as Ending
+from rollover.engine.sglang.answers import Generation, Meta, Span
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 
@@ -25,26 +25,29 @@ _NO_TOKENS = "Abort before prefill"
 """How the message of an abort begins whose tokens and log-probs mean nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them."""
-
-    version: str
-    start: int
-    end: int
-
-
 class Reply:
     """One call's answer so far.
 
     Args:
         label: of the weights in force when the call was sent.
+        version_of: what a label means; ``None`` for weights that are none of ours.
         incremental: events carry new tokens only.
+        shown: makes a text of the server's fit for a message.
     """
 
-    def __init__(self, request: GenerateRequest, *, label: str, incremental: bool) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        label: str,
+        version_of: Callable[[str], int | None],
+        incremental: bool,
+        shown: Callable[[str], str] = str,
+    ) -> None:
         self._request = request
         self._label = label
+        self._version_of = version_of
+        self._shown = shown
         self._incremental = incremental
         self._held: list[tuple[int, float]] = []
         """Tokens that have come and are not labelled yet."""
@@ -56,7 +59,7 @@ class Reply:
         """Tokens that have come."""
         return self._num_labelled + len(self._held)
 
-    def read(self, event: dict[str, Any], *, certain: bool) -> list[Delta]:
+    def read(self, event: Generation, *, certain: bool) -> list[Delta]:
         """What an event adds, with the label as ``policy_version``.
 
         Args:
@@ -65,33 +68,31 @@ class Reply:
         Raises ``EngineError`` when the event contradicts itself, an earlier one, or what was asked for, and when the
         server says that it has failed.
         """
-        meta = field_of(event, "meta_info", dict)
-        reason = meta.get("finish_reason")
-        message = str(reason.get("message", "")) if isinstance(reason, dict) else ""
+        meta, reason = event.meta_info, event.meta_info.finish_reason
         if reason is not None:
-            self._refuse_failure(field_of(meta, "finish_reason", dict), message)
-        if not message.startswith(_NO_TOKENS):
-            self._take(event, meta)
+            self._refuse_failure(reason)
+        if reason is None or not (reason.message or "").startswith(_NO_TOKENS):
+            self._take(event)
         if reason is not None:
-            return self._labelled(_spans(meta, self.num_tokens), self._finish_reason(reason))
+            return self._labelled(_spans(meta, self.num_tokens, self._shown), self._finish_reason(reason))
         if not certain or not self._held:
             return []
         return self._labelled([Span(version=self._label, start=0, end=self.num_tokens)], None)
 
-    def _take(self, event: dict[str, Any], meta: dict[str, Any]) -> None:
-        total = field_of(meta, "completion_tokens", int)
-        seen = self.num_tokens
-        if total < seen:
+    def _take(self, event: Generation) -> None:
+        total, seen = event.meta_info.completion_tokens, self.num_tokens
+        if total is None or total < seen:
             raise EngineError(f"{self._name}: the server counts {total} tokens after {seen} have come")
         first, last = (0, total - seen) if self._incremental else (seen, total)
-        ids = field_of(event, "output_ids", list)[first:last]
-        pairs = (meta.get("output_token_logprobs") or [])[first:last]
-        if len(ids) < last - first or [pair[1] for pair in pairs] != ids:
+        ids = event.output_ids[first:last]
+        pairs = (event.meta_info.output_token_logprobs or [])[first:last]
+        tokens = [(token, logprob) for logprob, token, _ in pairs if logprob is not None]
+        if len(ids) < last - first or [token for token, _ in tokens] != ids:
             raise EngineError(
                 f"{self._name}: the server counts {total} tokens, {seen} of them sent before, but sent the tokens"
-                f" {ids[:8]} with the log-probs {str(pairs[:8])[:200]}"
+                f" {ids[:8]} with the log-probs {pairs[:8]}"
             )
-        self._held += [(token, float(logprob)) for logprob, token, *_ in pairs]
+        self._held += tokens
         self._last = ids[-1] if ids else self._last
 
     def _labelled(self, spans: list[Span], reason: FinishReason | None) -> list[Delta]:
@@ -101,8 +102,8 @@ class Reply:
             old, new = max(span.start, self._num_labelled), span.end
             if span.start < self._num_labelled and span.version != self._label:
                 raise EngineError(
-                    f"{self._name}: the server says that weights {span.version!r} sampled its token {span.start},"
-                    f" which came while weights {self._label!r} were loaded: somebody else changes them"
+                    f"{self._name}: the server says that weights {self._shown(span.version)!r} sampled its token"
+                    f" {span.start}, which came while weights {self._label!r} were loaded: somebody else changes them"
                 )
             if new > old:
                 start = self._num_labelled
@@ -120,33 +121,31 @@ class Reply:
         return deltas or ([] if reason is None else [Delta(token_ids=(), logprobs=(), finish_reason=reason)])
 
     def _version(self, label: str) -> int:
-        try:
-            return int(label)
-        except ValueError:
+        if (version := self._version_of(label)) is None:
             raise EngineError(
-                f"{self._name}: its tokens were sampled by weights {label!r}, which are none of ours:"
+                f"{self._name}: its tokens were sampled by weights {self._shown(label)!r}, which are none of ours:"
                 " somebody else changes the server's weights, or it has been restarted"
-            ) from None
+            )
+        return version
 
-    def _refuse_failure(self, reason: dict[str, Any], message: str) -> None:
+    def _refuse_failure(self, reason: Ending) -> None:
         """A rejection or an inner error also has the type ``abort``; a status or an error type tells it apart."""
-        for key in ("status_code", "err_type"):
-            if reason.get(key):
-                raise EngineError(
-                    f"{self._name}: the server ended it with {reason[key]}: {message or 'no reason given'}"
-                )
+        if failure := reason.status_code or reason.err_type:
+            raise EngineError(
+                f"{self._name}: the server ended it with {failure}: {reason.message or 'no reason given'}"
+            )
 
-    def _finish_reason(self, reason: dict[str, Any]) -> FinishReason:
-        params, matched = self._request.params, reason.get("matched")
-        match reason.get("type"):
+    def _finish_reason(self, reason: Ending) -> FinishReason:
+        params, matched = self._request.params, reason.matched
+        match reason.type:
             case "length":
                 return FinishReason.LENGTH
             case "stop":
                 if matched in params.stop_token_ids or matched in params.stop_strings:
                     return FinishReason.STOP
                 raise EngineError(
-                    f"{self._name}: the server stopped at {matched!r}, which was not asked for: it is an end token"
-                    " of the server's own model folder, or its computation has failed"
+                    f"{self._name}: the server stopped at {self._shown(str(matched))!r}, which was not asked for: it"
+                    " is an end token of the server's own model folder, or its computation has failed"
                 )
             case "abort":  # it hides a finish in the same iteration
                 if self._last in params.stop_token_ids:
@@ -154,20 +153,18 @@ class Reply:
                 if len(self._request.response_ids) + self.num_tokens == params.max_new_tokens:
                     return FinishReason.LENGTH
                 return FinishReason.ABORT
-        raise EngineError(f"{self._name}: ended for the reason {str(reason)[:120]}, which is no stop, length or abort")
+        raise EngineError(f"{self._name}: ended for the reason {reason.type!r}, which is no stop, length or abort")
 
     @property
     def _name(self) -> str:
         return self._request.request_id
 
 
-def _spans(meta: dict[str, Any], num_tokens: int) -> list[Span]:
+def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[Span]:
     """Checked to cover the output without a gap."""
-    spans = [
-        Span(version=field_of(s, "version", str), start=field_of(s, "start", int), end=field_of(s, "end", int))
-        for s in field_of(meta, "weight_versions", list)
-    ]
+    spans = meta.weight_versions or []
     borders = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != borders[:-1] or borders[-1] != num_tokens or borders != sorted(borders):
-        raise EngineError(f"the server says that weights {meta['weight_versions']} sampled {num_tokens} tokens")
+        found = ", ".join(f"{shown(s.version)!r} {s.start} to {s.end}" for s in spans[:4]) or "none"
+        raise EngineError(f"the server says which weights sampled {num_tokens} tokens as follows: {found}")
     return spans

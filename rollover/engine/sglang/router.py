@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.client import HTTPClient
+from rollover.engine.http.config import is_server_url
+from rollover.engine.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.errors import EngineError, EngineTimeout
 
 
@@ -23,24 +24,28 @@ async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:
 
 
 async def _workers(client: HTTPClient) -> list[str]:
-    for path, key in (("/workers", "workers"), ("/list_workers", "urls")):
+    for path in ("/workers", "/list_workers"):
         try:
-            answer = await client.call("GET", path)
+            await client.call("GET", path)
         except EngineTimeout:
             raise
         except EngineError:
             continue  # a worker has no such path; one that cannot be reached says so when it is opened
-        urls = [_url(client, worker) for worker in field_of(answer, key, list)]
-        if not urls:
+        if path == "/workers":
+            workers = (await client.ask(Workers, "GET", path)).workers
+        else:
+            workers = [*(await client.ask(WorkerUrls, "GET", path)).urls]
+        if not workers:
             raise EngineError(f"{client} is a router without workers")
-        return urls
+        return [_url(client, worker) for worker in workers]
     return [client.url]
 
 
-def _url(client: HTTPClient, worker: object) -> str:
-    if isinstance(worker, str):
-        return worker.rstrip("/")
-    kind = worker.get("worker_type", "regular") if isinstance(worker, dict) else None
-    if kind != "regular":
-        raise EngineError(f"{client} has a worker of type {kind!r}: only regular workers can be used")
-    return str(field_of(worker, "url", str)).rstrip("/")
+def _url(client: HTTPClient, worker: str | Worker) -> str:
+    """Calls, and with them the key, will go there."""
+    if isinstance(worker, Worker) and worker.worker_type != "regular":
+        raise EngineError(f"{client} has a worker of type {worker.worker_type!r}: only regular workers can be used")
+    url = worker.url if isinstance(worker, Worker) else worker
+    if not is_server_url(url):
+        raise EngineError(f"{client} has a worker at {client.reader.shown(url)!r}, which is no address of a server")
+    return url.rstrip("/")

@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.broadcast import Bucket, Group, buckets, together
 from rollover.engine.http.client import HTTPClient
+from rollover.engine.sglang.answers import Outcome, ServerInfo
 from rollover.errors import EngineError
 
 
 async def send_weights(
     client: HTTPClient,
     folder: Path,
-    version: int,
+    label: str,
     *,
     open_group: Callable[[int], Group],
     flush_cache: bool,
@@ -33,19 +33,19 @@ async def send_weights(
 
     Raises ``EngineError``; the server's weights are then neither the old nor the new ones.
     """
-    settings = await client.call("GET", "/server_info")
-    if settings.get("dp_size", 1) != 1 or settings.get("pp_size", 1) != 1:
+    settings = await client.ask(ServerInfo, "GET", "/server_info")
+    if settings.dp_size != 1 or settings.pp_size != 1:
         raise EngineError(
             f"{client} is data or pipeline parallel and takes weights from folders only: set engine.weight_transfer to"
             " 'folder'"
         )
 
     async def ask(path: str, body: Any) -> None:
-        answer = await client.call("POST", path, body=body, timeout_s=limit_s)
-        if not field_of(answer, "success", bool):
-            raise EngineError(f"{client} refused POST {path}: {answer.get('message')}")
+        answer = await client.ask(Outcome, "POST", path, body=body, timeout_s=limit_s)
+        if not answer.success:
+            raise EngineError(f"{client} refused POST {path}: {answer.message or 'no reason given'}")
 
-    group = await asyncio.to_thread(open_group, field_of(settings, "tp_size", int))
+    group = await asyncio.to_thread(open_group, settings.tp_size)
     name = {"group_name": group.address["group_name"]}
     run = partial(together, limit_s=limit_s)
     try:
@@ -54,7 +54,7 @@ async def send_weights(
             await ask("/begin_weight_update", {})
             pieces = buckets(folder)
             for piece in pieces:
-                last = {"weight_version": str(version), "flush_cache": flush_cache} if piece is pieces[-1] else {}
+                last = {"weight_version": label, "flush_cache": flush_cache} if piece is pieces[-1] else {}
                 body = {"flush_cache": False, "abort_all_requests": False, **_described(piece), **name, **last}
                 await run(
                     ask("/update_weights_from_distributed", body),

@@ -7,8 +7,10 @@ What is peculiar to it:
 * An empty list of ids means all requests: none is ever sent.
 * Without ``ignore_eos`` it stops at end tokens of its own choice. Ours are all in ``stop_token_ids``.
 * On a CPU a seeded call whose prompt is prefilled in parts is the end of it (vLLM 0.32): see ``seed_calls``.
-* Cached blocks are found again by tokens and ``cache_salt``: with the version as the salt, no new call can
-  hit a block that older weights have computed, whatever a reset of the cache could not free.
+* Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call
+  can hit a block that other weights have computed, whatever a reset of the cache could not free.
+* A pause empties the caches of running calls as well, unless ``clear_cache`` says otherwise; later releases leave those
+  of frozen calls alone whatever it says. So it is sent where caches are to be kept, and nowhere relied upon.
 """
 
 from __future__ import annotations
@@ -20,19 +22,29 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.broadcast import Group
 from rollover.engine.http.call import Call, Delta
+from rollover.engine.http.claim import Claim
 from rollover.engine.http.client import HTTPClient
 from rollover.engine.http.engine import ServerEngine
 from rollover.engine.http.launch import ServerProcess
+from rollover.engine.vllm.answers import (
+    Checksums,
+    Choice,
+    Completion,
+    Models,
+    PauseState,
+    ServerInfo,
+    Success,
+    WeightInfo,
+)
+from rollover.engine.vllm.checksums import MAX_BYTES, ChecksumRecord
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.transfer import NCCLGroup, send_weights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
 _RESET_RETRY_S = 0.05
-_REASONS = {reason.value: reason for reason in FinishReason}
 _HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --logprobs-mode processed_logprobs (docs/engines.md)"
 )
@@ -42,49 +54,65 @@ class VLLMEngine(ServerEngine):
     """One vLLM server."""
 
     def __init__(
-        self, client: HTTPClient, config: VLLMConfig, folder: Path, *, process: ServerProcess | None = None
+        self,
+        client: HTTPClient,
+        config: VLLMConfig,
+        folder: Path,
+        *,
+        process: ServerProcess | None = None,
+        claim: Claim | None = None,
+        checksums: ChecksumRecord | None = None,
     ) -> None:
         keeps = config.kv_on_update == "keep"
         super().__init__(
-            client, config, folder, process=process, keeps_calls_over_update=keeps, keeps_cache_over_update=keeps
+            client,
+            config,
+            folder,
+            process=process,
+            claim=claim,
+            keeps_calls_over_update=keeps,
+            keeps_cache_over_update=keeps,
         )
         self._settings = config
         self._model_name = config.served_model or ""
         self._seeds = config.seed_calls == "always"
+        self._context = self.model.max_context_tokens
+        self._checksums = checksums or ChecksumRecord()
+        self._has_checksums = True
+        """Until the server says that it has none."""
 
     @property
     def silence_s(self) -> float:
         return self._settings.drain_s
 
-    async def _check_server(self) -> int:
-        served = await self.client.call("GET", "/v1/models")
-        models = {
-            card["id"]: card for card in field_of(served, "data", list) if isinstance(card, dict) and "id" in card
-        }
+    async def _identify(self) -> None:
+        served = await self.client.ask(Models, "GET", "/v1/models")
+        models = {model.id: model for model in served.data}
         name = self._model_name or next(iter(models), "")
         if name not in models:
-            raise EngineError(f"{self} serves {', '.join(models) or 'no model'}, not engine.served_model = {name!r}")
+            there = self.client.reader.shown(", ".join(models)) or "no model"
+            raise EngineError(f"{self} serves {there}, not engine.served_model = {name!r}")
         self._model_name = name
-        self.model.check_served(str(models[name].get("root") or ""), self)
-        for path in ("/is_paused", "/weight_info"):
+        self.model.check_served(models[name].root or "", self)
+        self._context = models[name].max_model_len or self.model.max_context_tokens
+        for path, kind in (("/is_paused", PauseState), ("/weight_info", WeightInfo)):
             try:
-                await self.client.call("GET", path)
+                await self.client.ask(kind, "GET", path)
             except EngineTimeout:
                 raise
             except EngineError as e:
                 raise EngineError(f"{self} has no {path}: {_HOW_TO_START} ({e})") from None
+
+    async def _check_model(self) -> int:
         if self._settings.seed_calls == "auto":
             self._seeds = await self._bears_seeds()
-        await self._thaw()  # a run that was killed in an update may have left it paused
         await self._check_vocabulary()
-        context = models[name].get("max_model_len")
-        return context if isinstance(context, int) else self.model.max_context_tokens
+        return self._context
 
     async def _bears_seeds(self) -> bool:
-        info = await self.client.call(
-            "GET", "/server_info", params={"config_format": "json"}, timeout_s=self._settings.load_timeout_s
-        )
-        device = field_of(field_of(info, "vllm_config", dict), "device_config", dict).get("device")
+        params, limit_s = {"config_format": "json"}, self._settings.load_timeout_s
+        info = await self.client.ask(ServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
+        device = info.vllm_config.device_config.device
         return isinstance(device, str) and not device.startswith("cpu")
 
     async def _check_vocabulary(self) -> None:
@@ -118,11 +146,12 @@ class VLLMEngine(ServerEngine):
         }
 
     async def _decode(self, call: Call) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self.client.events("/v1/completions", self._body(call), call.patience)) as events:
+        stream = self.client.events(Completion, "/v1/completions", self._body(call), call.patience)
+        async with aclosing(stream) as events:
             async for event in events:
                 self._count_cached(call, event)
-                if choices := field_of(event, "choices", list):
-                    yield self._delta(choices[0])
+                if event.choices:
+                    yield _delta(event.choices[0])
 
     def _body(self, call: Call) -> dict[str, Any]:
         """Every field that a server default could change is there."""
@@ -152,32 +181,16 @@ class VLLMEngine(ServerEngine):
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "cache_salt": f"v{call.kv_version}",
+            "cache_salt": self._served.claim.label(call.kv_version),
             "stream": True,
             "stream_options": {"include_usage": True},
             "stream_interval": 1 if self._keeps_cache else self._settings.stream_interval_tokens,
         }
 
-    def _delta(self, choice: Any) -> Delta:
-        token_ids = field_of(choice, "token_ids", list)
-        logprobs = field_of(choice.get("logprobs") or {"token_logprobs": []}, "token_logprobs", list)
-        reason = choice.get("finish_reason")
-        if reason is not None and reason not in _REASONS:
-            raise EngineError(
-                f"{self} ended a call with finish_reason {reason!r}, which is none of {', '.join(_REASONS)}"
-            )
-        if not all(type(t) is int for t in token_ids) or not all(isinstance(p, int | float) for p in logprobs):
-            raise EngineError(f"{self} sent tokens {token_ids[:8]} with log-probs {logprobs[:8]}")
-        return Delta(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(map(float, logprobs)),
-            finish_reason=None if reason is None else _REASONS[reason],
-        )
-
-    def _count_cached(self, call: Call, event: dict[str, Any]) -> None:
+    def _count_cached(self, call: Call, event: Completion) -> None:
         """The last event of a stream may say how much of the prompt was cached."""
-        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-        if cached := details.get("cached_tokens"):
+        details = event.usage.prompt_tokens_details if event.usage is not None else None
+        if details is not None and (cached := min(details.cached_tokens or 0, call.num_prompted_tokens)):
             self._prefilled_tokens -= cached
             self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
 
@@ -187,25 +200,46 @@ class VLLMEngine(ServerEngine):
             await self.client.call("POST", "/abort_requests", body={"request_ids": ids})
 
     async def _ask_to_abort_all(self) -> None:
-        await self.client.call("POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
+        await self.client.call("POST", "/pause", params={"mode": "abort"})
         if self._running.is_set():
             await self._thaw()
 
     async def _freeze(self) -> None:
-        await self.client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+        keeps = {"clear_cache": "false"} if self._keeps_cache else {}
+        await self.client.call("POST", "/pause", params={"mode": "keep", **keeps})
 
     async def _thaw(self) -> None:
         await self.client.call("POST", "/resume")
 
-    async def _replace_weights(self, version: int, folder: Path) -> None:
+    async def replace_weights(self, label: str, folder: Path) -> None:
         limit_s = self._settings.load_timeout_s
         if self._settings.weight_transfer == "folder":
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
             await self.client.call("POST", "/collective_rpc", body=reload, timeout_s=limit_s)
         else:
-            await send_weights(self.client, folder, version, open_group=self._open_group, limit_s=limit_s)
+            await send_weights(self.client, folder, label, open_group=self._open_group, limit_s=limit_s)
         await self._reset_prefix_cache()
-        await self.client.call("POST", "/update_weight_version", body={"new_version": str(version)})
+        await self.set_label(label)
+
+    async def label(self) -> str:
+        return (await self.client.ask(WeightInfo, "GET", "/weight_info")).weight_version
+
+    async def set_label(self, label: str) -> None:
+        await self.client.call("POST", "/update_weight_version", body={"new_version": label})
+
+    async def confirm(self, version: int) -> None:
+        large = sum(info.num_bytes for info in self.model.weights.values()) > MAX_BYTES
+        if not self._has_checksums or (large and version > 0):
+            return
+        body, limit_s = {"action": "checksum"}, self._settings.load_timeout_s
+        try:
+            found = await self.client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
+        except EngineTimeout:
+            raise
+        except EngineError:
+            self._has_checksums = False  # an older release, or weights that it cannot hash
+            return
+        self._checksums.compare(version, repr(self), found.checksums)
 
     def _open_group(self, num_workers: int) -> Group:
         return NCCLGroup(num_workers)
@@ -214,7 +248,7 @@ class VLLMEngine(ServerEngine):
         """Free what was cached. Calls that are kept over the update hold their blocks; the salt keeps others
         off them. Those that were aborted hold theirs for a moment."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.control_timeout_s
-        while not field_of(await self.client.call("POST", "/reset_prefix_cache"), "success", bool):
+        while not (await self.client.ask(Success, "POST", "/reset_prefix_cache")).success:
             if self._sent():
                 return
             if asyncio.get_running_loop().time() > deadline_s:
@@ -223,17 +257,22 @@ class VLLMEngine(ServerEngine):
                 )
             await asyncio.sleep(_RESET_RETRY_S)
 
-    async def _served_version(self) -> str:
-        return str(field_of(await self.client.call("GET", "/weight_info"), "weight_version", str))
-
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
         await self.client.call("GET", "/health", timeout_s=timeout_s)
         running = self._running.is_set()
-        paused = field_of(await self.client.call("GET", "/is_paused", timeout_s=timeout_s), "is_paused", bool)
-        if paused and running and self._running.is_set():
+        state = await self.client.ask(PauseState, "GET", "/is_paused", timeout_s=timeout_s)
+        if state.is_paused and running and self._running.is_set():
             raise EngineError(f"{self} is paused, and not by us")
         if decode:
             await self.client.call("POST", "/v1/completions", body=self._one_token(0), timeout_s=timeout_s)
+
+
+def _delta(choice: Choice) -> Delta:
+    return Delta(
+        token_ids=tuple(choice.token_ids),
+        logprobs=() if choice.logprobs is None else tuple(choice.logprobs.token_logprobs),
+        finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
+    )
 
 
 def hop_seed(seed: int, num_decoded: int) -> int:

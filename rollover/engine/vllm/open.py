@@ -10,6 +10,7 @@ from rollover.clock import Clock
 from rollover.engine.http.folder import ModelFolder
 from rollover.engine.http.open import ServerKind, open_servers
 from rollover.engine.pool import EnginePool
+from rollover.engine.vllm.checksums import ChecksumRecord
 from rollover.engine.vllm.config import VLLMConfig
 from rollover.engine.vllm.engine import VLLMEngine
 
@@ -19,22 +20,26 @@ _MAX_CPU_CACHE_SHARE = 0.4
 _GIB = 2**30
 
 
-async def open_vllm(config: VLLMConfig, folder: Path, *, logs: Path, clock: Clock) -> EnginePool:
+async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
     """See ``open_servers``."""
+    checksums = ChecksumRecord()
     kind = ServerKind(
-        engine=lambda client, process: VLLMEngine(client, config, folder, process=process),
+        engine=lambda client, process, claim: VLLMEngine(
+            client, config, folder, process=process, claim=claim, checksums=checksums
+        ),
         arguments=lambda port: launch_arguments(config, folder, port),
         env=launch_environment(config, folder),
         health_path="/health",
         program="vLLM",
     )
-    return await open_servers(config, kind, folder, logs=logs, clock=clock)
+    return await open_servers(config, kind, folder, run=run, logs=logs, clock=clock)
 
 
 def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
     """What every server needs to serve ``folder`` for training; ``launch_args`` follow and may overrule."""
     return [
-        *("--model", str(folder.resolve())),
+        *(() if "serve" in config.launch_command else ("--model",)),  # which the old entry point asks for
+        str(folder.resolve()),
         *("--served-model-name", config.served_model or SERVED_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.engine.http.answer import field_of
 from rollover.engine.http.broadcast import Bucket, Group, buckets, together
 from rollover.engine.http.client import HTTPClient
+from rollover.engine.vllm.answers import WorldSize
 from rollover.errors import EngineError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _SUM = 0  # ncclRedOp_t
 async def send_weights(
     client: HTTPClient,
     folder: Path,
-    version: int,
+    label: str,
     *,
     open_group: Callable[[int], Group],
     limit_s: float,
@@ -44,8 +44,8 @@ async def send_weights(
     async def ask(path: str, body: Any = None) -> None:
         await client.call("POST", path, body=body, timeout_s=limit_s)
 
-    answer = await client.call("GET", "/get_world_size", params={"include_dp": "true"})
-    group = open_group(field_of(answer, "world_size", int))
+    answer = await client.ask(WorldSize, "GET", "/get_world_size", params={"include_dp": "true"})
+    group = open_group(answer.world_size)
     run = partial(together, limit_s=limit_s)
     try:
         meet = ask("/init_weight_transfer_engine", {"init_info": dict(group.address)})
@@ -55,7 +55,7 @@ async def send_weights(
             for piece in buckets(folder):
                 announced = ask("/update_weights", {"update_info": _described(piece)})
                 await run(announced, partial(_send, group, piece), what=f"sending weights to {client}")
-            await ask("/finish_weight_update", {"weight_version": str(version)})
+            await ask("/finish_weight_update", {"weight_version": label})
         finally:
             with suppress(EngineError):  # the group is of no use to anybody any more
                 await ask("/shutdown_weight_transfer_engine")

@@ -1,0 +1,127 @@
+"""Which run a server belongs to: a label on the server, and a lock on this machine.
+
+A server's weights carry a label that clients set and read. Ours names the run and the version, and says when the run
+has given the server back::
+
+    rollover:RUN:VERSION          in use, or left by a run that was killed
+    rollover:RUN:VERSION:free     given back
+
+What it keeps true: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
+on this machine is alive while it holds the lock on the server's address (flock: it ends with the process, however that
+ends). Of a run on another machine nobody can tell whether it is alive, so its servers stay its own until it gives them
+back or somebody frees them by hand.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+from rollover.errors import EngineError
+
+_LABEL = re.compile(r"rollover:([^:]+):(\d{1,15})(:free)?")
+_MAX_NOTE_BYTES = 1000
+
+
+class Claim:
+    """A run's claim on one server.
+
+    Args:
+        run: the run's name among all runs.
+        predecessor: a run that had the server before and is known to be over.
+        lock: descriptor of the lock on this machine, where there is one.
+    """
+
+    def __init__(self, run: str | None = None, *, predecessor: str = "", lock: int | None = None) -> None:
+        self.run = run or secrets.token_hex(4)
+        assert ":" not in self.run, self.run
+        self._predecessor = predecessor
+        self._lock = lock
+
+    @classmethod
+    def on_this_machine(cls, url: str, run: str, folder: Path | None = None) -> Self:
+        """Take the lock of a server's address.
+
+        Args:
+            folder: of locks, that for temporary files when left out.
+
+        Raises ``EngineError`` naming the run of this machine that has it.
+        """
+        name = hashlib.blake2b(url.rstrip("/").lower().encode(), digest_size=8).hexdigest()
+        file = (folder or Path(tempfile.gettempdir())) / f"rollover-server-{name}.lock"
+        descriptor = _opened(file)
+        held = _note(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise EngineError(
+                f"{url} is in use by run {held.get('run', '?')} ({held.get('by', 'another process')}):"
+                " wait for it, or give this run another server (engine.urls)"
+            ) from None
+        _write(descriptor, {"run": run, "by": f"pid {os.getpid()} on {socket.gethostname()}"})
+        return cls(run, predecessor=str(held.get("run", "")), lock=descriptor)
+
+    def label(self, version: int, *, free: bool = False) -> str:
+        """Of our weights."""
+        return f"rollover:{self.run}:{version}" + ":free" * free
+
+    def version(self, label: str) -> int | None:
+        """That of our weights which a label names; ``None`` when they are not ours."""
+        found = _LABEL.fullmatch(label)
+        return int(found[2]) if found is not None and found[1] == self.run else None
+
+    def owner(self, label: str) -> str | None:
+        """The other run that a server with this label belongs to, as far as anybody knows; ``None`` when it is free or
+        ours."""
+        found = _LABEL.fullmatch(label)
+        if found is None or found[3] or found[1] in (self.run, self._predecessor):
+            return None
+        return found[1]
+
+    def release(self) -> None:
+        """Let others on this machine have the server. Does nothing the second time."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def how_to_free(url: str) -> str:
+    """What a user types to take a server from a run that is over."""
+    body = '{"new_version": "free", "abort_all_requests": false}'
+    return f"curl -X POST {url}/update_weight_version -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _opened(file: Path) -> int:
+    """Children do not inherit it; a link in its place is not followed; another user's is only read."""
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except PermissionError:
+        return os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise EngineError(f"{file}, the lock of a server, cannot be opened: {error.strerror}") from None
+
+
+def _note(descriptor: int) -> dict[str, Any]:
+    try:
+        note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _write(descriptor: int, note: dict[str, str]) -> None:
+    """Where the file is another user's, it keeps saying what it says."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
+    except OSError:
+        return

@@ -1,0 +1,40 @@
+"""Whether servers that were given the same weights hold the same, by the checksums that they compute themselves.
+
+A label says what a server was told, a checksum what it has. Servers of one kind with the same number formats and the
+same division over workers must agree to the last bit; where the divisions differ there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollover.errors import EngineError
+
+MAX_BYTES = 1 << 30
+"""Models up to this size are confirmed at every load, larger ones at the first alone: a server hashes a gigabyte in
+about a second, in which it decodes nothing."""
+
+
+class ChecksumRecord:
+    """What the first server to load a version holds, for the others to be compared with. One for all servers of a
+    pool."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._server = ""
+        self._expected: Mapping[str, str] = {}
+
+    def compare(self, version: int, server: str, checksums: Mapping[str, str]) -> None:
+        """Raises ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
+        if version != self._version:
+            self._version, self._server, self._expected = version, server, checksums
+            return
+        if checksums.keys() != self._expected.keys():
+            return
+        different = [name for name, digest in checksums.items() if digest != self._expected[name]]
+        if different:
+            raise EngineError(
+                f"{server} holds other weights than {self._server}, though both have loaded version {version}:"
+                f" {len(different)} of {len(checksums)} tensors differ, the first is {different[0][:120]!r}; do the two"
+                " run with the same --dtype and --quantization?"
+            )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
+from rollover.rundir import RunDir
 from tests import runs
 from tests.engine.model_server import ModelServer, serving
 
@@ -29,7 +30,7 @@ def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment
     versions = {v for batch in runs.batches(out) for t in batch.trajectories for v in t.policy_versions}
     assert versions == {0, 1, 2}
     assert sorted(p.name for p in (out / "weights").iterdir()) == ["v2", "v3"]
-    assert {one.version, two.version} == {"3"}
+    assert {one.version, two.version} == {f"rollover:{RunDir(out).identity()}:3:free"}
     assert min(sum(path == "/v1/completions" for _, path, _, _ in server.log) for server in (one, two)) > 5
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     # Later batches hold tokens of older versions, how many depends on timing; the first holds none.

@@ -40,10 +40,10 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
         try:
             async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:
-                    ids += chunk.token_ids
-                    _check_end(call, chunk, len(ids))
+                    _check_end(call, chunk, len(ids) + len(chunk.token_ids))
                     yield chunk
                     last = chunk
+                    ids += chunk.token_ids
                     failures = 0 if chunk.token_ids else failures
                     if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                         return

@@ -244,6 +244,8 @@ class ScriptedVLLM(ScriptedServer):
         self.held_resets = 0
         """So many resets of the prefix cache fail."""
         self.reload_error: str | None = None
+        self.checksums: Callable[[str], str] | None = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
+        """Digest of weights; absent in a release that computes none."""
         self.num_workers = 2
         self.group: Meeting | None = None
         """Where its workers meet the client."""
@@ -297,6 +299,12 @@ class ScriptedVLLM(ScriptedServer):
             return Answer(500, {"error": {"message": self.reload_error}})
         self.weights = body["kwargs"]["weights_path"]
         return Answer(body={"results": [None]})
+
+    async def _post_weight_checker(self, query: dict[str, str], body: Any) -> Answer:
+        assert body == {"action": "checksum"}
+        if self.checksums is None:
+            return Answer(404, {"detail": "Not Found"})
+        return Answer(body={"checksums": {"dp0:pp0:pcp0:tp0:w": self.checksums(self.weights)}})
 
     # -- weights through a process group ---------------------------------------------------------------------
 

@@ -257,6 +257,7 @@ def test_an_engine_works_over_a_real_socket_and_a_dropped_call_is_stopped_there(
             async with asyncio.timeout(20):
                 while server.num_aborted == aborted:
                     await asyncio.sleep(0.01)
+            engine.client = HTTPClient(f"http://127.0.0.1:{port}", settings(f"http://127.0.0.1:{port}"))
             await engine.close()
 
     asyncio.run(main())

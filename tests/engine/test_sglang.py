@@ -22,7 +22,7 @@ from tests.engine.contract import LONG, assert_wellformed, collect, request, tok
 from tests.engine.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, serve, token_at
 from tests.engine.scripted_sglang import ScriptedSGLang
 from tests.engine.sglang_kit import make_engine, opened, settings
-from tests.engine.vllm_kit import model_folder
+from tests.engine.vllm_kit import label, model_folder
 from tests.virtual_time import run
 
 Law = Callable[[SGLangEngine, ScriptedSGLang], Awaitable[None]]
@@ -321,12 +321,17 @@ def test_weights_are_replaced_under_running_calls_and_abort_none(
         await asyncio.sleep(0.2)
         await update(engine, 7, new)
         assert len(tokens(await call)) == LONG
-        assert (server.version, server.weights) == ("7", str(new))
+        assert (server.version, server.weights) == (label(7), str(new))
 
     server = check(folder, law, kv_on_update=kv_on_update)
     assert bodies(server, "/pause_generation") == [{"mode": mode}]
     (sent,) = bodies(server, "/update_weights_from_disk")
-    assert sent == {"model_path": str(new), "weight_version": "7", "abort_all_requests": False, "flush_cache": flushes}
+    assert sent == {
+        "model_path": str(new),
+        "weight_version": label(7),
+        "abort_all_requests": False,
+        "flush_cache": flushes,
+    }
     assert bodies(server, "/continue_generation") == [{"torch_empty_cache": False}]
 
 
@@ -388,7 +393,7 @@ def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: 
             answer = await replace(query, body)
             if not refused:
                 refused.append(body["weight_version"])
-                server.version = "0"
+                server.version = label(0)
                 return Answer(400, {"success": False, "message": "Weights were updated, but the cache was not flushed"})
             return answer
 
@@ -398,7 +403,7 @@ def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: 
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*Weights were updated, but"):
             await update(engine, 1, new)
         chunks = await call
-        assert (server.version, server.weights) == ("0", str(folder))
+        assert (server.version, server.weights) == (label(0), str(folder))
         assert tokens(chunks) == scripted(6, LONG, folder)
         assert {c.policy_version for c in chunks} == {0}
 
@@ -431,7 +436,7 @@ def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> 
         await update(engine, 2, folder)
 
     server = check(folder, law, kv_on_update="keep")
-    assert [body["extra_key"] for body in bodies(server, "/generate")] == ["v0", "v1"]
+    assert [body["extra_key"] for body in bodies(server, "/generate")] == [label(0), label(1)]
     flushed = [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")]
     assert flushed == [False, True], "with no call open nothing needs to be kept"
 
@@ -583,8 +588,10 @@ def test_a_router_is_replaced_by_its_workers_and_a_worker_is_itself() -> None:
     [
         ({"workers": []}, "router without workers"),
         ({"workers": [{"url": "http://w", "worker_type": "prefill"}]}, "worker of type 'prefill'"),
-        ({"workers": "http://w"}, "expected 'workers'"),
-        ({"workers": [7]}, "worker of type None"),
+        ({"workers": "http://w"}, "field 'workers': Input should be a valid array"),
+        ({"workers": [7]}, r"field 'workers\.0"),
+        ({"workers": ["file:///etc/passwd"]}, "which is no address of a server"),
+        ({"workers": [{"url": "http://user:word@w"}]}, "which is no address of a server"),
     ],
 )
 def test_a_router_that_cannot_be_used_says_why(answer: Any, complaint: str) -> None:
@@ -599,7 +606,7 @@ def test_a_pool_is_opened_from_the_url_of_a_router(folder: Path, tmp_path: Path)
             router: Any = Router({"/workers": {"workers": [{"url": f"http://127.0.0.1:{port}"}]}})
             async with serve(router) as router_port:
                 config = settings(f"http://127.0.0.1:{router_port}")
-                pool = await open_sglang(config, folder, logs=tmp_path / "logs", clock=SystemClock())
+                pool = await open_sglang(config, folder, run="ours", logs=tmp_path / "logs", clock=SystemClock())
                 try:
                     assert repr(pool) == f"http://127.0.0.1:{port}"
                     assert len(tokens(await collect(pool, request("a")))) == 12

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 
+from rollover.engine.http.answer import Reader
+from rollover.engine.sglang.answers import Generation
 from rollover.engine.sglang.reply import Reply
 from rollover.errors import EngineError
 from rollover.types import FinishReason
@@ -14,10 +18,15 @@ from tests.engine.contract import request
 IDS = (10, 11, 12, 13, 14, 15)
 
 
-def event(total: int, ids: tuple[int, ...], reason: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+def event(total: int, ids: tuple[int, ...], reason: dict[str, Any] | None = None, **meta: Any) -> Generation:
     pairs = [[-float(t), t, None] for t in ids]
     values = {"completion_tokens": total, "finish_reason": reason, "output_token_logprobs": pairs, **meta}
-    return {"output_ids": list(ids), "meta_info": values}
+    return received({"output_ids": list(ids), "meta_info": values})
+
+
+def received(event: Any) -> Generation:
+    """As it comes from a server."""
+    return Reader("the server").event(Generation, json.dumps(event), "POST /generate")
 
 
 def spans(*parts: tuple[str, int, int]) -> list[dict[str, Any]]:
@@ -121,12 +130,11 @@ def test_spans_that_cannot_be_true_are_refused(parts: list[dict[str, Any]], comp
         event(1, IDS[:1]),
         event(3, IDS[:3], output_token_logprobs=[[-1.0, 10, None], [-1.0, 11, None], [-1.0, 99, None]]),
         event(3, IDS[:3], output_token_logprobs=None),
-        {"output_ids": [1]},
-        {"meta_info": {"completion_tokens": "3"}, "output_ids": []},
+        received({"meta_info": {}, "output_ids": [1]}),
     ],
-    ids=["too few tokens", "fewer than before", "other ids", "no log-probs", "no meta", "no number"],
+    ids=["too few tokens", "fewer than before", "other ids", "no log-probs", "no count"],
 )
-def test_events_that_contradict_themselves_are_refused(broken: dict[str, Any]) -> None:
+def test_events_that_contradict_themselves_are_refused(broken: Generation) -> None:
     stream = reply()
     stream.read(event(2, IDS[:2]), certain=True)
     with pytest.raises(EngineError):
@@ -141,9 +149,8 @@ def test_events_that_contradict_themselves_are_refused(broken: dict[str, Any]) -
         {"type": "stop", "matched": "NaN happened"},
         {"type": "stop", "matched": 2},
         {"type": "paused"},
-        "abort",
     ],
-    ids=["inner error", "rejection", "NaN", "its own end token", "unknown", "no object"],
+    ids=["inner error", "rejection", "NaN", "its own end token", "unknown"],
 )
 def test_failures_are_no_partials(reason: Any) -> None:
     with pytest.raises(EngineError):
@@ -158,3 +165,20 @@ def test_a_finish_that_an_abort_hides_wins() -> None:
     resumed = reply(max_new_tokens=5, response_ids=(8, 9))
     assert resumed.read(end, certain=True)[-1].finish_reason is FinishReason.LENGTH
     assert reply(max_new_tokens=4).read(end, certain=True)[-1].finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("broken", "field"),
+    [
+        ({"output_ids": [1]}, "'meta_info'"),
+        ({"meta_info": {"completion_tokens": "3"}}, "'meta_info.completion_tokens'"),
+        ({"meta_info": {"completion_tokens": 10**400}}, "'meta_info.completion_tokens'"),
+        ({"meta_info": {"finish_reason": "abort"}}, "'meta_info.finish_reason'"),
+        ({"meta_info": {"output_token_logprobs": [[-1.0]]}}, "'meta_info.output_token_logprobs.0.1'"),
+        ({"meta_info": [], "output_ids": []}, "'meta_info'"),
+        ([], "the whole of it"),
+    ],
+)
+def test_events_of_another_type_are_refused_naming_the_field(broken: Any, field: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(field)):
+        received(broken)

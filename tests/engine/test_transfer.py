@@ -28,6 +28,7 @@ from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import FullEngine, collect, request
 from tests.engine.scripted_server import Answer, ScriptedServer, ScriptedVLLM
 from tests.engine.scripted_sglang import ScriptedSGLang
+from tests.engine.vllm_kit import label
 
 
 class Meeting:
@@ -123,9 +124,10 @@ def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_
             "/shutdown_weight_transfer_engine",
             "/reset_prefix_cache",
             "/update_weight_version",
+            "/weight_checker",
             "/resume",
         ]
-        assert ("POST", "/finish_weight_update", {}, {"weight_version": "1"}) in server.log
+        assert ("POST", "/finish_weight_update", {}, {"weight_version": label(1)}) in server.log
         chunks = await collect(engine, request("a"))
         assert {c.policy_version for c in chunks} == {1}
         await engine.close()
@@ -201,7 +203,7 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
             "/continue_generation",
         ]
         pieces = [body for _, path, _, body in server.log if path == "/update_weights_from_distributed"]
-        assert [(p.get("weight_version"), p["flush_cache"]) for p in pieces] == [(None, False), ("1", True)]
+        assert [(p.get("weight_version"), p["flush_cache"]) for p in pieces] == [(None, False), (label(1), True)]
         assert not any(p["abort_all_requests"] for p in pieces)
         chunks = await running
         assert {c.policy_version for c in chunks} == {0, 1}

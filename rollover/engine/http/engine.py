@@ -151,8 +151,8 @@ class ServerEngine(ABC):
     async def set_label(self, label: str) -> None:
         """Call the weights that it serves otherwise."""
 
-    async def confirm(self, version: int) -> None:
-        """That the weights just loaded are those of ``version``, where the server can show more than a label.
+    async def confirm(self, version: int, folder: Path) -> None:
+        """That the weights just loaded are those of ``folder``, where the server can show more than a label.
 
         Raises ``EngineError`` when they are not.
         """

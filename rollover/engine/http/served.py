@@ -30,8 +30,8 @@ class LabelledWeights(Protocol):
         """Call the weights that it serves otherwise."""
         ...
 
-    async def confirm(self, version: int) -> None:
-        """That what was just loaded is ``version``, where the server can show more than a label."""
+    async def confirm(self, version: int, folder: Path) -> None:
+        """That what was just loaded is ``folder``, where the server can show more than a label."""
         ...
 
 
@@ -67,7 +67,7 @@ class ServedWeights:
         self._unfit = f"{self._client} failed while its weights were replaced; it has none that are known"
         self._num_installs += 1
         await self._server.replace_weights(self.claim.label(version), folder)
-        await self._server.confirm(version)
+        await self._server.confirm(version, folder)
         self.version, self.folder, self._unfit = version, folder, None
         self._compare(await self._server.label())
 

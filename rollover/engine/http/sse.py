@@ -16,26 +16,32 @@ class EventDecoder:
 
     def __init__(self) -> None:
         self._text = codecs.getincrementaldecoder("utf-8")()
-        self._rest = ""
+        self._line: list[str] = []
+        """Pieces of a line that has not ended."""
         self._data: list[str] = []
+        self._num_chars = 0
+        """Of both together."""
 
     @property
     def inside_event(self) -> bool:
         """Whether the bytes so far end in the middle of an event."""
-        return bool(self._rest or self._data)
+        return self._num_chars > 0 or bool(self._data)
 
     def feed(self, received: bytes) -> list[str]:
         """The data of the events that ``received`` completes."""
-        self._rest += self._text.decode(received)
-        *lines, self._rest = self._rest.split("\n")
+        *ends, rest = self._text.decode(received).split("\n")
         events = []
-        for line in lines:
-            line = line.removesuffix("\r")
+        for end in ends:
+            line = "".join([*self._line, end]).removesuffix("\r")
+            self._line = []
             if line.startswith("data:"):
                 self._data.append(line[5:].removeprefix(" "))
             elif not line and self._data:
                 events.append("\n".join(self._data))
                 self._data = []
-        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_CHARS:
+        if rest:
+            self._line.append(rest)
+        self._num_chars = len(rest) + (self._num_chars if not ends else sum(map(len, self._data)))
+        if self._num_chars > MAX_EVENT_CHARS:
             raise ValueError(f"an event of more than {MAX_EVENT_CHARS} characters")
         return events

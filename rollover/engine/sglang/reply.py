@@ -144,7 +144,7 @@ class Reply:
                 if matched in params.stop_token_ids or matched in params.stop_strings:
                     return FinishReason.STOP
                 raise EngineError(
-                    f"{self._name}: the server stopped at {self._shown(str(matched))!r}, which was not asked for: it"
+                    f"{self._name}: the server stopped at {self._shown(repr(matched))}, which was not asked for: it"
                     " is an end token of the server's own model folder, or its computation has failed"
                 )
             case "abort":  # it hides a finish in the same iteration

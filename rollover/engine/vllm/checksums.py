@@ -7,6 +7,7 @@ same division over workers must agree to the last bit; where the divisions diffe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rollover.errors import EngineError
 
@@ -16,25 +17,25 @@ about a second, in which it decodes nothing."""
 
 
 class ChecksumRecord:
-    """What the first server to load a version holds, for the others to be compared with. One for all servers of a
+    """What the first server to load a folder holds, for the others to be compared with. One for all servers of a
     pool."""
 
     def __init__(self) -> None:
-        self._version = -1
+        self._folder: Path | None = None
         self._server = ""
         self._expected: Mapping[str, str] = {}
 
-    def compare(self, version: int, server: str, checksums: Mapping[str, str]) -> None:
+    def compare(self, folder: Path, server: str, checksums: Mapping[str, str]) -> None:
         """Raises ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
-        if version != self._version:
-            self._version, self._server, self._expected = version, server, checksums
+        if folder != self._folder:
+            self._folder, self._server, self._expected = folder, server, checksums
             return
         if checksums.keys() != self._expected.keys():
             return
         different = [name for name, digest in checksums.items() if digest != self._expected[name]]
         if different:
             raise EngineError(
-                f"{server} holds other weights than {self._server}, though both have loaded version {version}:"
+                f"{server} holds other weights than {self._server}, though both have loaded {folder}:"
                 f" {len(different)} of {len(checksums)} tensors differ, the first is {different[0][:120]!r}; do the two"
                 " run with the same --dtype and --quantization?"
             )

@@ -117,7 +117,7 @@ class VLLMEngine(ServerEngine):
 
     async def _check_vocabulary(self) -> None:
         """The last id of our vocabulary is one of its own, and the next is not."""
-        last = self.model.vocab_size - 1
+        last, name = self.model.vocab_size - 1, self.client.reader.shown(self._model_name)
         for token, known in ((last, True), (last + 1, False)):
             try:
                 await self.client.call("POST", "/v1/completions", body=self._one_token(token))
@@ -126,13 +126,13 @@ class VLLMEngine(ServerEngine):
             except EngineError as e:
                 if known:
                     raise EngineError(
-                        f"{self} serves {self._model_name!r}, which does not take token {token} of"
+                        f"{self} serves {name!r}, which does not take token {token} of"
                         f" {self.model.path} (vocabulary of {last + 1}): is it another model? {e}"
                     ) from None
             else:
                 if not known:
                     raise EngineError(
-                        f"{self} serves {self._model_name!r}, whose vocabulary is larger than the"
+                        f"{self} serves {name!r}, whose vocabulary is larger than the"
                         f" {last + 1} of {self.model.path}: it is another model"
                     )
 
@@ -227,7 +227,7 @@ class VLLMEngine(ServerEngine):
     async def set_label(self, label: str) -> None:
         await self.client.call("POST", "/update_weight_version", body={"new_version": label})
 
-    async def confirm(self, version: int) -> None:
+    async def confirm(self, version: int, folder: Path) -> None:
         large = sum(info.num_bytes for info in self.model.weights.values()) > MAX_BYTES
         if not self._has_checksums or (large and version > 0):
             return
@@ -239,7 +239,7 @@ class VLLMEngine(ServerEngine):
         except EngineError:
             self._has_checksums = False  # an older release, or weights that it cannot hash
             return
-        self._checksums.compare(version, repr(self), found.checksums)
+        self._checksums.compare(folder, repr(self), found.checksums)
 
     def _open_group(self, num_workers: int) -> Group:
         return NCCLGroup(num_workers)

@@ -1,0 +1,243 @@
+"""A server belongs to one run at a time: nobody loads weights into one that another live run uses."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rollover.clock import SystemClock
+from rollover.engine.http.claim import Claim
+from rollover.engine.http.engine import ServerEngine
+from rollover.engine.vllm.open import open_vllm
+from rollover.errors import EngineError
+from tests.engine import sglang_kit, vllm_kit
+from tests.engine.contract import LONG, collect, request, tokens
+from tests.engine.scripted_server import ScriptedServer, ScriptedVLLM, serve
+from tests.engine.vllm_kit import label, model_folder, settings
+from tests.virtual_time import run
+
+KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v0")
+
+
+@asynccontextmanager
+async def engine_of(
+    kind: ModuleType, server: ScriptedServer, folder: Path, claim: Claim
+) -> AsyncIterator[ServerEngine]:
+    engine = kind.make_engine(server, folder)
+    engine._served.claim = claim
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def name(server: Any, weights: str) -> None:
+    server.version = server.scheduler_version = weights
+
+
+# -- labels -------------------------------------------------------------------------------------------------
+
+
+def test_a_label_tells_whose_weights_a_server_has_and_whether_it_was_given_back() -> None:
+    claim = Claim("ours", predecessor="before")
+    assert claim.label(7) == "rollover:ours:7"
+    assert [claim.version(x) for x in ("rollover:ours:7", "rollover:ours:7:free", "rollover:theirs:7", "7")] == [
+        *(7, 7),
+        *(None, None),
+    ]
+    free = ("default", "", "7", "rollover:ours:7", "rollover:theirs:7:free", "rollover:before:3", "rollover:x")
+    assert [claim.owner(x) for x in free] == [None] * len(free)
+    assert claim.owner("rollover:theirs:7") == "theirs"
+
+
+# -- the lock of a machine ----------------------------------------------------------------------------------
+
+
+def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path: Path) -> None:
+    first = Claim.on_this_machine("http://gpu:8000", "first", tmp_path)
+    with pytest.raises(EngineError, match=r"^http://gpu:8000/ is in use by run first \(pid \d+ on .*\): wait for it"):
+        Claim.on_this_machine("http://gpu:8000/", "second", tmp_path)
+    Claim.on_this_machine("http://gpu:8001", "second", tmp_path).release()
+    first.release()
+    second = Claim.on_this_machine("http://gpu:8000", "second", tmp_path)
+    assert second.owner("rollover:first:9") is None, "it was on this machine, and is over"
+    assert second.owner("rollover:third:9") == "third"
+    second.release()
+
+
+def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from rollover.engine.http.claim import Claim\n"
+        "claim = Claim.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == -9
+    claim = Claim.on_this_machine("http://gpu:8000", "next", tmp_path)
+    assert claim.owner("rollover:killed:3") is None
+    claim.release()
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    Claim.on_this_machine("http://gpu:8000", "first", tmp_path).release()
+    (lock,) = tmp_path.iterdir()
+    lock.unlink()
+    (tmp_path / "precious").write_text("kept")
+    lock.symlink_to(tmp_path / "precious")
+    with pytest.raises(EngineError, match="the lock of a server, cannot be opened"):
+        Claim.on_this_machine("http://gpu:8000", "second", tmp_path)
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+# -- servers ------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_server_of_another_run_is_left_as_it_is_and_the_message_says_how_to_free_it(
+    kind: ModuleType, folder: Path
+) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        name(server, "rollover:theirs:4")
+        server.paused, server.weights = True, "theirs"
+        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+            with pytest.raises(
+                EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"
+            ):
+                await engine.open()
+        assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
+        assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
+        await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
+        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+            await engine.open()
+            assert (server.paused, server.version) == (False, "rollover:ours:0")
+
+    run(main())
+
+
+@KINDS
+def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        for owner in ("first", "second"):
+            async with engine_of(kind, server, folder, Claim(owner)) as engine:
+                await engine.open()
+                assert server.version == f"rollover:{owner}:0"
+            assert server.version == f"rollover:{owner}:0:free"
+
+    run(main())
+
+
+@KINDS
+@pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
+def test_a_server_that_a_killed_run_left_is_taken_by_its_resumption_and_by_its_machine(
+    kind: ModuleType, folder: Path, left: str
+) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        name(server, left)
+        async with engine_of(kind, server, folder, Claim("ours", predecessor="dead")) as engine:
+            await engine.open()
+            assert server.version == label(0)
+
+    run(main())
+
+
+@KINDS
+def test_a_server_that_another_run_takes_from_us_gets_nothing_from_us_any_more(
+    kind: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+            await engine.open()
+            name(server, "rollover:theirs:0")  # the same version number
+            server.weights = "theirs"
+            with pytest.raises(EngineError, match=r"serves weights 'rollover:theirs:0', .*run theirs uses it"):
+                await engine.probe()
+            with pytest.raises(EngineError, match="belongs to run theirs"):
+                await engine.pause()
+            with pytest.raises(EngineError, match="run theirs uses it"):
+                await collect(engine, request("a"))
+            server.log.clear()
+        assert {method for method, _, _, _ in server.log} <= {"GET"}
+        assert (server.paused, server.weights, server.version) == (False, "theirs", "rollover:theirs:0")
+
+    run(main())
+
+
+def test_two_runs_on_one_address_never_meet_in_the_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main() -> None:
+        server = ScriptedVLLM(tick_s=0.001)
+        async with serve(server) as port:
+            config = settings(f"http://127.0.0.1:{port}")
+
+            async def opened(run: str) -> Any:
+                return await open_vllm(config, folder, run=run, logs=tmp_path / "logs", clock=SystemClock())
+
+            first = await opened("first")
+            call = asyncio.create_task(collect(first, request("a", max_new_tokens=LONG)))
+            with pytest.raises(EngineError, match="is in use by run first"):
+                await opened("second")
+            assert len(tokens(await call)) == LONG
+            await first.close()
+            second = await opened("second")
+            assert server.version == "rollover:second:0"
+            await second.close()
+
+    asyncio.run(main())
+
+
+def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checksums(
+    folder: Path, tmp_path: Path
+) -> None:
+    from rollover.engine.vllm.checksums import ChecksumRecord
+
+    async def main(spoil: bool) -> None:
+        record = ChecksumRecord()
+        one, two = ScriptedVLLM(), ScriptedVLLM()
+        two.checksums = (lambda weights: "rounded to bfloat16") if spoil else one.checksums
+        engines = [vllm_kit.make_engine(server, folder, f"http://{n}") for n, server in (("one", one), ("two", two))]
+        for engine in engines:
+            engine._checksums = record
+        try:
+            await engines[0].open()
+            await engines[1].open()
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    run(main(spoil=False))
+    with pytest.raises(EngineError, match=r"^http://two holds other weights than http://one, though both have loaded"):
+        run(main(spoil=True))
+
+
+def test_a_release_without_checksums_is_taken_at_its_label(folder: Path) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.checksums = None
+        async with vllm_kit.opened(server, folder) as engine:
+            assert len(tokens(await collect(engine, request("a")))) == 12
+            await engine.pause()
+            await engine.load(1, folder)
+            await engine.resume()
+        assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
+
+    run(main())

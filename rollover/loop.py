@@ -31,7 +31,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
         RolloverError: with what the user can do about it; the run can be resumed.
     """
     with interrupt.deferred():
-        await session.publish()
+        await interrupt.unless(session.publish())
         await interrupt.unless(session.evaluate_when_due())
         while session.version < session.config.steps and not interrupt.requested:
             with session.timed("time/rollout_s"):
@@ -42,7 +42,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 trained = await session.train(batch)
             await session.judge_engines(batch, trained)
             with session.timed("time/publish_s"):
-                await session.publish()
+                await interrupt.unless(session.publish())
             session.log_step(batch, trained)
             session.save_when_due()
             await interrupt.unless(session.evaluate_when_due())

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,7 +36,9 @@ def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment
     versions = {v for batch in runs.batches(out) for t in batch.trajectories for v in t.policy_versions}
     assert versions == {0, 1, 2}
     assert sorted(p.name for p in (out / "weights").iterdir()) == ["v2", "v3"]
-    assert {one.version, two.version} == {f"rollover:{RunDir(out).identity()}:3:free"}
+    with RunDir(out) as run:
+        name = run.identity()
+    assert {one.version, two.version} == {f"rollover:{name}:3:free"}
     assert min(sum(path == "/v1/completions" for _, path, _, _ in server.log) for server in (one, two)) > 5
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     # Later batches hold tokens of older versions, how many depends on timing; the first holds none.
@@ -60,6 +68,35 @@ def test_a_server_that_reports_log_probs_before_temperature_stops_the_run(
     with serving(Raw(experiment / "model", context=CONTEXT)) as url:
         assert train(url) == 2
     assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_an_update_that_hangs_ends_the_run_soon_and_leaves_no_server_standing_still(experiment: Path) -> None:
+    class Hanging(ModelServer):
+        async def _post_collective_rpc(self, query, body):  # type: ignore[no-untyped-def]
+            if body["kwargs"]["weights_path"].endswith("v2"):
+                hung.set()
+                while not over.is_set():
+                    await asyncio.sleep(0.05)
+            return await super()._post_collective_rpc(query, body)
+
+    hung, over = threading.Event(), threading.Event()
+    server = Hanging(experiment / "model", context=CONTEXT)
+    with serving(server) as url, (experiment / "out.txt").open("wb") as out:
+        engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url]), "--engine.max_running", "24"]
+        command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", "out", "--steps", "9", *engine]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(experiment)])
+        training = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths})
+        try:
+            assert hung.wait(120.0)
+            assert server.paused
+            training.send_signal(signal.SIGINT)
+            assert training.wait(100.0) == 130
+        finally:
+            training.kill()
+            training.wait()
+            over.set()
+        assert not server.paused
+    assert runs.ledger(Path("out")).next_step == 2
 
 
 def test_evaluation_measures_the_runs_own_model_whatever_the_server_held(

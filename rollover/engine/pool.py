@@ -405,12 +405,11 @@ class EnginePool:
         async def one(index: int) -> EngineError | None:
             name = self._state.members[index].name
             lost = asyncio.create_task(self._lost[index].wait())
-            done = asyncio.create_task(act(index))
+            done = asyncio.create_task(self._in_time(index, act(index), limit_s, what))
             try:
-                await asyncio.wait([done, lost], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
                 if not done.done():
-                    late = f"did not {what} within {limit_s} s"
-                    return EngineTimeout(f"{name} {'was taken out' if lost.done() else late}")
+                    return EngineTimeout(f"{name} was taken out")
                 done.result()
             except EngineError as e:
                 return e
@@ -426,6 +425,17 @@ class EnginePool:
 
         failures = await asyncio.gather(*map(one, indices))
         return {index: e for index, e in zip(indices, failures, strict=True) if e is not None}
+
+    async def _in_time(self, index: int, work: Coroutine[Any, Any, None], limit_s: float | None, what: str) -> None:
+        """``work`` of a member. Raises ``EngineTimeout`` when it takes longer than ``limit_s``."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await work
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            name = self._state.members[index].name
+            raise EngineTimeout(f"{name} did not {what} within {limit_s:g} s") from None
 
     def _take_out_all(self, failed: dict[int, EngineError]) -> None:
         for index, error in failed.items():
@@ -472,11 +482,12 @@ class EnginePool:
             while True:
                 await self._resumed.wait()
                 version, source = self._version, self._source
-                await engine.pause()
+                switch_s, load_s = self._switch_timeout_s, self._load_timeout_s
                 try:
-                    await engine.load(version, source)
+                    await self._in_time(index, engine.pause(), switch_s, "stand still")
+                    await self._in_time(index, engine.load(version, source), load_s, f"load version {version}")
                 finally:
-                    await engine.resume()
+                    await self._in_time(index, engine.resume(), switch_s, "go on")
                 await engine.probe(decode=True)
                 if self._prove is not None:
                     await self._prove(engine, version)

@@ -83,4 +83,5 @@ def serving(server: ScriptedVLLM) -> Iterator[str]:
         for task in pending:
             task.cancel()
         loop.run_until_complete(asyncio.wait(pending) if pending else asyncio.sleep(0))
+        loop.run_until_complete(asyncio.sleep(0.01))  # what they closed is closed in a later turn
         loop.close()

@@ -451,9 +451,11 @@ async def serve(server: ScriptedServer, *, tls: ssl.SSLContext | None = None) ->
     """``server`` on a port of the loopback interface, one request per connection."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(Broken, ConnectionError, asyncio.IncompleteReadError):
-            await _answer_one(server, reader, writer)
-        writer.close()
+        try:
+            with suppress(Broken, ConnectionError, asyncio.IncompleteReadError):
+                await _answer_one(server, reader, writer)
+        finally:
+            writer.close()
 
     listener = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls)
     async with listener:

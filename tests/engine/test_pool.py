@@ -29,6 +29,8 @@ class Flaky(FakeEngine):
         self.name = name
         self.failing: str | None = None
         self.hanging = False
+        self.hanging_in: set[str] = set()
+        """Names of the calls that never return, where not all do."""
         self.probe_s = 0.0
         self.num_revivals = 0
 
@@ -59,12 +61,22 @@ class Flaky(FakeEngine):
                 await self._ill()
                 yield chunk
 
+    async def _hang(self, call: str) -> None:
+        if call in self.hanging_in:
+            await asyncio.get_running_loop().create_future()
+
     async def pause(self) -> None:
         await self._ill()
+        await self._hang("pause")
         await super().pause()
+
+    async def resume(self) -> None:
+        await self._hang("resume")
+        await super().resume()
 
     async def load(self, version: int, source: WeightSource) -> None:
         await self._ill()
+        await self._hang("load")
         await super().load(version, source)
 
     async def abort(self, request_ids: Any) -> None:
@@ -78,7 +90,7 @@ class Flaky(FakeEngine):
 
 
 @asynccontextmanager
-async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0) -> AsyncIterator[EnginePool]:
+async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0, **limits: float) -> AsyncIterator[EnginePool]:
     pool = EnginePool(
         members,
         WEIGHTS,
@@ -86,6 +98,7 @@ async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0) -> AsyncIter
         probe_interval_s=2.0,
         max_retry_after_s=16.0,
         all_down_timeout_s=all_down_timeout_s,
+        **limits,
     )
     await pool.open()
     try:

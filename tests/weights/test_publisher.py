@@ -56,6 +56,32 @@ def test_a_target_that_hangs_is_named() -> None:
     assert targets[1].done == ["pause", "resume"]
 
 
+def test_a_publication_that_is_cancelled_has_resumed_its_targets_when_it_ends() -> None:
+    async def main() -> None:
+        targets = [Target("one"), Target("two", load_s=1000.0)]
+        publishing = asyncio.create_task(Publisher(targets).publish(3, {}))
+        await asyncio.sleep(5.0)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert targets[0].done == ["pause", (3, {}), "resume"]
+        assert targets[1].done == ["pause", "resume"]
+
+    run(main())
+
+
+def test_a_target_that_was_being_paused_is_resumed_too() -> None:
+    class Slow(Target):
+        async def pause(self) -> None:
+            await super().pause()
+            await asyncio.sleep(1000.0)
+
+    target = Slow("slow")
+    with pytest.raises(EngineTimeout, match=r"^slow did not load"):
+        run(Publisher([target]).publish(3, {}))
+    assert target.done == ["pause", "resume"]
+
+
 def test_staging_writes_a_folder_for_targets_in_other_processes_and_nothing_for_others() -> None:
     class Folders:
         def write(self, version: int, weights: object) -> Path:

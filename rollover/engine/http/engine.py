@@ -308,7 +308,8 @@ class ServerEngine(ABC):
     async def resume(self) -> None:
         self._refuse_when_closed("resume")
         try:
-            await self._go_on()
+            if self._frozen:  # else it does not stand still for us
+                await self._go_on()
         finally:
             self._running.set()
             for call in self._sent():

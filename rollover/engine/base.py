@@ -6,7 +6,8 @@ Laws every implementation keeps (``tests/engine/contract.py`` proves them):
 * Each token carries the log-probability of the distribution it was drawn from and the version of the
   weights that drew it.
 * ``generate`` ends with exactly one chunk that has a ``finish_reason``; on an abort that chunk holds what
-  was decoded and not yet streamed, possibly nothing. A finish that races with an abort wins.
+  was decoded and not yet streamed, possibly nothing. A finish that races with an abort wins. Callers take an abort
+  that they have not asked for as a failure.
 * ``abort`` returns once each of those calls has put its final chunk on its stream. Unknown and finished ids
   are no error, an empty collection stops nothing.
 * After ``pause`` returns no token is sampled until ``resume``. Running calls stay open across a weight load

@@ -111,7 +111,7 @@ def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: S
         yield f'{devices} python -m sglang.launch_server {_quoted(arguments)} --host "$HOST" &'
         return
     several = ["--distributed-executor-backend", "ray"] * (len(replica.nodes) > 1)
-    command = f"python -m vllm.entrypoints.openai.api_server {_quoted(_vllm(plan, replica, model) + several)}"
+    command = f"vllm serve {_quoted(_vllm(plan, replica, model) + several)}"
     if len(replica.nodes) > 1 and rank > 0:
         yield f"{devices} ray start --address {head}:{rendezvous} --block &"
         return
@@ -125,7 +125,7 @@ def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: S
 def _vllm(plan: Plan, replica: _Replica, model: str) -> list[str]:
     c = replica.column
     return [
-        *("--model", model, "--port", str(replica.port)),
+        *(model, "--port", str(replica.port)),
         *("--tensor-parallel-size", str(c.tp), "--pipeline-parallel-size", str(c.pp)),
         *("--max-num-seqs", str(c.batch_cap), "--max-model-len", str(_context(plan))),
         *("--gpu-memory-utilization", f"{plan.devices[c.device].efficiency.memory:g}"),

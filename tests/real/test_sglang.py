@@ -242,7 +242,7 @@ def test_a_model_of_another_shape_is_refused_before_it_could_kill_the_server(
         )
         larger = model_folder(tmp_path / "larger", vocab=5000)
         async with client_of(url) as client:
-            path = (await client.call("GET", "/model_info"))["model_path"]
+            path = (await client.ask(dict, "GET", "/model_info"))["model_path"]
         if Path(path).is_dir():
             with pytest.raises(EngineError, match="serves another model"):
                 async with opened(url, other):
@@ -275,7 +275,7 @@ def patience() -> Patience:
 
 async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]:
     """The last event."""
-    async for last in client.events("/generate", call, patience()):
+    async for last in client.events(dict, "/generate", call, patience()):
         event = last
     return event
 
@@ -293,14 +293,16 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
         update = {"model_path": str(folders[0]), "weight_version": "10"}
         await client.call("POST", "/update_weights_from_disk", body=update)
         call = asyncio.create_task(to_the_end(client, body("refused;", 200)))
-        while not (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"]:
+        while not (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+            "num_running_reqs"
+        ]:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)
         await client.call("POST", "/pause_generation", body={"mode": "in_place"})
         update = {"model_path": str(folders[1]), "weight_version": "11", "flush_cache": True}
         with pytest.raises(EngineError, match="400: Weights were updated"):
             await client.call("POST", "/update_weights_from_disk", body=update)
-        assert (await client.call("GET", "/model_info"))["weight_version"] == "10"
+        assert (await client.ask(dict, "GET", "/model_info"))["weight_version"] == "10"
         await client.call("POST", "/continue_generation", body={})
         event = await call
         assert [span["version"] for span in event["meta_info"]["weight_versions"]] == ["10", "11"]
@@ -325,7 +327,9 @@ def test_quirk_an_abort_of_a_call_that_waits_for_the_end_of_a_pause_is_lost_and_
 def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         call = asyncio.create_task(to_the_end(client, body("frozen;", 400)))
-        while not (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"]:
+        while not (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+            "num_running_reqs"
+        ]:
             await asyncio.sleep(0.02)
         await client.call("POST", "/pause_generation", body={"mode": "in_place"})
         await client.call("GET", "/server_info")
@@ -341,7 +345,9 @@ def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url:
 def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         calls = [asyncio.create_task(to_the_end(client, body(rid, 300))) for rid in ("g1", "g10", "h1;", "h10;")]
-        while (await client.call("GET", "/v1/loads", params={"include": "core"}))["loads"][0]["num_running_reqs"] < 4:
+        while (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+            "num_running_reqs"
+        ] < 4:
             await asyncio.sleep(0.02)
         for rid in ("g1", "h1;"):
             await client.call("POST", "/abort_request", body={"rid": rid, "abort_all": False})

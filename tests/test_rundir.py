@@ -22,6 +22,18 @@ def _roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 0)
 
 
+def test_a_run_has_a_name_of_its_own_that_a_resume_does_not_change(tmp_path: Path) -> None:
+    names = []
+    for parent in ("a", "b"):
+        path = tmp_path / parent / "my run: ü"
+        with rundir.create(CONFIG, path) as run:
+            names.append(run.identity())
+        with rundir.RunDir(path) as run:
+            assert run.identity() == names[-1]
+    assert len(set(names)) == 2
+    assert all(name.startswith("my-run---") and ":" not in name and " " not in name for name in names)
+
+
 def test_a_new_run_leaves_its_resolved_config_and_what_ran_it(tmp_path: Path) -> None:
     with rundir.create(CONFIG, tmp_path / "a" / "b", ["rollover", "train", "x y.toml"]) as run:
         saved = json.loads(run.config_file.read_text())

@@ -133,6 +133,16 @@ def test_a_launched_server_is_told_what_training_needs(folder: Path) -> None:
     assert "--max-num-seqs 9" in text and "--port 8123" in text and "--host 127.0.0.1" in text
 
 
+def test_the_model_is_given_as_the_program_that_starts_it_takes_it(folder: Path) -> None:
+    def given(*command: str) -> list[str]:
+        config = VLLMConfig(launch=True, **({"launch_command": command} if command else {}))  # type: ignore[arg-type]
+        return launch_arguments(config, folder, 8123)[:2]
+
+    assert given()[0] == given("python", "-m", "vllm.entrypoints.cli.main", "serve")[0] == str(folder)
+    assert given("python", "-m", "vllm.entrypoints.openai.api_server") == ["--model", str(folder)]
+    assert VLLMConfig(launch=True).launch_command == ("vllm", "serve")
+
+
 def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: Path) -> None:
     """A token of this model takes 2 x 2 layers x 2^10 float32: 16 KiB."""
     large = model_folder(tmp_path / "large", hidden=2**10, max_position_embeddings=2**12)

@@ -162,7 +162,7 @@ _adapters: dict[object, TypeAdapter[Any]] = {}
 """One for each kind: making one takes longer than using it."""
 
 
-def _adapter(kind: object) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]

@@ -226,7 +226,10 @@ def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan
         scripts = {name: text for name, text in files.items() if name.endswith(".sh")}
         starts = [line for text in scripts.values() for line in text.splitlines() if line.startswith("CUDA_VISIBLE")]
         assert len(starts) == len(urls)
-        program = {"vllm": " vllm serve org/model ", "sglang": " python -m sglang.launch_server --model-path org/model "}
+        program = {
+            "vllm": " vllm serve org/model ",
+            "sglang": " python -m sglang.launch_server --model-path org/model ",
+        }
         assert all(program[server] in start for start in starts)
         for name, text in scripts.items():
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)

@@ -44,6 +44,7 @@ from rollover.engine.base import (
     WeightTarget,
 )
 from rollover.engine.membership import Health, Membership
+from rollover.engine.waiting import in_time, wait_for_any
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 
@@ -367,7 +368,7 @@ class EnginePool:
                     "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)", self._all_down_timeout_s
                 )
             self._admitted.clear()
-            await self._wait(left_s, self._admitted, unless)
+            await wait_for_any(self._clock, left_s, self._admitted, unless)
 
     def _is_up(self, index: int) -> None:
         """Calls may go to a member."""
@@ -405,7 +406,7 @@ class EnginePool:
         async def one(index: int) -> EngineError | None:
             name = self._state.members[index].name
             lost = asyncio.create_task(self._lost[index].wait())
-            done = asyncio.create_task(self._in_time(index, act(index), limit_s, what))
+            done = asyncio.create_task(in_time(act(index), limit_s, name, what))
             try:
                 await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
                 if not done.done():
@@ -425,17 +426,6 @@ class EnginePool:
 
         failures = await asyncio.gather(*map(one, indices))
         return {index: e for index, e in zip(indices, failures, strict=True) if e is not None}
-
-    async def _in_time(self, index: int, work: Coroutine[Any, Any, None], limit_s: float | None, what: str) -> None:
-        """``work`` of a member. Raises ``EngineTimeout`` when it takes longer than ``limit_s``."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await work
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            name = self._state.members[index].name
-            raise EngineTimeout(f"{name} did not {what} within {limit_s:g} s") from None
 
     def _take_out_all(self, failed: dict[int, EngineError]) -> None:
         for index, error in failed.items():
@@ -459,7 +449,7 @@ class EnginePool:
                     await self._bring_back(index)
                 continue
             self._look[index].clear()
-            await self._wait(self._probe_interval_s, self._look[index])
+            await wait_for_any(self._clock, self._probe_interval_s, self._look[index])
             if not self._state.is_down(index) and self._paused is None:
                 await self._probe(index, decode=member.health is Health.SUSPECT)
 
@@ -476,7 +466,7 @@ class EnginePool:
     async def _bring_back(self, index: int) -> None:
         """Take a member in again once it answers and has the weights of the pool, or put it off for
         longer."""
-        engine = self._members[index]
+        engine, name = self._members[index], self._state.members[index].name
         try:
             await engine.revive()
             while True:
@@ -484,10 +474,10 @@ class EnginePool:
                 version, source = self._version, self._source
                 switch_s, load_s = self._switch_timeout_s, self._load_timeout_s
                 try:
-                    await self._in_time(index, engine.pause(), switch_s, "stand still")
-                    await self._in_time(index, engine.load(version, source), load_s, f"load version {version}")
+                    await in_time(engine.pause(), switch_s, name, "stand still")
+                    await in_time(engine.load(version, source), load_s, name, f"load version {version}")
                 finally:
-                    await self._in_time(index, engine.resume(), switch_s, "go on")
+                    await in_time(engine.resume(), switch_s, name, "go on")
                 await engine.probe(decode=True)
                 if self._prove is not None:
                     await self._prove(engine, version)
@@ -505,20 +495,3 @@ class EnginePool:
         logger.warning("%s is back with weights version %d", self._state.members[index].name, self._version)
         self._lost[index].clear()
         self._is_up(index)
-
-    async def _wait(self, limit_s: float, *events: asyncio.Event) -> None:
-        """Until one of ``events`` is set or ``limit_s`` seconds of the pool's clock have passed."""
-        timer = asyncio.create_task(self._sleep(limit_s))
-        waiting = [timer, *(asyncio.create_task(_is_set(event)) for event in events)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
-
-    async def _sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
-
-
-async def _is_set(event: asyncio.Event) -> None:
-    await event.wait()

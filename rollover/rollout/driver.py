@@ -307,7 +307,7 @@ class RolloutDriver:
                 acted = False
                 self._engine_failed(sample_id, segment, e)
             finally:
-                if sample_id in self.ledger.running:  # cancelled
+                if not segment.is_last:  # cancelled
                     self._end_segment(sample_id, segment, FinishReason.ABORT)
                 if self._hops.get(sample_id) is asyncio.current_task():  # else it is already running again
                     del self._hops[sample_id], self._calls[sample_id]
@@ -339,7 +339,7 @@ class RolloutDriver:
             if chunk.finish_reason is not None and self._turn is not None:
                 await self._after_hop(sample_id)  # the engine stands still until this returns
                 acted = True
-        if not acted and sample_id in self.ledger.running:
+        if not segment.is_last:
             raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
         return acted
 
@@ -373,7 +373,7 @@ class RolloutDriver:
     def _engine_failed(self, sample_id: SampleId, segment: OpenSegment, error: EngineError) -> None:
         """Park the sample with every token that reached us. After too many failures without a token in between, give it
         up, or the run when all others that are running fail too."""
-        if sample_id not in self.ledger.running:  # it had finished before
+        if segment.is_last:  # the call had come to its end before
             return
         self._end_segment(sample_id, segment, FinishReason.ABORT)
         self._retries[sample_id] = self._retries.get(sample_id, 0) + 1

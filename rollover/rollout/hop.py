@@ -40,9 +40,11 @@ def back_off_s(num_failures: int) -> float:
 
 @dataclass(slots=True)
 class OpenSegment:
-    """Tokens of the current segment that are not in the ledger yet."""
+    """Tokens of the current segment of one call that are not in the ledger yet."""
 
     start_s: float
+    is_last: bool = False
+    """Whether the call is over: its sample may be running again by now, in another call."""
     num_prefilled_tokens: int = 0
     policy_version: int = -1
     kv_version: int = -1
@@ -76,7 +78,7 @@ class OpenSegment:
             num_prefilled_tokens=self.num_prefilled_tokens,
             engine=self.engine,
         )
-        self.start_s, self.num_prefilled_tokens = end_s, 0
+        self.start_s, self.num_prefilled_tokens, self.is_last = end_s, 0, reason is not None
         self.token_ids, self.logprobs = [], []
         return segment
 

@@ -70,7 +70,6 @@ stream_interval_tokens = 2
 learning_rate = 3e-3
 [checkpoint]
 every_steps = 2
-keep_last = 10
 [logging]
 tensorboard = false
 progress = "off"

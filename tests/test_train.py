@@ -31,6 +31,10 @@ LOGPROB_TOLERANCE = 1e-4
 """Between the engine's decode with a cache and the trainer's packed forward, both float32; nats."""
 
 
+EVERY_VERSION = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+"""A checkpoint of each stays."""
+
+
 def train(*argv: str) -> Path:
     """A run of ``run.toml`` in ``out``."""
     assert cli.main(["train", "run.toml", "--run-dir", "out", *argv]) == 0
@@ -72,7 +76,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with (folder / "run.toml").open("a") as file:
             file.write(runs.UNSEEN)
         # In lockstep who is parked does not depend on the speed of the machine.
-        train("--checkpoint.every_steps", "1", "--logging.tensorboard", "true", "--deterministic", "true")
+        train(*EVERY_VERSION, "--logging.tensorboard", "true", "--deterministic", "true")
     yield folder / "out"
 
 
@@ -163,7 +167,7 @@ def test_every_strategy_trains_within_its_bound(experiment: Path, strategy: str)
 def test_weights_change_under_running_samples_and_each_token_knows_its_own(experiment: Path, kv: str) -> None:
     run = train(
         *("--rollout.strategy", "bounded_async", "--engine.kv_on_update", kv, "--steps", "5"),
-        *("--rollout.num_running", "6", "--rollout.rollout_batch_size", "2", "--checkpoint.every_steps", "1"),
+        *("--rollout.num_running", "6", "--rollout.rollout_batch_size", "2", *EVERY_VERSION),
         # So much may be in flight that the engine never rests: some sample is running whenever weights change.
         *("--rollout.max_staleness", "200"),
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollover.companions import Companions, without_own_files, write_companions
 from rollover.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SNAPSHOT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_OWN_FILES = ("config.json", "trainer.json")
 
 
 def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
@@ -174,14 +172,12 @@ def named_weights(model: Any) -> Mapping[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def save_model(model: Any, folder: Path, *, files_from: Path | None) -> None:
-    """Write ``config.json`` and ``model.safetensors``, and copy tokenizer and generation files from another
-    model folder, if given."""
+def save_model(model: Any, folder: Path, *, companions: Companions) -> None:
+    """Write ``config.json`` and ``model.safetensors``, and beside them the tokenizer and generation files among
+    ``companions``."""
     from safetensors.torch import save_file
 
-    for path in sorted(files_from.iterdir()) if files_from else ():
-        if path.suffix in _COPIED_SUFFIXES and path.name not in _OWN_FILES and ".index." not in path.name:
-            shutil.copyfile(path, folder / path.name)
+    write_companions(without_own_files(companions), folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     tensors = {name: weight.contiguous() for name, weight in named_weights(model).items()}

@@ -66,6 +66,6 @@ def build_scratch_model(
 
     def write(partial: Path) -> None:
         tokenizer.save_pretrained(partial)
-        save_model(model, partial, files_from=None)
+        save_model(model, partial, companions={})
 
     write_folder(folder, write)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rollover.companions import read_companions
 from rollover.errors import DataError
 from rollover.trainer.checkpoint import write_folder
 from rollover.trainer.config import SFTConfig
@@ -66,6 +67,7 @@ def run_sft(
     """
     device = pick_device(config.device)
     folder = resolve_model(model)
+    companions = read_companions(folder)
     source = iter(examples)
     started_s = time.perf_counter()
     with reporting_out_of_memory(config), deterministic_kernels(deterministic):
@@ -98,7 +100,7 @@ def run_sft(
                     elapsed_s=time.perf_counter() - started_s,
                 )
             )
-    write_folder(output, lambda partial: save_model(policy, partial, files_from=folder))
+    write_folder(output, lambda partial: save_model(policy, partial, companions=companions))
     last = losses[-min(20, len(losses)) :]
     return {
         "loss/first": losses[0],

@@ -22,6 +22,7 @@ from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
+from rollover.companions import read_companions
 from rollover.errors import ModelError, RolloverError
 from rollover.trainer.checkpoint import (
     Manifest,
@@ -97,13 +98,14 @@ class Trainer:
         self._is_whole = True
         """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
-        self._folder = resume_from or initial
+        self._companions = read_companions(initial)
+        folder = resume_from or initial
         if resume_from is not None:
             self._version = self._check_resumable(resume_from, initial)
         with reporting_out_of_memory(config):
             try:
                 self._model = load_policy(
-                    self._folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
+                    folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
                 )
             except ModelError as error:
                 if resume_from is None:
@@ -207,7 +209,7 @@ class Trainer:
         )
 
         def write(partial: Path) -> None:
-            save_model(self._model, partial, files_from=self._folder)
+            save_model(self._model, partial, companions=self._companions)
             write_state(partial, self._model, self._optimizer, manifest)
 
         write_folder(folder, write)

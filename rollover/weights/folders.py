@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollover.companions import read_companions, write_companions
 from rollover.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ class WeightFolders:
 
     def __init__(self, root: Path, *, like: Path) -> None:
         self._root = root
-        self._like = like
+        self._companions = read_companions(like)
+        self._formats = _formats(like)
         self._written: list[Path] = []
-        self._dtypes: dict[str, torch.dtype] | None = None
 
     def write(self, version: int, weights: Mapping[str, Tensor]) -> Path:
         """The folder of a version. Blocks while it is written.
@@ -74,10 +75,8 @@ class WeightFolders:
     def _fill(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        for path in self._like.iterdir():
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and ".index." not in path.name:
-                shutil.copyfile(path, folder / path.name)
-        formats = self._formats()
+        write_companions(self._companions, folder)
+        formats = self._formats
         if _HEAD in formats and _HEAD not in weights:
             weights = {**weights, _HEAD: weights[_EMBEDDING].clone()}
         tensors = {
@@ -86,26 +85,26 @@ class WeightFolders:
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def _formats(self) -> Mapping[str, torch.dtype]:
-        """Number formats by weight, as in the initial model."""
-        import torch
-        from safetensors import safe_open
-
-        known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        if self._dtypes is None:
-            self._dtypes = {}
-            for path in self._like.glob("*.safetensors"):
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                        if (dtype := known.get(file.get_slice(name).get_dtype())) is not None:
-                            self._dtypes[name] = dtype
-        return self._dtypes
-
     def _prune(self) -> None:
         for path in self._root.iterdir():
             if _OURS.fullmatch(path.name) and path not in self._written:
                 with suppress(OSError):  # a server may hold a file of it open on a network file system
                     shutil.rmtree(path)
+
+
+def _formats(model: Path) -> Mapping[str, torch.dtype]:
+    """Number formats by weight."""
+    import torch
+    from safetensors import safe_open
+
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    formats = {}
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                if (dtype := known.get(file.get_slice(name).get_dtype())) is not None:
+                    formats[name] = dtype
+    return formats
 
 
 def untied(model: Path, target: Path) -> Path:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rollover.engine.proof import Reference, proving_prompts
+from rollover.companions import read_companions
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import load_policy, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
@@ -29,7 +30,7 @@ def real_model(folder: Path, *, seed: int = 0, sharpness: float = 3.0, **shape: 
     with torch.no_grad():
         model.model.norm.weight.mul_(sharpness)
     folder.mkdir(parents=True)
-    save_model(model, folder, files_from=plain)
+    save_model(model, folder, companions=read_companions(plain))
     return folder
 
 

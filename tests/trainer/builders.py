@@ -69,7 +69,7 @@ def to_float64(model: Any) -> Any:
 
 def make_folder(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(make_model(family, **changes), folder, files_from=None)
+    save_model(make_model(family, **changes), folder, companions={})
     return folder
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,25 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, algorit
             assert one[name] == other[name], name
     ours, theirs = weights(straight), weights(resumed)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_resumed_run_saves_on_when_the_folders_it_came_from_are_gone(
+    folder: Path, tmp_path: Path, keep_last: int
+) -> None:
+    initial, root = tmp_path / "initial", tmp_path / "checkpoints"
+    shutil.copytree(folder, initial)
+    first = make_trainer(initial)
+    first.step(make_batch())
+    first.save(checkpoint_path(root, 1))
+    trainer = make_trainer(initial, resume_from=checkpoint_path(root, 1))
+    shutil.rmtree(initial)
+    for step in range(1, 6):
+        trainer.step(make_batch(step=step))
+        trainer.save(checkpoint_path(root, step + 1))
+        prune_checkpoints(root, keep_last)
+    assert [p.name for p in list_checkpoints(root)] == [f"step_{n}" for n in range(7 - keep_last, 7)]
+    assert (root / "step_6" / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_checkpoint_before_the_first_step_resumes_too(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,18 @@ def test_a_full_disk_leaves_the_earlier_version_and_says_so(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders.shutil, "copyfile", full)
+    monkeypatch.setattr(folders, "write_companions", full)
     with pytest.raises(ResourceError, match="no space left for weights version 2"):
         store.write(2, weights(2.0))
     assert {p.name for p in root.iterdir()} == {"v1"}
+
+
+def test_the_model_that_folders_are_like_may_be_deleted_while_the_run_is_at_work(like: Path, tmp_path: Path) -> None:
+    store = WeightFolders(tmp_path / "weights", like=like)
+    shutil.rmtree(like)
+    folder = store.write(1, weights(1.0))
+    assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_untying_writes_the_input_matrix_twice_from_then_on(like: Path, tmp_path: Path) -> None:

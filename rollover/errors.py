@@ -20,6 +20,9 @@ Invariants are ``assert`` statements and never one of these.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable
 
 
@@ -72,3 +75,50 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the operating system refused, also where safetensors has kept no more than its words; ``None`` for errors of
+    other kinds."""
+    if isinstance(error, OSError):
+        return error if error.errno is not None else None
+    number = re.search(r"\bos error (\d+)\)|\bOs \{ code: (\d+)", str(error))
+    return None if number is None else OSError(code := int(number[1] or number[2]), os.strerror(code))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk or quota is used up."""
+    found = system_error(error)
+    return found is not None and found.errno in _FULL
+
+
+def refusal(error: OSError) -> str:
+    """One line about what the operating system refused: which file, why, and what can be done."""
+    file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    reason = error.strerror or str(error).partition("\n")[0]
+    return f"{file}{reason[:1].lower()}{reason[1:]}; {_mend(error)}"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MENDS = {
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EROFS: "choose a place on a disk that can be written",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "a file is needed there: choose another place",
+    errno.ENOTDIR: "a directory is needed there: choose another place",
+    errno.EEXIST: "choose another place, or move it away",
+    errno.ENOENT: "it is not there, or no longer: bring it back, or name another place",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit on open files",
+    errno.EIO: "the disk or its connection is failing: look at the machine's log",
+    errno.ESTALE: "the network file system has lost it: mount it again",
+    errno.EAGAIN: "the limit on processes is reached (ulimit -u): raise it, or start fewer",
+    errno.ENOMEM: "memory is short: free some",
+}
+
+
+def _mend(error: OSError) -> str:
+    if is_full(error):
+        return "make room, or choose a place on another disk"
+    return _MENDS.get(error.errno or 0, "the operating system refused it: see that the place is usable")

@@ -25,6 +25,7 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.rollout.config import RolloutConfig
 from rollover.rundir import RunDir
+from rollover.signals import Stopped
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
@@ -51,7 +52,7 @@ def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> N
         skip_batch: step of a resumed run whose batch is stepped over.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C ended it early, cleanly; it can be resumed.
+        Stopped: Ctrl-C or another signal ended it early, cleanly; it can be resumed.
         RolloverError: with what the user can do about it; the same holds.
     """
     if config.variants:
@@ -143,8 +144,8 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
     write_report(run.path)
-    if interrupt.requested:
-        raise KeyboardInterrupt
+    if interrupt.number is not None:
+        raise Stopped(interrupt.number)
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:

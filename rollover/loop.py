@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeVar
 
+from rollover import signals
 from rollover.report.progress import Progress
 from rollover.session import Session
 
@@ -50,8 +49,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
 
 
 class Interrupt:
-    """Ctrl-C. While ``deferred``, once means finish cleanly and twice means now; before and after, there is nothing to
-    finish and once means now (``KeyboardInterrupt``). Belongs to the main thread.
+    """Ctrl-C, SIGTERM and SIGHUP. While ``deferred``, once means finish cleanly and twice means now; before and after,
+    there is nothing to finish and once means now (``Stopped``). Belongs to the main thread.
 
     Args:
         progress: tells what happens, and is taken down when the process ends at once.
@@ -59,19 +58,25 @@ class Interrupt:
     """
 
     def __init__(self, progress: Progress, *, resume: str) -> None:
-        self.requested = False
+        self.number: int | None = None
+        """Of the signal that asked to end."""
         self._progress = progress
         self._resume = resume
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
+        self._handling = signals.handled(self._on_signal)
 
     def __enter__(self) -> Interrupt:
-        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        self._handling.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -94,15 +99,18 @@ class Interrupt:
                 pending.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         if self._loop is None:
-            raise KeyboardInterrupt
-        if self.requested:
+            signals.stop(number)
+        elif self.requested:
             # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
             # while a training step runs in its thread.
             self._progress.__exit__(None, None, None)
             print(f"stopped at once; go on with: {self._resume}", file=sys.stderr, flush=True)
-            os._exit(130)
-        self.requested = True
-        self._loop.call_soon_threadsafe(self._event.set)
-        self._progress.message("stopping after this step; once more to stop now (the run can be resumed either way)")
+            os._exit(128 + number)
+        else:
+            self.number = number
+            self._loop.call_soon_threadsafe(self._event.set)
+            self._progress.message(
+                "stopping after this step; once more to stop now (the run can be resumed either way)"
+            )

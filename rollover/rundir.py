@@ -46,6 +46,8 @@ FIXED = ("eval.num_prompts",)
 
 _MAX_NAME_CHARACTERS = 50
 """Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
+_LEFT_UNBEGUN = ("lock", "config.partial")
+"""What a run leaves that is killed while it makes its directory; the next one can have that."""
 _PRELIMINARIES = ("config.json", "lock", "metrics.jsonl", "tensorboard")
 
 MIN_FREE_BYTES = 256 * 2**20
@@ -164,7 +166,7 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
             held = f"another config (it differs in {', '.join(changed[:3])})" if changed else "this config"
             mend = "" if changed else f"go on with it by --resume {path}, or "
             raise RunError(f"{path} holds a run of {held}: {mend}choose another directory with --run-dir")
-        if any(entry.name != "lock" for entry in path.iterdir()):
+        if any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
             raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
         run.require_free(MIN_FREE_BYTES, "a new run")
         started = {"started": _now(), "command": redacted_command(argv), "seed": config.seed}

@@ -271,7 +271,7 @@ async def open_session(
     config: RunConfig, run: RunDir, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
-    from rollover.trainer.checkpoint import latest_checkpoint
+    from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
 
     checkpoint, algorithm = latest_checkpoint(run.checkpoints), resolve(config.algorithm)
     async with AsyncExitStack() as stack:
@@ -284,6 +284,8 @@ async def open_session(
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         trainer = _open_trainer(config, folder, checkpoint)
+        if checkpoint is not None and not read_manifest(checkpoint).files:
+            progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
         engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)

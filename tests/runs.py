@@ -223,9 +223,15 @@ class Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["rollover.session", "rollover.trainer.sft", "transformers.models.qwen3"])
 
-    def run(self, *argv: str, kill_at: Cue | None = None, interrupt_at: Cue | None = None, times: int = 1) -> Outcome:
-        """``kill_at`` sends the process SIGKILL; ``interrupt_at`` SIGINT, as Ctrl-C does, ``times`` times in a row."""
-        process = self._context.Process(target=_main, args=(str(self.cwd), argv, kill_at, interrupt_at, times))
+    def run(
+        self,
+        *argv: str,
+        kill_at: Cue | None = None,
+        interrupt_at: Cue | None = None,
+        signals: Sequence[int] = (signal.SIGINT,),
+    ) -> Outcome:
+        """``kill_at`` sends the process SIGKILL; ``interrupt_at`` the ``signals``, Ctrl-C when left out, in a row."""
+        process = self._context.Process(target=_main, args=(str(self.cwd), argv, kill_at, interrupt_at, signals))
         process.start()
         process.join(_DEADLINE_S)
         if process.exitcode is None:
@@ -234,18 +240,19 @@ class Processes:
         return Outcome(process.exitcode, (self.cwd / "out.txt").read_text(), (self.cwd / "err.txt").read_text())
 
 
-def _main(cwd: str, argv: Sequence[str], kill_at: Cue | None, interrupt_at: Cue | None, times: int) -> None:
+def _main(cwd: str, argv: Sequence[str], kill_at: Cue | None, interrupt_at: Cue | None, signals: Sequence[int]) -> None:
     """The forked process."""
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     os.chdir(cwd)
     for number, name in ((1, "out.txt"), (2, "err.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if kill_at is not None:
         _signal_at(kill_at, [signal.SIGKILL])
     if interrupt_at is not None:
-        _signal_at(interrupt_at, [signal.SIGINT] * times)
+        _signal_at(interrupt_at, signals)
     code = cli.main(argv)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,13 @@ name = "chain_sum"
 """
 
 
+class Signalled(Exception):
+    """Stands for a signal that comes while the work is done."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Jobs:
     """Stands in for the work: remembers what it was asked to do."""
 
@@ -35,7 +44,9 @@ class Jobs:
             self.done.append((name, config, run.path))
             if self.leaves is not None:
                 (run.path / self.leaves).touch()
-            if self.failure is not None:
+            if isinstance(self.failure, Signalled):
+                signal.raise_signal(self.failure.number)
+            elif self.failure is not None:
                 raise self.failure
             run.report.write_text("<html>")
 
@@ -204,15 +215,70 @@ def test_a_run_that_has_begun_keeps_its_directory_and_is_free_to_go_on(work: Job
     assert cli.main(["train", "--resume", "out"]) == 0
 
 
-def test_a_full_disk_is_one_message(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
-    work.failure = OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
-    assert "no space left on the disk (out/metrics.jsonl)" in failed(capsys, "train", "run.toml")
+REFUSALS = {
+    errno.ENOSPC: "no space left on device; make room",
+    errno.EACCES: "permission denied; change its permissions",
+    errno.EROFS: "read-only file system; choose a place",
+    errno.ENAMETOOLONG: "file name too long; choose a shorter name",
+    errno.EISDIR: "is a directory; a file is needed there",
+    errno.EIO: "input/output error; the disk or its connection",
+    errno.ENOTEMPTY: "directory not empty; the operating system refused it",
+}
 
 
-def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(work: Jobs) -> None:
-    work.failure = RuntimeError("a bug")
-    with pytest.raises(RuntimeError, match="a bug"):
+@pytest.mark.parametrize("number", REFUSALS)
+def test_whatever_the_system_refuses_is_one_line(work: Jobs, capsys: pytest.CaptureFixture[str], number: int) -> None:
+    work.failure = OSError(number, os.strerror(number), "out/metrics.jsonl")
+    told = failed(capsys, "train", "run.toml")
+    assert told.startswith(f"error: out/metrics.jsonl: {REFUSALS[number]}")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["x" * 300, "run.toml/out", "/proc/none/out"])
+def test_a_directory_that_cannot_be_made_is_one_line(
+    work: Jobs, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    told = failed(capsys, "train", "run.toml", "--run-dir", place)
+    assert told.startswith(f"error: {place}: ") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["lock", "config.json", "config.partial"])
+def test_a_directory_in_the_place_of_a_file_is_one_line(
+    work: Jobs, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    file = Path("out", name)
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    assert capsys.readouterr()
+    told = failed(capsys, "train", "--resume", "out")
+    assert told == f"error: out/{name}: is a directory; a file is needed there: choose another place\n"
+
+
+@pytest.mark.parametrize("bug", [RuntimeError("a bug"), OSError("a bug"), TimeoutError("a bug")])
+def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(work: Jobs, bug: Exception) -> None:
+    """The system's own errors have a number."""
+    work.failure = bug
+    with pytest.raises(type(bug), match="a bug"):
         cli.main(["train", "run.toml"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_with_its_own_exit_code(work: Jobs, number: int) -> None:
+    work.failure = Signalled(number)
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 128 + number
+    assert signal.getsignal(number) is not signal.SIG_IGN
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(work: Jobs) -> None:
+    """``nohup`` works so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        work.failure = Signalled(signal.SIGHUP)
+        assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupted_run_says_how_to_go_on(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

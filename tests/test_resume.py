@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -121,9 +122,14 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processe
     assert len(runs.batches(Path("out"))) == 5
 
 
-def test_ctrl_c_finishes_cleanly_and_says_how_to_go_on(processes: Processes) -> None:
-    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(BatchConsumed, 2))
-    assert stopped.code == 130
+STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_to_end_finishes_cleanly_and_says_how_to_go_on(processes: Processes, number: int) -> None:
+    cue = Cue(BatchConsumed, 2)
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=cue, signals=[number])
+    assert stopped.code == STOPS[number], stopped.err
     assert "stopped; go on with: rollover train --resume out" in stopped.err
     assert Path("out/report.html").is_file() and Path("out/checkpoints/step_2").is_dir()
     ledger = runs.ledger(Path("out"))
@@ -134,24 +140,30 @@ def test_ctrl_c_finishes_cleanly_and_says_how_to_go_on(processes: Processes) -> 
     assert len(runs.batches(Path("out"))) == 4
 
 
-def test_ctrl_c_in_mid_rollout_does_not_wait_for_the_batch(processes: Processes) -> None:
-    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(SegmentEnded, 1))
-    assert stopped.code == 130
+def test_a_signal_in_mid_rollout_does_not_wait_for_the_batch(processes: Processes) -> None:
+    cue = Cue(SegmentEnded, 1)
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=cue, signals=[signal.SIGTERM])
+    assert stopped.code == 143
     assert runs.batches(Path("out")) == [] and runs.ledger(Path("out")).tokens.live > 0
     succeeded(processes.run("train", "--resume", "out"))
 
 
-def test_ctrl_c_twice_ends_at_once_and_the_run_can_still_go_on(processes: Processes) -> None:
-    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=Cue(BatchConsumed, 1), times=2)
-    assert stopped.code == 130
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_a_second_signal_ends_at_once_and_the_run_can_still_go_on(
+    processes: Processes, first: int, second: int
+) -> None:
+    cue = Cue(BatchConsumed, 1)
+    stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=cue, signals=[first, second])
+    assert stopped.code == STOPS[second]  # type: ignore[index]
     assert "rollover train --resume out" in stopped.err
     assert not Path("out/checkpoints").exists()
     succeeded(processes.run("train", "--resume", "out"))
 
 
-def test_ctrl_c_in_the_warm_up_ends_it_at_once(processes: Processes) -> None:
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_in_the_warm_up_ends_it_at_once(processes: Processes, number: int) -> None:
     argv = ["--sft.num_steps", "100000", "--sft.batch_size", "2", "--run-dir", "out"]
-    stopped = processes.run("train", "run.toml", *argv, interrupt_at=Cue(None, 5))
-    assert stopped.code == 130
+    stopped = processes.run("train", "run.toml", *argv, interrupt_at=Cue(None, 5), signals=[number])
+    assert stopped.code == STOPS[number]
     assert "rollover train --resume out" in stopped.err
     assert not Path("out/model").exists()

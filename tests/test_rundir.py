@@ -119,6 +119,30 @@ def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> No
         rundir.create(CONFIG, tmp_path / "thesis.tex")
 
 
+@pytest.mark.parametrize("moment", ["dump", "fsync", "replace"])
+def test_a_directory_whose_run_was_killed_while_it_was_made_can_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Killed when ``config.json`` is half written, written but not flushed, and flushed but not in its place."""
+    owner = {"dump": json, "fsync": os, "replace": Path}[moment]
+
+    def killed(*arguments: object, **options: object) -> None:
+        if moment == "dump":
+            arguments[1].write('{"see')  # type: ignore[attr-defined]
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, moment, killed)
+        rundir.create(CONFIG, tmp_path / "run")
+    assert (tmp_path / "run" / "config.partial").exists()
+    rundir.create(CONFIG, tmp_path / "run").close()
+    assert rundir.saved_config(tmp_path / "run") == CONFIG
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: nothing tidies up behind it."""
+
+
 def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     for _ in range(2):

@@ -6,7 +6,7 @@ torch is imported inside the command that runs it, so ``--help`` and a refused c
 
 from __future__ import annotations
 
-import errno
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ import click
 import rollover
 from rollover.cli import ahead, runs
 from rollover.cli.command import Commands
-from rollover.errors import RolloverError
+from rollover.errors import RolloverError, refusal
 from rollover.redaction import Redactor
+from rollover.signals import Stopped, handled, stop
 
 
 @click.group(
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for argument in arguments:
             _check_text(argument)
-        cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False, obj=redactor)
+        with handled(stop):
+            cli.main(args=arguments or ["--help"], prog_name="rollover", standalone_mode=False, obj=redactor)
     except click.UsageError as error:
         hint = f"\nsee: {error.ctx.command_path} --help" if error.ctx else ""
         return _fail(redactor, error.format_message() + hint)
@@ -58,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RolloverError as error:
         return _fail(redactor, str(error), error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno is None:  # not the system's own: a bug
             raise
-        file = f" ({error.filename})" if error.filename else ""
-        return _fail(redactor, f"no space left on the disk{file}: make room", error)
-    except (click.Abort, KeyboardInterrupt):
-        return 130
+        return _fail(redactor, refusal(error), error)
+    except (click.Abort, KeyboardInterrupt) as end:  # click makes the former of the latter
+        stopped = end.__cause__ if isinstance(end, click.Abort) else end
+        return stopped.exit_code if isinstance(stopped, Stopped) else 128 + signal.SIGINT
     return 0
 
 

@@ -2,20 +2,21 @@
 
 Layout of ``step_<version>/``: an ordinary Hugging Face model folder (trainable and servable as it is), plus
 ``trainer/optimizer.safetensors`` (Adam's moments by parameter name, generator states; in a folder of its own, since
-servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``. Nothing
-is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones.
+servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``, the manifest. Nothing
+is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones. The
+manifest holds a checksum of each file and of itself: a checkpoint goes on as it was written, or is refused.
 """
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from rollover.errors import ModelError, ResourceError
+from rollover.errors import ModelError, ResourceError, is_full, system_error
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
 OPTIMIZER = "trainer/optimizer.safetensors"
 
 _NAME = re.compile(r"step_(\d+)")
+_OWN_SUM = "sha256"
+"""Key of the manifest's own checksum in its file."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -47,6 +50,8 @@ class Manifest:
     """CPU threads of the process that wrote it; the bits of a sum depend on them."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own JSON, such as a journal position."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of every other file, by its path within the folder; none in folders that earlier versions wrote."""
     format_version: int = FORMAT_VERSION
 
 
@@ -86,6 +91,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = values["format_version"]
         if found != FORMAT_VERSION:
             raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
+        if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
+            raise ModelError(f"{path} is damaged: it is not what was written; {doing_without(folder)}")
         return Manifest(**values)
     except FileNotFoundError as error:
         raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
@@ -93,6 +100,23 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} is damaged ({error}); {doing_without(folder)}") from error
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Read every file that ``manifest`` names and compare it with its checksum: about 0.7 s per GB.
+
+    Raises ``ModelError`` naming the first file that is not what was written.
+    """
+    for name, written in manifest.files.items():
+        try:
+            found = _sum_of_file(folder / name)
+        except FileNotFoundError:
+            raise ModelError(f"{folder / name} is gone; {doing_without(folder)}") from None
+        if found != written:
+            raise ModelError(
+                f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written;"
+                f" {doing_without(folder)}"
+            )
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
@@ -128,8 +152,8 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             os.rename(partial, folder)
         _flush(folder.parent)
     except (OSError, SafetensorError) as error:
-        if not _disk_full(error):
-            raise
+        if not is_full(error):
+            raise system_error(error) or error from None
         raise ResourceError(
             f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
             "earlier ones are intact; free some space, or lower checkpoint.keep_last"
@@ -140,7 +164,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: Manifest) -> None:
-    """Optimizer, generators and manifest beside the model's own files."""
+    """Optimizer, generators and, last, the manifest beside the model's own files, which are there."""
     tensors = {f"cpu_generator/{i}": s for i, s in enumerate([torch.get_rng_state()])}
     if torch.cuda.is_available():
         tensors |= {f"cuda_generator/{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
@@ -149,7 +173,10 @@ def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: Manifest) 
             tensors[f"{moment}/{name}"] = value.contiguous()
     (folder / OPTIMIZER).parent.mkdir()
     save_file(tensors, folder / OPTIMIZER)
-    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    values = asdict(replace(manifest, files={str(path.relative_to(folder)): _sum_of_file(path) for path in files}))
+    values[_OWN_SUM] = _sum_of(values)
+    (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
@@ -192,15 +219,19 @@ def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(parameter.device) if moment == "step" else value.to(parameter)
 
 
+def _sum_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sum_of(values: Mapping[str, Any]) -> str:
+    """Of a manifest, without the sum itself."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _disk_full(error: Exception) -> bool:
-    # safetensors wraps the system's error and keeps its text alone
-    full = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in full or any(f"os error {code})" in str(error) for code in full)

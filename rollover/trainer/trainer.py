@@ -30,6 +30,7 @@ from rollover.trainer.checkpoint import (
     doing_without,
     read_manifest,
     read_state,
+    verify_files,
     write_folder,
     write_state,
 )
@@ -217,6 +218,7 @@ class Trainer:
     def _check_resumable(self, checkpoint: Path, initial: Path) -> int:
         """The checkpoint's version."""
         manifest = read_manifest(checkpoint)
+        verify_files(checkpoint, manifest)
         check_identity(checkpoint, manifest, self._identity())
         if self._deterministic and manifest.num_threads != torch.get_num_threads():
             raise ModelError(

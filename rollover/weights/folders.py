@@ -6,7 +6,6 @@ engine may still be reading it; older ones are gone.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.companions import read_companions, write_companions
-from rollover.errors import ResourceError
+from rollover.errors import ResourceError, is_full, system_error
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _KEPT = 2
 _OURS = re.compile(r"v\d+|\.partial-.*")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WeightFolders:
@@ -63,10 +61,11 @@ class WeightFolders:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         except (OSError, SafetensorError) as e:
-            if not _no_room(e):
-                raise
+            if not is_full(e):
+                raise system_error(e) or e from None
             raise ResourceError(
-                f"no space left for weights version {version} in {self._root}: make room, or set engine.weights_dir"
+                f"no space left for weights version {version} in {self._root}: make room, or set"
+                " engine.weights_dir to a place on another disk"
             ) from e
         self._written = [*(f for f in self._written if f != folder), folder][-_KEPT:]
         self._prune()
@@ -125,9 +124,3 @@ def untied(model: Path, target: Path) -> Path:
             tensors[name] = tensors[twin].clone()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
-
-
-def _no_room(error: Exception) -> bool:
-    """Also where safetensors has wrapped the operating system's error into words."""
-    number = error.errno if isinstance(error, OSError) else None
-    return number in _NO_ROOM or any(f"os error {n}" in str(error) for n in _NO_ROOM)

@@ -170,6 +170,41 @@ def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(
     assert make_trainer(folder, resume_from=saved).version == 1
 
 
+NAMES = ["model.safetensors", "trainer/optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
+def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Path, name: str, place: float) -> None:
+    shutil.copytree(saved, checkpoint_path(saved.parent, 0))
+    content = bytearray((saved / name).read_bytes())
+    content[int(place * len(content))] ^= 1
+    (saved / name).write_bytes(content)
+    with pytest.raises(ModelError) as raised:
+        make_trainer(folder, resume_from=saved)
+    assert str(saved / name) in str(raised.value) and " is damaged" in str(raised.value)
+    assert str(raised.value).endswith(f"delete {saved} to go on from step_0")
+
+
+def test_a_file_that_is_gone_is_named(folder: Path, saved: Path) -> None:
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json is gone; no other is left: start a new run"):
+        make_trainer(folder, resume_from=saved)
+
+
+def test_a_checkpoint_without_checksums_goes_on(folder: Path, saved: Path) -> None:
+    forget_checksums(saved)
+    assert not read_manifest(saved).files
+    assert make_trainer(folder, resume_from=saved).version == 1
+
+
+def forget_checksums(checkpoint: Path, **changes: object) -> None:
+    """As versions wrote it that had none."""
+    manifest = json.loads((checkpoint / "trainer.json").read_text())
+    del manifest["files"], manifest["sha256"]
+    (checkpoint / "trainer.json").write_text(json.dumps({**manifest, **changes}))
+
+
 def test_settings_that_differ_are_named(folder: Path, saved: Path) -> None:
     with pytest.raises(ModelError, match=r"trainer\.learning_rate = 0\.001, now it is 0\.5: restore the setting"):
         make_trainer(folder, learning_rate=0.5, resume_from=saved)
@@ -181,8 +216,7 @@ def test_settings_that_differ_are_named(folder: Path, saved: Path) -> None:
 
 
 def test_a_deterministic_run_refuses_another_number_of_threads(folder: Path, saved: Path) -> None:
-    manifest = json.loads((saved / "trainer.json").read_text())
-    (saved / "trainer.json").write_text(json.dumps({**manifest, "num_threads": 64}))
+    forget_checksums(saved, num_threads=64)
     with pytest.raises(ModelError, match=r"written with 64 threads.*OMP_NUM_THREADS=64"):
         make_trainer(folder, deterministic=True, resume_from=saved)
 
@@ -194,6 +228,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -
 
 
 def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -> None:
+    forget_checksums(saved)
     path = saved / "trainer" / "optimizer.safetensors"
     tensors = load_file(path)
     name = "exp_avg/model.norm.weight"
@@ -214,8 +249,7 @@ def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -
 def test_a_folder_that_is_no_checkpoint_is_told_as_such(folder: Path, saved: Path) -> None:
     with pytest.raises(ModelError, match=r"is not a checkpoint: it has no trainer\.json"):
         read_manifest(folder)
-    manifest = json.loads((saved / "trainer.json").read_text())
-    (saved / "trainer.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    forget_checksums(saved, format_version=99)
     with pytest.raises(ModelError, match="format version 99 cannot be read; this program reads 1"):
         read_manifest(saved)
     (saved / "trainer.json").write_text('{"format_version": 1')

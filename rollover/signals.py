@@ -1,0 +1,71 @@
+"""The signals that ask a process to end: Ctrl-C, a scheduler that takes the machine back, a terminal that goes away.
+
+They mean the same here, and the exit code says which it was, as shells have it. One that was ignored when the process
+began (``nohup``, a background job) stays ignored.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_ASKING_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """One of the signals has come, and what was under way has ended cleanly or had nothing to finish."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+@contextmanager
+def handled(handler: Callable[[int], None]) -> Iterator[None]:
+    """Within it, ``handler`` is called with the number of the signal. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        handler(number)
+
+    before = {n: signal.getsignal(n) for n in _ASKING_TO_END}
+    for number, was in before.items():
+        if was is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+def stop(number: int) -> None:
+    """The handler of who has nothing to finish."""
+    raise Stopped(number)
+
+
+def _leave_terminal() -> None:
+    """Send to nowhere what would be written to a terminal that is gone: writing there is an error, and would end in
+    mid-step what is to end cleanly."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

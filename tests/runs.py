@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -200,9 +200,10 @@ def weights(run: Path, step: int) -> bytes:
 @dataclass(frozen=True)
 class Cue:
     """The ``nth`` event of a kind (from 1, counting this process's) goes to the journal: just before it is on disk, or
-    just after. With no kind, the ``nth`` step of the warm-up has been taken."""
+    just after. With no kind, the ``nth`` step of the warm-up has been taken; with ``"flush"``, a file is forced to disk
+    for the ``nth`` time."""
 
-    kind: type[Event] | None
+    kind: type[Event] | Literal["flush"] | None
     nth: int
     before: bool = False
 
@@ -229,10 +230,17 @@ class Processes:
         kill_at: Cue | None = None,
         interrupt_at: Cue | None = None,
         signals: Sequence[int] = (signal.SIGINT,),
+        kill_after_s: float | None = None,
     ) -> Outcome:
-        """``kill_at`` sends the process SIGKILL; ``interrupt_at`` the ``signals``, Ctrl-C when left out, in a row."""
+        """``kill_at`` sends the process SIGKILL; ``interrupt_at`` the ``signals``, Ctrl-C when left out, in a row.
+        ``kill_after_s`` kills it so long after it was started."""
+        for name in ("out.txt", "err.txt"):
+            (self.cwd / name).write_text("")  # it may be killed before it opens them
         process = self._context.Process(target=_main, args=(str(self.cwd), argv, kill_at, interrupt_at, signals))
         process.start()
+        if kill_after_s is not None:
+            process.join(kill_after_s)
+            process.kill()
         process.join(_DEADLINE_S)
         if process.exitcode is None:
             process.kill()
@@ -274,6 +282,18 @@ def _signal_at(cue: Cue, signals: Sequence[int]) -> None:
                 send()
 
         patch.setattr(Progress, "warmup", shown)
+        return
+    if cue.kind == "flush":
+        fsync, flushes = os.fsync, itertools.count(1)
+
+        def flushed(descriptor: int) -> None:
+            if (due := next(flushes) == cue.nth) and cue.before:
+                send()
+            fsync(descriptor)
+            if due:
+                send()
+
+        patch.setattr(os, "fsync", flushed)
         return
     append, seen, kind = Journal.append, Counter[type](), cue.kind
 

@@ -1,0 +1,237 @@
+"""Runs that are killed again and again at random moments, and what must hold of them.
+
+A case is a strategy, the unit it trains, and whether the run is deterministic. Its run has the defaults in everything but
+sizes. It is killed with SIGKILL at moments drawn from a seed, in three ways: when an event goes to the journal, when a
+file is forced to disk, and by the clock; and it is resumed in between, or begun again where it had not yet begun. After
+every kill the journal is folded and conservation proved. When the run is over:
+
+* each step was trained, each group at most once, no token older than the bound allows;
+* every token that any of its processes wrote down as decoded was trained, is accounted for as waste, or is live;
+* the newest checkpoints are there, as many as the default keeps, and whole;
+* a deterministic run has the weights and the batches of one that nobody killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollover.config import load
+from rollover.rollout import events as recorded
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.events import SegmentEnded
+from rollover.rollout.journal import read_events
+from rollover.rollout.strategies import STRATEGIES
+from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
+from tests import runs
+from tests.runs import Cue, Outcome, Processes
+
+STEPS = 8
+CONFIG = f"""\
+steps = {STEPS}
+[model]
+path = "model"
+[[tasks.train]]
+kind = "jsonl"
+name = "letters"
+path = "letters.jsonl"
+reward = {{kind = "function", function = "letter_reward:share"}}
+[[tasks.eval]]
+kind = "jsonl"
+name = "unseen"
+path = "unseen.jsonl"
+reward = {{kind = "function", function = "letter_reward:share", pass_score = 0.05}}
+[tasks]
+max_prompt_tokens = 16
+[rollout]
+rollout_batch_size = 4
+group_size = 2
+max_new_tokens = 60
+[engine]
+max_running = 12
+kv_cache_bytes = 4194304
+[trainer]
+learning_rate = 3e-3
+[checkpoint]
+every_steps = 2
+"""
+"""Sizes, and what has no default."""
+
+LEFT_OUT = {"fast_lane": "needs a pool of servers"}
+_WAYS = {"event": 0.45, "flush": 0.2, "clock": 0.35}
+_EVENTS: dict[type[recorded.Event], int] = {
+    recorded.GroupOpened: 12,
+    recorded.SampleStarted: 30,
+    recorded.SegmentEnded: 50,
+    recorded.SampleScored: 24,
+    recorded.BatchConsumed: 4,
+    recorded.VersionPublished: 4,
+    recorded.CheckpointSaved: 2,
+    recorded.Restarted: 1,
+}
+"""Kinds of events, and up to which of a process the kill waits."""
+_MAX_FLUSHES = 25
+_MAX_RESUMES = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    strategy: str
+    unit: str = "group"
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}-{self.unit}" + ("-deterministic" if self.deterministic else "")
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *("--rollout.strategy", self.strategy, "--rollout.unit", self.unit),
+            *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
+            *(("--deterministic", "true") if self.deterministic else ()),
+        )
+
+
+def cases() -> list[Case]:
+    """All that can be run here for real."""
+    made = []
+    for strategy in STRATEGIES:
+        overlaps = RolloutConfig(strategy=strategy).overlaps_training  # type: ignore[arg-type]
+        if strategy not in LEFT_OUT:
+            for unit in ("group", "sample"):
+                made.append(Case(strategy=strategy, unit=unit))
+                made += [] if overlaps else [Case(strategy=strategy, unit=unit, deterministic=True)]
+    return made
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one case."""
+
+    case: Case
+    kills: Counter[str] = field(default_factory=Counter)
+    """By the way in which the process was killed."""
+    num_runs: int = 0
+    """Runs that were brought to their end."""
+    num_repeated_steps: int = 0
+    """Training steps taken again after a kill."""
+    decoded_tokens: int = 0
+    lost_tokens: int = 0
+    """Wasted because of the kills, as far as the journal knows of them: what a deterministic run decoded again."""
+
+    @property
+    def num_kills(self) -> int:
+        return self.kills.total()
+
+
+def kill_and_resume(case: Case, model: Path, folder: Path, *, num_kills: int, seed: int = 0) -> Record:
+    """Kill runs of ``case`` so many times in all, each run several times, and bring each to its end.
+
+    Raises:
+        AssertionError: saying which law does not hold, of which run in ``folder``.
+    """
+    record = Record(case)
+    processes = Processes(folder)
+    folder.mkdir(parents=True)
+    runs.write_experiment(folder, model)
+    (folder / "run.toml").write_text(CONFIG)
+    whole, began_s = folder / "whole", time.monotonic()
+    _succeeded(processes.run("train", "run.toml", "--run-dir", "whole", *case.argv))
+    whole_s = time.monotonic() - began_s
+    while record.num_kills < num_kills:
+        run = folder / f"killed-{record.num_runs}"
+        lots = random.Random(f"{seed}/{case.name}/{record.num_runs}")
+        try:
+            _one_run(case, processes, run, record, lots, num_kills, whole_s)
+            _check_end(case, run, whole if case.deterministic else None, record)
+        except Exception as error:
+            error.add_note(f"in {run}, run {record.num_runs} of case {case.name}, after {dict(record.kills)}")
+            raise
+        record.num_runs += 1
+        shutil.rmtree(run)
+    return record
+
+
+def _one_run(
+    case: Case, processes: Processes, run: Path, record: Record, lots: random.Random, num_kills: int, whole_s: float
+) -> None:
+    for _ in range(_MAX_RESUMES):
+        begun = (run / "config.json").exists()
+        argv = ("--resume", run.name) if begun else ("run.toml", "--run-dir", run.name, *case.argv)
+        if record.num_kills >= num_kills:
+            _succeeded(processes.run("train", *argv))
+            return
+        way, moment = _drawn(lots, whole_s)
+        outcome = processes.run("train", *argv, **moment)
+        if outcome.code != -9:
+            _succeeded(outcome)  # it came to its end before the moment did
+            return
+        record.kills[way] += 1
+        if (run / "journal.sqlite").exists():
+            runs.ledger(run)
+    raise AssertionError(f"it has not come to its end after {_MAX_RESUMES} resumes")
+
+
+def _drawn(lots: random.Random, whole_s: float) -> tuple[str, dict[str, Any]]:
+    """How and when the next process is killed, as arguments of ``Processes.run``. A run that is left alone takes
+    ``whole_s``."""
+    (way,) = lots.choices(list(_WAYS), list(_WAYS.values()))
+    before = lots.random() < 0.5
+    if way == "clock":
+        return way, {"kill_after_s": lots.uniform(0.0, whole_s)}
+    if way == "flush":
+        return way, {"kill_at": Cue("flush", lots.randint(1, _MAX_FLUSHES), before)}
+    kind = lots.choice(list(_EVENTS))
+    return way, {"kill_at": Cue(kind, lots.randint(1, _EVENTS[kind]), before)}
+
+
+def _succeeded(outcome: Outcome) -> None:
+    assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err or outcome.out}"
+
+
+def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> None:
+    """The laws at the end of a run."""
+    config = load(str(run.parent / "run.toml"), case.argv)
+    batches, ledger = runs.batches(run), runs.ledger(run)
+    assert [batch.step for batch in batches] == list(range(STEPS)), "a step is missing"
+    groups = [group.group_id for batch in batches for group in batch.groups]
+    assert len(set(groups)) == len(groups) == STEPS * 4 * config.rollout.num_siblings, "a group was trained twice"
+    bound = config.rollout.staleness_bound
+    assert all(b.step - t.oldest_version <= bound for b in batches for t in b.groups), "a token is older than the bound"
+    tokens = ledger.tokens
+    assert tokens.decoded == sum(_decoded(run)), "a token that was decoded is not in the account"
+    assert tokens.decoded == tokens.trained + tokens.wasted.total() + tokens.live
+    assert not ledger.running, "a sample of a finished run is running"
+    kept = list_checkpoints(run / "checkpoints")
+    assert [path.name for path in kept] == [f"step_{STEPS - 2}", f"step_{STEPS}"], "other checkpoints than the default"
+    for checkpoint in kept:
+        verify_files(checkpoint, read_manifest(checkpoint))
+    steps = [row["step"] for row in runs.rows(run)]
+    assert set(steps) == set(range(STEPS)), "a step has no metrics"
+    record.num_repeated_steps += len(steps) - STEPS
+    record.decoded_tokens += tokens.decoded
+    if whole is not None:
+        assert runs.weights(run, STEPS) == runs.weights(whole, STEPS), "the weights are not those of the unkilled run"
+        assert list(_sampled(run)) == list(_sampled(whole)), "the batches are not those of the unkilled run"
+        record.lost_tokens += tokens.decoded - runs.ledger(whole).tokens.decoded
+
+
+def _decoded(run: Path) -> Iterator[int]:
+    """Tokens of every segment that any process of the run wrote down, also of rounds that were decoded again."""
+    for _, event in read_events(run / "journal.sqlite"):
+        if isinstance(event, SegmentEnded):
+            yield len(event.segment.token_ids)
+
+
+def _sampled(run: Path) -> Iterator[Any]:
+    """All that was trained, but not when it was decoded."""
+    for batch in runs.batches(run):
+        for t in batch.trajectories:
+            yield t.sample_id, t.token_ids, t.rollout_logprobs, t.policy_versions, t.reward

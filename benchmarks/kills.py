@@ -4,10 +4,10 @@
     python benchmarks/kills.py --kills 44            # one kill for each case
     python benchmarks/kills.py --cases april-group,sync-group-deterministic --kills 20
 
-A case is a strategy x the unit that is trained x deterministic or not, at default settings but for sizes; which laws are
-checked stands in ``tests/kills.py``. The moments are a function of ``--seed``, the clock's as far as a machine repeats
-itself. The result, a row for each case, goes to ``--out``; a law that does not hold ends the campaign with exit code 1
-and leaves the run where it was found.
+A case is a strategy x the unit that is trained x deterministic or not, at default settings but for sizes; which laws
+are checked stands in ``tests/kills.py``. The moments are a function of ``--seed``, the clock's as far as a machine
+repeats itself. The result, a row for each case, goes to ``--out``; a law that does not hold ends the campaign with
+exit code 1 and leaves the run where it was found.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [known[name] for name in options.cases.split(",")]
     folder = Path(tempfile.mkdtemp(prefix="rollover-kills-"))
     began_s, rows, ways = time.monotonic(), [], Counter[str]()
-    print(f"{'strategy':14} {'unit':7} {'deterministic':14} {'kills':>5} {'runs':>5} {'steps repeated':>15}", flush=True)
+    print(
+        f"{'strategy':14} {'unit':7} {'deterministic':14} {'kills':>5} {'runs':>5} {'steps repeated':>15}", flush=True
+    )
     for record in campaign(chosen, folder, num_kills=options.kills, seed=options.seed, jobs=options.jobs):
         c = record.case
         print(

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rollover import toml
+from rollover.changes import FIXED, OnResume, said_by
 from rollover.config import RunConfig, resolved
-from rollover.rundir import CHANGEABLE
 
 PAGE = Path(__file__).with_name("configuration.md")
 
-INTRODUCTION = f"""\
+INTRODUCTION = """\
 # Configuration
 
 <!-- Written by docs/generate_configuration.py from the source: edit the docstrings there. -->
@@ -45,26 +45,30 @@ rollover train run.toml --steps 200 --rollout.group_size 16 --tasks.train.0.weig
 Values are written as in TOML; quotes around strings may be left out; `none` unsets a key that can be unset.
 Elements of lists of tables are counted from 0. Paths are relative to the directory where the command is run.
 
-When a run is resumed, only {", ".join(f"`{key}`" for key in CHANGEABLE)} may be changed.
+A setting may be changed when a run is resumed (`rollover train --resume RUN --trainer.micro_batch_tokens 4096`) where
+this page says so: what the run learns does not depend on it. Everything else is refused, with the reason.
 """
 
 
 def render() -> str:
     """The whole page."""
-    pages = "\n".join(line for section in _sections(RunConfig, "", {}) for line in section)
+    pages = "\n".join(line for section in _sections(RunConfig, "", {}, FIXED) for line in section)
     return f"{INTRODUCTION}\n{pages.strip()}\n"
 
 
-def _sections(cls: type, path: str, described: dict[type, str]) -> Iterator[list[str]]:
-    """The section of ``cls``, then those of the tables within it; a class is described once."""
+def _sections(cls: type, path: str, described: dict[type, str], around: OnResume) -> Iterator[list[str]]:
+    """The section of ``cls``, then those of the tables within it; a class is described once. ``around``: what the table
+    says about a change on resume, for keys that say nothing."""
     described[cls] = path
     hints, documents = get_type_hints(cls), _field_docstrings(cls)
-    tables: list[tuple[str, type]] = []
+    on_resume = {name: said_by(hint) or around for name, hint in get_type_hints(cls, include_extras=True).items()}
+    tables: list[tuple[str, type, OnResume]] = []
     lines = [f"## {_heading(cls, path)}", "", _prose(inspect.getdoc(cls) or ""), ""]
     for field in dataclasses.fields(cls):
         classes, is_list = _tables(hints[field.name])
         if not classes:
-            about = f"{_type(hints[field.name])}; {_default(field)}"
+            note = on_resume[field.name].note
+            about = "; ".join([_type(hints[field.name]), _default(field), *([note] if note else [])])
             lines.append(f"- **`{field.name}`** ({about}). {_prose(documents.get(field.name, ''))}".rstrip())
             continue
         name = f"{path.strip('[]')}.{field.name}".strip(".")
@@ -74,11 +78,11 @@ def _sections(cls: type, path: str, described: dict[type, str]) -> Iterator[list
         as_before = f" Keys as in `{known[0]}`." if known else ""
         if path or note or as_before:
             lines.append(f"- **`{name}`** ({'tables' if is_list else 'table'}). {note}{as_before}".rstrip())
-        tables += [(name, table) for table in classes if table not in described]
+        tables += [(name, table, on_resume[field.name]) for table in classes if table not in described]
         described.update((table, name) for table in classes if table not in described)
     yield [*lines, ""]
-    for name, table in tables:
-        yield from _sections(table, name, described)
+    for name, table, said in tables:
+        yield from _sections(table, name, described, said)
 
 
 def _heading(cls: type, path: str) -> str:

@@ -1,17 +1,26 @@
 """The files of a model folder that stand beside its weights: its config, tokenizer, chat template, generation settings.
 
 They are small, so whoever writes further model folders keeps them in memory: the folder they came from may be moved or
-deleted while the run is at work.
+deleted while the run is at work. A fingerprint tells whether the folder that a run finds when it goes on is the one
+that it began with.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _OWN_FILES = ("config.json", "trainer.json")
 """What a checkpoint writes for itself."""
+
+_READS_AND_ENDS = (
+    *("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
+    *("chat_template", "generation_config"),
+)
+"""How the names of files begin that decide how text is read and where a response ends."""
+_SAMPLE_BYTES = 2**20
 
 Companions = Mapping[str, bytes]
 """Contents by file name."""
@@ -31,3 +40,22 @@ def without_own_files(companions: Companions) -> Companions:
 def write_companions(companions: Companions, folder: Path) -> None:
     for name, content in companions.items():
         (folder / name).write_bytes(content)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """What decides whether another folder can stand for this one: each file that text is read by, and as ``weights``
+    the sizes, the heads and some of the values of all weights."""
+    files = {
+        name: hashlib.sha256(content).hexdigest()[:32]
+        for name, content in read_companions(folder).items()
+        if name.startswith(_READS_AND_ENDS)
+    }
+    weights = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        weights.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for part in range(8):
+                file.seek(part * max(0, size - _SAMPLE_BYTES) // 7)
+                weights.update(file.read(_SAMPLE_BYTES))
+    return {**files, "weights": weights.hexdigest()[:32]}

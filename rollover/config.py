@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from rollover import consistency, toml
 from rollover.algorithms.config import AlgorithmConfig
+from rollover.changes import Changeable, Fixed, OnResume
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
@@ -44,8 +45,9 @@ class ModelConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    path: str | None = None
-    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model."""
+    path: Changeable[str | None] = None
+    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A run that goes on may find it in another
+    place."""
     scratch: ScratchConfig | None = None
     """A small decoder with random weights, and a tokenizer made for the tasks."""
 
@@ -81,7 +83,7 @@ class EvalConfig:
 
     every_steps: int = 0
     """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
-    num_prompts: int = 200
+    num_prompts: Fixed[int] = 200
     """Prompts of each evaluation source. At 200, an accuracy of 50 % has a standard error of 3.5 points."""
     samples_per_prompt: int = 1
     """Responses to each prompt; at least the largest of ``k``."""
@@ -115,6 +117,16 @@ class EvalConfig:
             )
 
 
+def _stays_when_scheduled(before: RunConfig, after: RunConfig) -> str | None:
+    if before.trainer.schedule == "constant":
+        return None
+    return f"the learning rate of trainer.schedule {before.trainer.schedule!r} depends on it"
+
+
+def _stays_undone(before: RunConfig, after: RunConfig) -> str | None:
+    return "what has been done was not repeatable" if after.deterministic else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run."""
@@ -124,9 +136,11 @@ class RunConfig:
     model: ModelConfig
     seed: int = 0
     """Of everything random: prompts, sampling noise, weights from scratch."""
-    steps: int = 100
+    steps: Annotated[
+        int, OnResume(_stays_when_scheduled, "may change on resume, unless the learning rate has a schedule")
+    ] = 100
     """Training steps; each trains one batch and makes one policy version."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
     """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
     engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
@@ -135,9 +149,9 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: WarmupConfig | None = None
     """Supervised warm-up before the first step; none when left out."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
+    eval: Changeable[EvalConfig] = field(default_factory=EvalConfig)
+    logging: Changeable[LoggingConfig] = field(default_factory=LoggingConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Runs to compare, by name: what each changes of this config, as in ``[variants.april.rollout]`` followed
     by ``strategy = "april"``. All start from the same initial policy."""

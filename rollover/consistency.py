@@ -32,7 +32,8 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
         if needed > max_context_tokens:
             raise ConfigError(
                 f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
-                f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two"
+                f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two, or use a"
+                " model or server with a longer context"
             )
 
 

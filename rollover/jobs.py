@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +162,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
         progress.message(f"variant {name}")
         wanted = variant(config, name, model=folder)
         if rundir.is_run(path):
-            saved = rundir.saved_config(path)
-            wanted = replace(saved, **{key: getattr(wanted, key) for key in rundir.CHANGEABLE})
+            rundir.check_changes(path, rundir.saved_config(path), wanted)
             opened = rundir.reopen(wanted, path)
         else:
             opened = rundir.create(wanted, path)

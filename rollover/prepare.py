@@ -13,13 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rollover.companions import fingerprint
 from rollover.config import RunConfig
 from rollover.consistency import context_needed
 from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.errors import ModelError
+from rollover.errors import ModelError, RunError
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
+from rollover.rundir import RunDir, replace_json
 from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import Solutions, examples
 from rollover.tasks.source import eval_sources, held_out_texts, train_source
@@ -82,6 +84,31 @@ def _architecture(config: RunConfig) -> Architecture:
         return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
     assert config.model.path is not None
     return Architecture.from_folder(resolve_model(config.model.path, weights=False))
+
+
+def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
+    """That ``folder`` holds the model that the run began with; a run that begins records it. Its weights are not needed
+    any more once there is a checkpoint, but for the algorithm's reference.
+
+    Raises ``ModelError`` naming what is different.
+    """
+    found = fingerprint(folder)
+    if not run.began_with.is_file():  # the run begins, or goes on from an earlier version
+        replace_json(run.began_with, {"model": found})
+        return
+    try:
+        began_with = dict(json.loads(run.began_with.read_text())["model"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"{run.began_with} is damaged: delete it if {folder} is the model that the run began with"
+        ) from None
+    for name in sorted(found.keys() | began_with.keys()):
+        if found.get(name) != began_with.get(name) and (name != "weights" or needs_weights):
+            what = "its weights are" if name == "weights" else f"{name} is"
+            raise ModelError(
+                f"{folder} is not the model that the run began with: {what} different; name that model with"
+                " --model.path, or start a new run"
+            )
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -3,6 +3,7 @@
 ::
 
     RUN/config.json       the resolved config, and under "meta" what ran it and where
+        began_with.json   fingerprint of the model that the run began with
         journal.sqlite    every rollout event
         metrics.jsonl     one line per step
         tensorboard/
@@ -11,7 +12,7 @@
         report.html
         lock              held while a process works here
 
-A directory belongs to one config for good: only the keys in ``CHANGEABLE`` may differ when a run is resumed.
+A directory belongs to one config for good: when a run is resumed, only settings may differ that say so (``changes``).
 The lock is the kernel's (flock), so a process that dies, however it dies, leaves none behind.
 """
 
@@ -38,17 +39,14 @@ from rollover.config import RunConfig, resolved, restore
 from rollover.errors import ResourceError, RunError
 from rollover.private import make_private
 from rollover.redaction import redacted_command
-
-CHANGEABLE = ("steps", "checkpoint", "eval", "logging")
-"""Keys and sections that may differ when a run is resumed: what was learned would have been the same."""
-FIXED = ("eval.num_prompts",)
-"""... except these, which decide what is kept out of training."""
+from rollover.schema import on_resume, types_at
+from rollover.toml import KeyPath
 
 _MAX_NAME_CHARACTERS = 50
 """Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
 _LEFT_UNBEGUN = ("lock", "config.partial")
 """What a run leaves that is killed while it makes its directory; the next one can have that."""
-_PRELIMINARIES = ("config.json", "lock", "metrics.jsonl", "tensorboard")
+_PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard")
 
 MIN_FREE_BYTES = 256 * 2**20
 """Free disk below which no run is started: room for the journal and reports of a small one."""
@@ -62,11 +60,17 @@ class RunDir:
         self.path = path
         self.made = False
         """Whether the directory was made for this run."""
+        self.is_new = False
+        """Whether the run is: its directory can be cleared again."""
         self._lock: int | None = _locked(path / "lock")
 
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def began_with(self) -> Path:
+        return self.path / "began_with.json"
 
     @property
     def journal(self) -> Path:
@@ -126,8 +130,9 @@ class RunDir:
 
     def discard_unless_begun(self) -> None:
         """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the
-        directory. Does nothing once there is a journal, a model or anything else that cost work."""
-        if any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
+        directory. Does nothing to a run that is resumed, nor once there is a journal, a model or anything else that
+        cost work."""
+        if not self.is_new or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
             return
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -159,13 +164,10 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
     run = RunDir(path)
-    run.made = not existed
+    run.made, run.is_new = not existed, True
     try:
         if run.config_file.is_file():
-            changed = differences(_read(path)[0], resolved(config))
-            held = f"another config (it differs in {', '.join(changed[:3])})" if changed else "this config"
-            mend = "" if changed else f"go on with it by --resume {path}, or "
-            raise RunError(f"{path} holds a run of {held}: {mend}choose another directory with --run-dir")
+            raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
         if any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
             raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
         run.require_free(MIN_FREE_BYTES, "a new run")
@@ -175,6 +177,15 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
         run.close()
         raise
     return run
+
+
+def _held(path: Path, config: RunConfig) -> str:
+    """How the config of the run in ``path`` compares with ``config``, and whether one can go on with the other."""
+    before = restore(_read(path)[0], str(path / "config.json"))
+    if not (changed := differences(resolved(before), resolved(config))):
+        return f"this config: go on with it by --resume {path}, or "
+    able = "" if refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
+    return f"another config (it differs in {', '.join(changed[:3])}): {able}"
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
@@ -207,15 +218,31 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ``RunError`` when there is no run, or when an override changes what may not change.
     """
-    before = _read(path)[0]
-    config = restore(before, str(path / "config.json"), overrides)
-    for key in differences(before, resolved(config)):
-        if key in FIXED or key.split(".")[0] not in CHANGEABLE:
-            raise RunError(
-                f"{path}: {key} cannot change when a run is resumed (only {', '.join(CHANGEABLE)}): "
-                "leave the override out, or start a new run"
-            )
+    before, source = _read(path)[0], str(path / "config.json")
+    config = restore(before, source, overrides)
+    if overrides:
+        check_changes(path, restore(before, source), config)
     return config
+
+
+def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
+    """Raises ``RunError`` when the run in ``path`` cannot go on under ``after``, saying which setting is in the way and
+    why."""
+    refused = refusals(before, after)
+    for key, reason in refused.items():
+        raise RunError(
+            f"{path}: {key} cannot change when a run is resumed: {reason}; leave it as it was, or start a new run"
+        )
+
+
+def refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
+    """Settings that differ and may not, with the reason."""
+    found = {}
+    for key in _differing(resolved(before), resolved(after)):
+        data = resolved(after if types_at(RunConfig, key, resolved(after)) else before)
+        if (reason := on_resume(RunConfig, key, data).refusal(before, after)) is not None:
+            found[".".join(map(str, key))] = reason
+    return found
 
 
 def derived_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -237,15 +264,19 @@ def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ between two resolved configs."""
+    return [".".join(map(str, key)) for key in _differing(before, after)]
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[KeyPath]:
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     items = list(inner)
     for key, child in items:
-        yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
+        yield from _leaves(child, (*prefix, key))
     if not items:
         yield prefix, value
 
@@ -281,14 +312,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-    """Replace ``config.json`` in one step: readers and crashes see the old or the new one."""
-    partial = run.config_file.with_suffix(".partial")
-    make_private(partial)  # with all secrets of the config, since --resume needs them
+    replace_json(run.config_file, {**config, "meta": meta})
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file in one step: readers and crashes see the old one or the new one."""
+    partial = path.with_suffix(".partial")
+    make_private(partial)  # the config has all its secrets, since --resume needs them
     with partial.open("w") as file:
-        json.dump({**config, "meta": meta}, file, indent=2)
+        json.dump(value, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(run.config_file)
+    partial.replace(path)
 
 
 def _now() -> str:

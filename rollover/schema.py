@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from rollover.changes import FIXED, OnResume, said_by
 from rollover.errors import ConfigError, nearest
 from rollover.redaction import HIDDEN, Redactor
 from rollover.toml import Document, KeyPath
@@ -266,6 +267,22 @@ def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
     for name in field_names(types_at(schema, prefix)):
         yield (*prefix, name)
         yield from keys(schema, (*prefix, name))
+
+
+def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
+    """What is said of the key at ``path`` in ``data``: by itself, or else by the innermost table around it that says
+    something. Of an element of a list, the list says it."""
+    found = FIXED
+    here = _members(schema)
+    for key in path:
+        options = _of_kind(here, data)
+        for option in options:
+            if is_dataclass(option) and key in (hints := get_type_hints(option, include_extras=True)):
+                found = said_by(hints[key]) or found
+        here = [member for option in options for member in _inner(option, key)]
+        inside = isinstance(data, dict) or (isinstance(data, list) and isinstance(key, int) and key < len(data))
+        data = (data.get(key) if isinstance(data, dict) else data[key]) if inside else None
+    return found
 
 
 class _Report:

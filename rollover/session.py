@@ -31,7 +31,7 @@ from rollover.engine.http.config import ServerConfig
 from rollover.engine.open import TrainedEngine
 from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.evaluation import Evaluator
-from rollover.prepare import fitted, initial_policy, load_tokenizer, stop_token_ids
+from rollover.prepare import check_model, fitted, initial_policy, load_tokenizer, stop_token_ids
 from rollover.report import throughput
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -281,6 +281,7 @@ async def open_session(
         resuming = run.journal.exists()
         run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
         folder = initial_policy(config, run.path / "model", progress, metrics)
+        check_model(run, folder, needs_weights=checkpoint is None or algorithm.needs_ref)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         trainer = _open_trainer(config, folder, checkpoint)

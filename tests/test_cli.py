@@ -229,9 +229,9 @@ REFUSALS = {
 @pytest.mark.parametrize("number", REFUSALS)
 def test_whatever_the_system_refuses_is_one_line(work: Jobs, capsys: pytest.CaptureFixture[str], number: int) -> None:
     work.failure = OSError(number, os.strerror(number), "out/metrics.jsonl")
-    told = failed(capsys, "train", "run.toml")
+    told, resume = failed(capsys, "train", "run.toml", "--run-dir", "out").splitlines()
     assert told.startswith(f"error: out/metrics.jsonl: {REFUSALS[number]}")
-    assert told.count("\n") == 1
+    assert resume.strip() == "once that is mended, go on with: rollover train --resume out"
 
 
 @pytest.mark.parametrize("place", ["x" * 300, "run.toml/out", "/proc/none/out"])

@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollover import rundir
 from rollover.config import ModelConfig, RunConfig, resolved
+from rollover.engine.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.trainer.config import TrainerConfig
 
 CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
 
@@ -99,6 +103,97 @@ def test_what_was_learned_under_one_setting_does_not_go_on_under_another(tmp_pat
     with pytest.raises(ConfigError, match=r"command line: --rollout\.group_sise: unknown key"):
         rundir.open_for_resume(tmp_path, ["--rollout.group_sise", "2"])
     rundir.open_for_resume(tmp_path, ["--rollout.group_size", str(CONFIG.rollout.group_size)])[1].close()
+
+
+CHANGES = {
+    "what may change at any time": (
+        *("--steps", "7", "--checkpoint.keep_last", "1", "--eval.samples_per_prompt", "2", "--logging.progress", "off"),
+        *("--rollout.stall_timeout_s", "5", "--rollout.max_retries", "9", "--engine.command_timeout_s", "3"),
+        *("--model.path", "elsewhere", "--tasks.train.0.path", "b.jsonl", "--tasks.train.0.reward.timeout_s", "1"),
+        *("--tasks.train.0.reward.workers", "0", "--engine.max_context_tokens", "4000"),
+    ),
+    "what may change where bits are not promised": (
+        *("--trainer.micro_batch_tokens", "9", "--trainer.gradient_checkpointing", "true", "--trainer.device", "cpu"),
+        *("--engine.kv_cache_bytes", "9000000", "--engine.max_running", "9", "--engine.device", "cpu"),
+        *("--engine.prefill_chunk_tokens", "64", "--engine.cpu_kernels", "torch"),
+    ),
+    "what stays": (
+        *("--seed", "6", "--rollout.group_size", "2", "--rollout.strategy", "sync", "--rollout.max_new_tokens", "9"),
+        *("--rollout.temperature", "0.5", "--algorithm.name", "dapo", "--trainer.learning_rate", "1e-3"),
+        *("--trainer.mini_batches", "2", "--trainer.dtype", "bfloat16", "--tasks.train.0.weight", "2"),
+        *("--tasks.train.0.name", "b", "--tasks.max_prompt_tokens", "9"),
+        *("--eval.num_prompts", "9", "--engine.dtype", "bfloat16"),
+    ),
+}
+SOURCE = SourceConfig(kind="jsonl", name="a", path="a.jsonl", reward=RewardConfig(kind="exact"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_setting_may_change_on_resume_where_what_is_learned_does_not_depend_on_it(
+    tmp_path: Path, kind: str, deterministic: bool
+) -> None:
+    config = replace(CONFIG, deterministic=deterministic, tasks=TasksConfig(train=(SOURCE,)))
+    rundir.create(config, tmp_path).close()
+    for key, value in zip(CHANGES[kind][::2], CHANGES[kind][1::2], strict=True):
+        if kind == "what stays" or (deterministic and kind == "what may change where bits are not promised"):
+            reason = "what the run has learned depends on it" if kind == "what stays" else "promises the same bits"
+            with pytest.raises(RunError, match=rf"{key[2:]}.* cannot change when a run is resumed: .*{reason}"):
+                rundir.saved_config(tmp_path, [key, value])
+        else:
+            assert rundir.saved_config(tmp_path, [key, value]) != config, key
+
+
+SERVERS = (
+    *("--engine.urls", '["http://b:1"]', "--engine.token_timeout_s", "5", "--engine.logprob_tolerance", "0.3"),
+    *("--engine.max_running", "3", "--engine.weights_dir", "w", "--engine.served_model", "m"),
+)
+
+
+def test_servers_may_be_others_when_a_run_is_resumed(tmp_path: Path) -> None:
+    rundir.create(replace(CONFIG, engine=VLLMConfig(urls=("http://a:1",))), tmp_path).close()
+    assert rundir.saved_config(tmp_path, SERVERS).engine.urls == ("http://b:1",)  # type: ignore[union-attr]
+    launched = rundir.saved_config(tmp_path, ["--engine.urls", "[]", "--engine.launch", "true"])
+    assert launched.engine == VLLMConfig(launch=True)
+    with pytest.raises(RunError, match=r"engine\.kv_on_update cannot change"):
+        rundir.saved_config(tmp_path, ["--engine.kv_on_update", "keep"])
+
+
+def test_the_number_of_steps_stays_where_the_learning_rate_depends_on_it(tmp_path: Path) -> None:
+    rundir.create(replace(CONFIG, trainer=TrainerConfig(schedule="cosine")), tmp_path).close()
+    with pytest.raises(RunError, match=r"steps cannot change .* trainer\.schedule 'cosine' depends on it"):
+        rundir.saved_config(tmp_path, ["--steps", "7"])
+
+
+def test_the_promise_of_the_same_bits_can_be_given_up_but_not_made_later(tmp_path: Path) -> None:
+    rundir.create(replace(CONFIG, deterministic=True), tmp_path / "a").close()
+    freed = ["--deterministic", "false", "--trainer.micro_batch_tokens", "9"]
+    assert rundir.saved_config(tmp_path / "a", freed).trainer.micro_batch_tokens == 9
+    rundir.create(CONFIG, tmp_path / "b").close()
+    with pytest.raises(RunError, match=r"deterministic cannot change .* what has been done was not repeatable"):
+        rundir.saved_config(tmp_path / "b", ["--deterministic", "true"])
+
+
+def test_a_run_that_an_earlier_version_began_goes_on_though_it_lacks_a_setting(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path) as run:
+        saved = json.loads(run.config_file.read_text())
+        del saved["rollout"]["unit"], saved["algorithm"]["advantage"]
+        run.config_file.write_text(json.dumps(saved))
+    assert rundir.saved_config(tmp_path, ["--steps", "7"]) == replace(CONFIG, steps=7)
+
+
+def test_the_same_run_with_settings_that_may_change_is_offered_to_go_on(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    other = replace(CONFIG, trainer=TrainerConfig(micro_batch_tokens=9))
+    with pytest.raises(RunError, match=f"differs in trainer.micro_batch_tokens.: go on with it by --resume {tmp_path}"):
+        rundir.create(other, tmp_path)
+
+
+def test_a_resumed_run_that_fails_before_its_journal_keeps_its_directory(tmp_path: Path) -> None:
+    rundir.create(CONFIG, tmp_path).close()
+    with rundir.open_for_resume(tmp_path)[1] as run:
+        run.discard_unless_begun()
+    assert rundir.saved_config(tmp_path) == CONFIG
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:

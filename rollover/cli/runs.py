@@ -200,8 +200,8 @@ def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **option
         except (RolloverError, OSError) as error:
             if isinstance(error, ConfigError | DataError | ModelError):
                 run.discard_unless_begun()
-            if job == "train" and run.journal.is_file():
-                error.add_note(f"nothing is lost; go on with: {run.resume_command}")
+            if job == "train" and run.config_file.is_file():
+                error.add_note(f"once that is mended, go on with: {run.resume_command}")
             raise
         finally:
             if run.report.is_file():

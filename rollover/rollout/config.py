@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from rollover.changes import Changeable, Inexact
 from rollover.types import UNBOUNDED, SamplingParams
 
 StrategyName = Literal[
@@ -73,7 +74,7 @@ class RolloutConfig:
     drop_surplus: bool = False
     """For `april`: take groups in order of finishing and throw those beyond the batch away, as its released code does,
     to see what that costs."""
-    num_running: int | None = None
+    num_running: Inexact[int | None] = None
     """Samples in flight, for `concurrency`, `fast_lane`, `bounded_async`, `inflight`, `threshold` and `windowed`; what
     the engine can run when absent."""
     tokens_per_round: int | None = None
@@ -87,7 +88,7 @@ class RolloutConfig:
     """Oldest samples that `fast_lane` runs on the lightly loaded replica; when absent, an eighth of a batch's."""
     lag_target: float | None = None
     """Mean age of trained tokens, in versions, that `rollover` works up to; 1 when absent."""
-    prefill_tokens_per_iteration: Annotated[float | None, UNBOUNDED] = None
+    prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
     """What `rollover` weighs computing caches again with: response tokens that the engine, or all servers together,
     prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
     it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
@@ -104,11 +105,11 @@ class RolloutConfig:
     """0 switches it off; as for `top_p`."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes one of these, beside the tokenizer's end token."""
-    save_every_tokens: int = 256
+    save_every_tokens: Changeable[int] = 256
     """A running sample's tokens reach the journal at least this often; a killed process loses no more per sample."""
-    stall_timeout_s: float = 600.0
+    stall_timeout_s: Changeable[float] = 600.0
     """With nothing decoded or scored for this long, the run stops and names the samples it waits for."""
-    max_retries: int = 3
+    max_retries: Changeable[int] = 3
     """Engine failures in a row, without a token in between, that one sample survives; each time it goes on from its
     last streamed token."""
 

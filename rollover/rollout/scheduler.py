@@ -209,7 +209,7 @@ class Scheduler:
             if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self.strategy.batch_size:
                 raise RunError(
                     f"the last {self._num_filtered_in_a_row} groups gave no signal: all their samples have the same"
-                    " reward; choose easier or harder prompts, or algorithm.group_filter = 'none'"
+                    " reward; start a new run with easier or harder prompts, or algorithm.group_filter = 'none'"
                 )
 
     # -- the batch -------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from rollover.changes import Changeable, OnResume
 
 Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
 
@@ -41,16 +43,16 @@ class RewardConfig:
     reference_extract: Literal["whole", "hashes", "last_line"] = "whole"
     """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
     ``#### 72``. For ``exact`` and ``math_verify``."""
-    timeout_s: float = 10.0
+    timeout_s: Changeable[float] = 10.0
     """Seconds one scoring may take; then its process is killed, with all it has started. When the last retry is late
     too, a ``function`` has failed its sample, and every other kind scores 0: a response that cannot be judged is not
     right, and leaving it out would favour easy ones."""
-    workers: int = 2
+    workers: Changeable[int] = 2
     """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
     the event loop: right for verifiers of a few microseconds, which then must not hang."""
-    retries: int = 1
+    retries: Changeable[int] = 1
     """How often a scoring that raised or timed out is tried again before its sample counts as failed."""
-    pass_score: float = 1.0
+    pass_score: Changeable[float] = 1.0
     """A response with at least this reward counts as solved in pass@k."""
 
     def __post_init__(self) -> None:
@@ -117,7 +119,7 @@ class SourceConfig:
     """Name of the reasoning-gym dataset. Unset: ``name``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Parameters of the reasoning-gym dataset, by the library's names."""
-    path: str | None = None
+    path: Changeable[str | None] = None
     """File (jsonl, parquet); hub id or folder (hf)."""
     split: str | None = None
     """Split of a ``hf`` dataset. Unset: ``train``."""
@@ -168,6 +170,10 @@ class SourceConfig:
         return self.dataset or self.name
 
 
+def _stays_skipping(before: Any, after: Any) -> str | None:
+    return "prompts have been skipped" if after.tasks.long_prompts == "error" else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksConfig:
     """The prompts of a run."""
@@ -187,7 +193,9 @@ class TasksConfig:
     """Appended to the question (or to the last user message), inside the template."""
     max_prompt_tokens: int = 1024
     """Longest admissible prompt, in tokens."""
-    long_prompts: Literal["skip", "error"] = "skip"
+    long_prompts: Annotated[Literal["skip", "error"], OnResume(_stays_skipping, "may change to `skip` on resume")] = (
+        "skip"
+    )
     """Longer prompts are left out and counted, or stop the run at once."""
     keep_eval_out: bool = True
     """Leave prompts out of training (and warm-up) that are also evaluation prompts, so that accuracy is measured on

@@ -338,6 +338,6 @@ def _fits(encoded: Encoded, encoder: PromptEncoder, skip_long: bool, where: str)
     if not fits and not skip_long:
         raise DataError(
             f"{where}: the prompt has {len(encoded.token_ids)} tokens, tasks.max_prompt_tokens is "
-            f"{encoder.max_tokens}; raise it, or set tasks.long_prompts = 'skip'"
+            f"{encoder.max_tokens}; set tasks.long_prompts = 'skip', or raise it before the run begins"
         )
     return fits

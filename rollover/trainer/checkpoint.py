@@ -80,7 +80,11 @@ def prune_checkpoints(root: Path, keep_last: int) -> None:
 def doing_without(folder: Path) -> str:
     """What the user can do about a damaged checkpoint."""
     others = [path.name for path in list_checkpoints(folder.parent) if path != folder]
-    return f"delete {folder} to go on from {others[-1]}" if others else "no other is left: start a new run"
+    return (
+        f"delete {folder} to go on from {others[-1]}"
+        if others
+        else "no other is left: bring it back, or start a new run"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -120,10 +124,11 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` naming the first setting that differs from the checkpoint's."""
+    """Raises ``ModelError`` naming the first setting that differs from the checkpoint's. A setting that it does not
+    know is younger than itself."""
     wanted = json.loads(json.dumps(dict(identity)))
-    for key in sorted(wanted.keys() | manifest.identity.keys()):
-        if (old := manifest.identity.get(key)) != (new := wanted.get(key)):
+    for key in sorted(wanted.keys() & manifest.identity.keys()):
+        if (old := manifest.identity[key]) != (new := wanted[key]):
             raise ModelError(
                 f"checkpoint {str(folder)!r} was written with {key} = {old!r}, now it is {new!r}: "
                 "restore the setting, or start a new run with the checkpoint as its model folder"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
+from rollover.changes import Inexact, said_by
 from rollover.errors import nearest
 
 DType = Literal["float32", "bfloat16"]
@@ -42,15 +43,15 @@ class StepConfig:
     and decay would pull a pretrained model away for a reason other than reward."""
     max_grad_norm: float = 1.0
     """The global gradient norm is clipped to this; 0 switches clipping off."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Inexact[int] = 8192
     """Token budget of one forward and backward pass (prompts included). Memory grows with it, the gradient
     does not depend on it. A sequence longer than the budget gets a pass of its own."""
     dtype: DType = "float32"
     """``bfloat16`` runs the matrix products under autocast; master weights, gradients, optimizer state and
     the log-softmax stay float32, so small updates are not rounded away (16 bytes per parameter)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Inexact[bool] = False
     """Recompute activations in the backward pass: less memory for about a third more time."""
-    device: str = "auto"
+    device: Inexact[str] = "auto"
     """``auto`` takes the first GPU where there is one, else the CPU; or any PyTorch device such as
     ``cuda:1``."""
 
@@ -90,8 +91,8 @@ class TrainerConfig(StepConfig):
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
-        passes = ("micro_batch_tokens", "gradient_checkpointing", "device")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in passes}
+        hints = get_type_hints(type(self), include_extras=True)
+        return {f.name: getattr(self, f.name) for f in fields(self) if said_by(hints[f.name]) is None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,9 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
     except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
         raise ModelError(f"model folder {str(name)!r} cannot be looked for: {error}") from None
     if not _HUB_ID.fullmatch(str(name)):
-        raise ModelError(f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id")
+        raise ModelError(
+            f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id (--model.path)"
+        )
     from huggingface_hub import snapshot_download
 
     try:

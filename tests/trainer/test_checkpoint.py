@@ -188,7 +188,9 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Pat
 
 def test_a_file_that_is_gone_is_named(folder: Path, saved: Path) -> None:
     (saved / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"tokenizer\.json is gone; no other is left: start a new run"):
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json is gone; no other is left: bring it back, or start a new run"
+    ):
         make_trainer(folder, resume_from=saved)
 
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.changes import Changeable, Inexact
+
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
 """Tables and buffers of these sizes are made at once."""
 
@@ -18,30 +20,30 @@ class EmbeddedConfig:
 
     kind: Literal["embedded"] = "embedded"
     """``"embedded"`` chooses this engine; so does leaving ``kind`` out."""
-    device: str = "auto"
+    device: Inexact[str] = "auto"
     """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes the first GPU when there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and cache; ``auto`` is bfloat16 on a GPU and float32 on a CPU, where half precision is
     slow."""
-    max_running: int = 64
+    max_running: Inexact[int] = 64
     """Samples decoded at the same time. More fill the machine better until the cache is too small for
     them."""
-    max_context_tokens: int | None = None
+    max_context_tokens: Changeable[int | None] = None
     """Longest prompt plus response; unset, it is what ``tasks.max_prompt_tokens`` and ``max_new_tokens`` come to."""
-    kv_cache_bytes: int = 512 * 2**20
+    kv_cache_bytes: Inexact[int] = 512 * 2**20
     """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
     evicted first, then the youngest running one is preempted, and both are computed again later."""
-    draft_rows: int = 0
+    draft_rows: Inexact[int] = 0
     """Rows of a decode iteration that guesses may fill up: with B samples decoding, fewer than this, ``draft_rows - B``
     guesses at their next tokens are checked along, the likeliest first. Choose the number of rows at which an iteration
     takes twice as long as with next to none: a guess is made where that pays. What is sampled stays the same; the last,
     longest samples get ready sooner where answers repeat each other. 0 switches it off."""
-    block_size_tokens: int = 32
+    block_size_tokens: Inexact[int] = 32
     """Tokens per cache block. Smaller wastes less at the end of each sample, larger costs less per step."""
-    prefill_chunk_tokens: int = 2048
+    prefill_chunk_tokens: Inexact[int] = 2048
     """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
     the running samples by."""
-    cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
+    cpu_kernels: Inexact[Literal["auto", "compiled", "torch"]] = "auto"
     """How a CPU computes: ``compiled`` by kernels built with the machine's C compiler (some seconds at the start),
     ``torch`` by PyTorch's operations, at a third of the speed; ``auto`` compiles where it can. The compiled ones
     compute and cache in float32, whatever the type of the weights. Without a meaning on a GPU."""
@@ -49,14 +51,14 @@ class EmbeddedConfig:
     """What a weight update does to cached tokens. ``recompute`` drops them, so that every token is sampled
     from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
     cache."""
-    stream_interval_tokens: int = 16
+    stream_interval_tokens: Inexact[int] = 16
     """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
-    logprob_tolerance: float | None = None
+    logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that the engine reports and the trainer's for the same
     weights. Measured on a few tokens at the start and, unless ``top_p`` or ``top_k`` cut the distribution, on every
     batch; the run stops beyond it. Left out, it is 0.002 where engine and trainer compute in float32, and 0.1 where one
     of them computes in bfloat16."""
-    command_timeout_s: float = 300.0
+    command_timeout_s: Changeable[float] = 300.0
     """Longest wait for an iteration to end or weights to load before the engine is called dead."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from rollover.changes import Changeable
+
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
 
 
@@ -30,65 +32,65 @@ class ServerConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    urls: tuple[str, ...] = ()
+    urls: Changeable[tuple[str, ...]] = ()
     """Servers that are running already, as in `http://10.0.0.5:8000`. Give these or set `launch`."""
-    launch: bool = False
+    launch: Changeable[bool] = False
     """Start servers on this machine and stop them at the end; their logs are kept in the run directory."""
-    num_servers: int = 1
+    num_servers: Changeable[int] = 1
     """Servers to start with `launch`."""
-    launch_command: tuple[str, ...] = ("python",)
+    launch_command: Changeable[tuple[str, ...]] = ("python",)
     """Program that starts a server, with the interpreter of the environment that the server is installed
     in."""
-    launch_args: tuple[str, ...] = ()
+    launch_args: Changeable[tuple[str, ...]] = ()
     """Further arguments for it: `["--tensor-parallel-size", "2"]`, say."""
-    launch_env: Mapping[str, str] = field(default_factory=dict)
+    launch_env: Changeable[Mapping[str, str]] = field(default_factory=dict)
     """Environment variables for it, beside this program's own."""
-    launch_devices: tuple[str, ...] = ()
+    launch_devices: Changeable[tuple[str, ...]] = ()
     """`CUDA_VISIBLE_DEVICES` of each server that is started; all see every device when left out."""
-    launch_timeout_s: float = 900.0
+    launch_timeout_s: Changeable[float] = 900.0
     """Longest wait for a started server to load its model and answer."""
-    stop_timeout_s: float = 20.0
+    stop_timeout_s: Changeable[float] = 20.0
     """How long a started server may take to stop before it is killed."""
-    api_key_env: str | None = None
+    api_key_env: Changeable[str | None] = None
     """Name of the environment variable that holds the servers' API key, sent as a bearer token."""
-    verify_tls: bool = True
+    verify_tls: Changeable[bool] = True
     """Check the certificate of an `https` server."""
-    ca_file: str | None = None
+    ca_file: Changeable[str | None] = None
     """Certificates to check it against (PEM); the system's when left out."""
-    max_running: int | tuple[int, ...] = 64
+    max_running: Changeable[int | tuple[int, ...]] = 64
     """Samples decoded at the same time by each server, or by the server of each of the `urls` in turn: `[64, 256]`.
     Its own limit should be no lower, or calls queue there."""
-    weights_dir: str | None = None
+    weights_dir: Changeable[str | None] = None
     """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
     run directory when left out."""
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: Changeable[float] = 10.0
     """Longest wait for a connection."""
-    first_token_timeout_s: float = 300.0
+    first_token_timeout_s: Changeable[float] = 300.0
     """Longest wait for the first token of a call: prefill, and the server's queue."""
-    token_timeout_s: float = 60.0
+    token_timeout_s: Changeable[float] = 60.0
     """Longest silence of a call that has begun."""
-    busy_timeout_s: float = 120.0
+    busy_timeout_s: Changeable[float] = 120.0
     """How long a call is offered again to a server that answers 429 or 503."""
-    control_timeout_s: float = 30.0
+    control_timeout_s: Changeable[float] = 30.0
     """Longest wait for the answer to any other call."""
-    abort_timeout_s: float = 10.0
+    abort_timeout_s: Changeable[float] = 10.0
     """How long a server may take to hand over stopped calls. After half of it all its calls are stopped, after all
     of it their connections are closed."""
-    load_timeout_s: float = 300.0
+    load_timeout_s: Changeable[float] = 300.0
     """Longest wait for weights to load."""
-    logprob_tolerance: float | None = None
+    logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. Measured on a few tokens of each server at the start, after each weight update and before one rejoins,
     and, unless `top_p` or `top_k` cut the distribution, on every batch. A server beyond it is taken out. When left out,
     0.002 where weights and trainer are float32, since bfloat16 makes 0.004 and more; 0.1 where one of them is in half
     precision."""
-    health_interval_s: float = 5.0
+    health_interval_s: Changeable[float] = 5.0
     """Time between two health checks of a server."""
-    health_timeout_s: float = 10.0
+    health_timeout_s: Changeable[float] = 10.0
     """Longest wait for the answer to a health check; two late ones in a row and the server is taken out."""
-    rejoin_max_interval_s: float = 60.0
+    rejoin_max_interval_s: Changeable[float] = 60.0
     """A server that was taken out is tried again after twice the time each time, up to this."""
-    all_down_timeout_s: float = 120.0
+    all_down_timeout_s: Changeable[float] = 120.0
     """How long calls wait for a server to come back when all are out."""
 
     @property

@@ -335,8 +335,7 @@ class ServerEngine(ABC):
         if size > self.capabilities.max_context_tokens:
             raise EngineError(
                 f"{request.request_id}: prompt and response may reach {size} tokens, but {self} takes"
-                f" {self.capabilities.max_context_tokens}; lower rollout.max_new_tokens or"
-                " tasks.max_prompt_tokens"
+                f" {self.capabilities.max_context_tokens}; start it with a longer context"
             )
         if params.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(self.model.path)

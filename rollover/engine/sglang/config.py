@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.changes import Changeable
 from rollover.engine.http.config import ServerConfig
 
 
@@ -17,21 +18,21 @@ class SGLangConfig(ServerConfig):
 
     kind: Literal["sglang"] = "sglang"
     """`"sglang"` chooses this engine."""
-    launch_command: tuple[str, ...] = ("python", "-m", "sglang.launch_server")
+    launch_command: Changeable[tuple[str, ...]] = ("python", "-m", "sglang.launch_server")
     """Program that starts a server, with the interpreter of the environment that SGLang is installed in."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What a weight update does to running samples; they stay open in either case, and the server says which weights
     sampled which of their tokens. `recompute` takes them off the server's batch and computes their cache anew, so that
     later tokens are those of the new policy. `keep` freezes them with their cache: nothing is computed again, and later
     tokens come from new weights over old cache."""
-    weight_transfer: Literal["folder", "nccl", "gloo"] = "folder"
+    weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
     """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
     path. `nccl` (GPUs) and `gloo`: this process reads them from there and sends them into the workers' memory, through
     a connection that the workers open to it; data and pipeline parallel servers cannot."""
-    transfer_host: str | None = None
+    transfer_host: Changeable[str | None] = None
     """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
     reached."""
-    stream_interval_tokens: int = 16
+    stream_interval_tokens: Changeable[int] = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
     since the sample started there. After an update its tokens are handed on at its end, when the server says which
     weights they come from."""

@@ -1,0 +1,49 @@
+"""Which settings may change when a run is resumed. Each says so itself, in its type::
+
+    stall_timeout_s: Changeable[float] = 600.0       what is learned does not depend on it
+    micro_batch_tokens: Inexact[int] = 8192          nor on this, but for rounding and the order of events
+    group_size: int = 8                              everything else stays as it was
+
+A table can say it for all its keys; what a key says itself comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+T = TypeVar("T")
+
+Refusal = Callable[[Any, Any], str | None]
+"""Of the config before and the one wanted now: why the setting must stay as it was, or ``None``."""
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """What becomes of a setting when a run is resumed; stands in ``Annotated``."""
+
+    refusal: Refusal
+    note: str
+    """For the documentation: when it may change."""
+
+
+def _never(before: Any, after: Any) -> str | None:
+    return "what the run has learned depends on it"
+
+
+def _inexact(before: Any, after: Any) -> str | None:
+    return "deterministic = true promises the same bits, and they depend on it" if after.deterministic else None
+
+
+FIXED = OnResume(_never, "")
+"""Also every setting that says nothing."""
+
+Fixed = Annotated[T, FIXED]
+Changeable = Annotated[T, OnResume(lambda before, after: None, "may change on resume")]
+Inexact = Annotated[T, OnResume(_inexact, "may change on resume, unless `deterministic = true`")]
+
+
+def said_by(annotation: Any) -> OnResume | None:
+    """What the type of a key or table says itself."""
+    return next((part for part in getattr(annotation, "__metadata__", ()) if isinstance(part, OnResume)), None)

@@ -1,0 +1,169 @@
+"""What an error advises can be done: the run goes on by ``--resume`` with the setting that the message names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollover import cli
+from rollover.engine.embedded.core import EngineCore
+from rollover.trainer.trainer import Trainer
+from tests import runs
+
+BEGUN = ("train", "run.toml", "--run-dir", "out", "--steps", "4")
+RESUMED = ("train", "--resume", "out")
+
+
+class Say:
+    """Runs the command line and returns what it told on standard error."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def refused(self, *argv: str) -> str:
+        self._capsys.readouterr()
+        assert cli.main(argv) == 2
+        return self._capsys.readouterr().err
+
+    def done(self, *argv: str) -> None:
+        assert cli.main(argv) == 0, self._capsys.readouterr().err
+        assert len(runs.batches(Path("out"))) == 4
+        runs.ledger(Path("out"))
+
+
+@pytest.fixture
+def say(experiment: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    return Say(capsys)
+
+
+@pytest.fixture
+def begun(say: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """A run that stopped after its first checkpoint, for want of memory."""
+    step = Trainer.step
+
+    def short_of_memory(trainer: Trainer, batch: object) -> object:
+        if trainer.version == 2 and trainer._config.micro_batch_tokens > 256:
+            raise torch.OutOfMemoryError
+        return step(trainer, batch)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", short_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            cli.main(BEGUN)
+    assert Path("out/checkpoints/step_2").is_dir()
+    return say
+
+
+def test_training_that_ran_out_of_memory_goes_on_with_smaller_passes(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = torch.Tensor.backward
+
+    def short_of_memory(loss: torch.Tensor) -> None:
+        if not Path("smaller").exists():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(loss)
+
+    monkeypatch.setattr(torch.Tensor, "backward", short_of_memory)
+    told = say.refused(*BEGUN)
+    assert "lower trainer.micro_batch_tokens (now 8192) or set trainer.gradient_checkpointing = true" in told
+    assert "once that is mended, go on with: rollover train --resume out\n" in told
+    Path("smaller").touch()
+    say.done(*RESUMED, "--trainer.micro_batch_tokens", "64", "--trainer.gradient_checkpointing", "true")
+    assert json.loads(Path("out/config.json").read_text())["trainer"]["micro_batch_tokens"] == 64
+
+
+def test_an_engine_that_ran_out_of_memory_goes_on_with_a_smaller_cache(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = EngineCore.step
+
+    def short_of_memory(core: EngineCore) -> object:
+        if not Path("smaller").exists():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", short_of_memory)
+    told = say.refused(*BEGUN)
+    assert "lower engine.kv_cache_bytes, engine.prefill_chunk_tokens or engine.max_running" in told
+    Path("smaller").touch()
+    smaller = ("--engine.kv_cache_bytes", "2097152", "--engine.prefill_chunk_tokens", "64", "--engine.max_running", "4")
+    say.done(*RESUMED, *smaller)
+
+
+def test_a_cache_that_is_too_small_says_how_large_it_must_be(say: Say) -> None:
+    told = say.refused(*BEGUN, "--engine.kv_cache_bytes", "9000")
+    least = told.split("raise it to ")[1].split()[0]
+    say.done(*BEGUN, "--engine.kv_cache_bytes", least)
+
+
+def test_a_run_that_stalled_goes_on_with_more_patience(say: Say) -> None:
+    slow = "import asyncio, os\nasync def slow(prompts, completions, answer, **columns):\n"
+    slow += (
+        '    await asyncio.sleep(0 if os.path.exists("quick") else 30)\n    return [0.5 + len(completions[0]) % 2]\n'
+    )
+    Path("slow_reward.py").write_text(slow)
+    function = ("--tasks.train.0.reward.function", "slow_reward:slow")
+    told = say.refused(*BEGUN, *function, "--rollout.stall_timeout_s", "0.5", "--tasks.train.0.reward.timeout_s", "20")
+    assert "no token and no reward for" in told and "(rollout.stall_timeout_s)" in told
+    Path("quick").touch()
+    say.done(*RESUMED, "--rollout.stall_timeout_s", "60", "--tasks.train.0.reward.timeout_s", "30")
+
+
+def test_a_model_and_a_dataset_that_were_moved_are_named_anew(begun: Say) -> None:
+    Path("elsewhere").mkdir()
+    shutil.copytree("model", "elsewhere/model")
+    Path("model").unlink()
+    Path("letters.jsonl").rename("elsewhere/letters.jsonl")
+    told = begun.refused(*RESUMED)
+    assert "model folder 'model' does not exist; give a folder with config.json or a hub id (--model.path)" in told
+    moved = ("--model.path", "elsewhere/model", "--tasks.train.0.path", "elsewhere/letters.jsonl")
+    begun.done(*RESUMED, *moved)
+
+
+def test_a_model_with_another_tokenizer_is_no_model_that_was_moved(begun: Say) -> None:
+    other = Path(shutil.copytree("model", "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "truncation": None, "padding": None}))
+    told = begun.refused(*RESUMED, "--model.path", "other")
+    assert "other is not the model that the run began with: tokenizer.json is different" in told
+    begun.done(*RESUMED, "--model.path", "model")
+
+
+@pytest.mark.parametrize("kl_coef", ["0", "0.01"])
+def test_other_weights_do_where_only_the_checkpoint_counts_and_not_as_reference(
+    say: Say, kl_coef: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint can then stand for a model that is gone; the reference of a KL term cannot be replaced."""
+    say_done = (*BEGUN, "--algorithm.kl_coef", kl_coef)
+    assert cli.main([*say_done[:-4], "--steps", "2", "--algorithm.kl_coef", kl_coef]) == 0
+    argv = (*RESUMED, "--model.path", "out/checkpoints/step_2", "--steps", "4")
+    if kl_coef == "0":
+        say.done(*argv)
+    else:
+        told = say.refused(*argv)
+        assert "step_2 is not the model that the run began with: its weights are different" in told
+
+
+def test_a_device_that_is_gone_is_replaced(begun: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(Path("out/config.json").read_text())
+    config["trainer"]["device"] = config["engine"]["device"] = "cuda:7"
+    Path("out/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "trainer.device 'cuda:7' cannot be used" in begun.refused(*RESUMED)
+    assert "device = 'cuda:7', but PyTorch sees no GPU; use 'cpu'" in begun.refused(*RESUMED, "--trainer.device", "cpu")
+    begun.done(*RESUMED, "--trainer.device", "cpu", "--engine.device", "cpu")
+
+
+def test_a_damaged_checkpoint_is_done_without(begun: Say) -> None:
+    begun.done(*RESUMED)
+    weights = Path("out/checkpoints/step_4/model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 4
+    weights.write_bytes(content)
+    told = begun.refused(*RESUMED)
+    assert f"{weights} is damaged" in told and "delete out/checkpoints/step_4 to go on from step_2" in told
+    shutil.rmtree("out/checkpoints/step_4")
+    begun.done(*RESUMED)

@@ -118,7 +118,7 @@ def test_a_model_and_a_dataset_that_were_moved_are_named_anew(begun: Say) -> Non
     Path("model").unlink()
     Path("letters.jsonl").rename("elsewhere/letters.jsonl")
     told = begun.refused(*RESUMED)
-    assert "model folder 'model' does not exist; give a folder with config.json or a hub id (--model.path)" in told
+    assert "model 'model' is no folder here" in told and "or give a local folder (--model.path)" in told
     moved = ("--model.path", "elsewhere/model", "--tasks.train.0.path", "elsewhere/letters.jsonl")
     begun.done(*RESUMED, *moved)
 

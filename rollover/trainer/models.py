@@ -51,7 +51,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
     except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
         raise ModelError(
             f"model {str(name)!r} is no folder here and could not be fetched from the hub "
-            f"({type(error).__name__}): check the name and the connection, or give a local folder"
+            f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"
         ) from error
 
 

@@ -122,7 +122,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processe
     assert len(runs.batches(Path("out"))) == 5
 
 
-STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -154,7 +154,7 @@ def test_a_second_signal_ends_at_once_and_the_run_can_still_go_on(
 ) -> None:
     cue = Cue(BatchConsumed, 1)
     stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=cue, signals=[first, second])
-    assert stopped.code == STOPS[second]  # type: ignore[index]
+    assert stopped.code == STOPS[second]
     assert "rollover train --resume out" in stopped.err
     assert not Path("out/checkpoints").exists()
     succeeded(processes.run("train", "--resume", "out"))

@@ -54,7 +54,7 @@ def fingerprint(source: SourceConfig) -> Fingerprint:
 
 
 def _same(source: SourceConfig, before: Fingerprint | None, name: str) -> Fingerprint:
-    mend = f"put the one that the run began with back, or start a new run ({name})"
+    mend = f"put the one that the run began with back, give its new path on --resume, or start a new run ({name})"
     try:
         now = fingerprint(source)
     except DataError as error:

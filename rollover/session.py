@@ -271,7 +271,7 @@ async def open_session(
     config: RunConfig, run: RunDir, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
-    from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
+    from rollover.trainer.checkpoint import latest_checkpoint
 
     checkpoint, algorithm = latest_checkpoint(run.checkpoints), resolve(config.algorithm)
     async with AsyncExitStack() as stack:
@@ -284,9 +284,7 @@ async def open_session(
         check_model(run, folder, needs_weights=checkpoint is None or algorithm.needs_ref)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
-        trainer = _open_trainer(config, folder, checkpoint)
-        if checkpoint is not None and not read_manifest(checkpoint).files:
-            progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
+        trainer = _open_trainer(config, folder, checkpoint, progress)
         engine, folders = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
@@ -372,9 +370,12 @@ def _taken_over(
     return ledger
 
 
-def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None) -> Trainer:
+def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
+    from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.trainer import Trainer
 
+    if checkpoint is not None and not read_manifest(checkpoint).files:
+        progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
     return Trainer(
         config.trainer,
         resolve(config.algorithm),

@@ -171,7 +171,7 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
         ),
         (
             "kind = 'vllm'\nlaunch = true\nmax_running = 'x'",
-            r"run\.toml:13: engine\.max_running: expected a whole number, got the string",
+            r"run\.toml:13: engine\.max_running: expected a whole number or a list, got the string",
         ),
         ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
         (

@@ -94,7 +94,7 @@ def test_an_engine_that_ran_out_of_memory_goes_on_with_a_smaller_cache(
 
 
 def test_a_cache_that_is_too_small_says_how_large_it_must_be(say: Say) -> None:
-    told = say.refused(*BEGUN, "--engine.kv_cache_bytes", "9000")
+    told = say.refused(*BEGUN, "--engine.kv_cache_bytes", "3000")
     least = told.split("raise it to ")[1].split()[0]
     say.done(*BEGUN, "--engine.kv_cache_bytes", least)
 
@@ -155,8 +155,8 @@ def test_a_device_that_is_gone_is_replaced(begun: Say, monkeypatch: pytest.Monke
     config["trainer"]["device"] = config["engine"]["device"] = "cuda:7"
     Path("out/config.json").write_text(json.dumps(config))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "trainer.device 'cuda:7' cannot be used" in begun.refused(*RESUMED)
-    assert "device = 'cuda:7', but PyTorch sees no GPU; use 'cpu'" in begun.refused(*RESUMED, "--trainer.device", "cpu")
+    assert "device = 'cuda:7', but PyTorch sees no GPU; use 'cpu'" in begun.refused(*RESUMED)
+    assert "trainer.device 'cuda:7' cannot be used" in begun.refused(*RESUMED, "--engine.device", "cpu")
     begun.done(*RESUMED, "--trainer.device", "cpu", "--engine.device", "cpu")
 
 

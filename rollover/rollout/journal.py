@@ -33,6 +33,8 @@ from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 FORMAT_VERSION = 1
+_IN_MEMORY = Path(":memory:")
+"""SQLite's name for a database without a file."""
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
 
 
@@ -90,8 +92,10 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            for file in (path, *(beside for end in ("-wal", "-shm") if (beside := Path(f"{path}{end}")).exists())):
-                make_private(file)
+            if path != _IN_MEMORY:
+                beside = [file for end in ("-wal", "-shm") if (file := Path(f"{path}{end}")).exists()]
+                for file in (path, *beside):
+                    make_private(file)
             # The driver and the loop share one event loop; a checkpoint may be written from a worker thread.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")

@@ -228,6 +228,14 @@ def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_journal_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(Path(":memory:"))
+    journal.append(some_events(3))
+    assert journal.last_seq == 3 and list(tmp_path.iterdir()) == []
+    journal.close()
+
+
 # -- restarts -----------------------------------------------------------------------------------------------
 
 STEPS = 5

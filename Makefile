@@ -21,15 +21,15 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp per set of packages; the installation is editable, so only pyproject.toml makes it stale.
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+# One stamp per set of packages; the installation is editable, so only these two files make it stale.
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/installed-%: pyproject.toml | $(BIN)/python
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@ $(VENV)/installed
 
 train: $(VENV)/installed

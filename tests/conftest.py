@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests import runs
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is first imported (transformers does, where it is installed): its own functions are
+    # then interpreted too, as ours are in the tests.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run: a test fails for everyone or for nobody.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -17,11 +24,7 @@ settings.load_profile("fixed")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
+    if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ CHARACTERS = [*"0123456789", *LETTERS, "=", "\n", "#", " "]
 END = "<end>"
 
 _DEADLINE_S = 120
+_ROOT = Path(__file__).parent.parent
 
 REWARD = """\
 def share(prompts, completions, answer, **columns):
@@ -222,7 +224,9 @@ class Processes:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["rollover.session", "rollover.trainer.sft", "transformers.models.qwen3"])
+        self._context.set_forkserver_preload(["tests.preloaded"])
+        with contextlib.chdir(_ROOT):  # where it finds what it imports
+            forkserver.ensure_running()
 
     def run(
         self,

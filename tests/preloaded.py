@@ -1,0 +1,19 @@
+"""What the server imports from which the processes of tests are forked: all that a run needs, its CPU kernels compiled.
+
+A run compiles them each time it starts, for nothing built is kept on disk. Here they are compiled once, for the model
+and the block sizes of the tests, and inherited.
+"""
+
+from contextlib import suppress
+
+import transformers.models.qwen3  # noqa: F401
+
+import rollover.session
+import rollover.trainer.sft  # noqa: F401
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.native import compiled
+from rollover.errors import EngineError
+
+with suppress(EngineError):  # there is no compiler: a run falls back as well
+    for block_size in (4, EmbeddedConfig().block_size_tokens):
+        compiled(8, block_size, 2)

@@ -235,14 +235,13 @@ class Session:
     def _save(self) -> None:
         from rollover.trainer.checkpoint import checkpoint_path, prune_checkpoints
 
-        if self.version == self._saved_version:
-            return
         root = self._run.checkpoints
-        self.driver.flush()
-        self.trainer.save(checkpoint_path(root, self.version), {_JOURNAL_SEQ: self._journal.last_seq})
-        self._saved_version = self.version
-        self.driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept(root)))
-        prune_checkpoints(root, self.config.checkpoint.keep_last)
+        if self.version != self._saved_version:
+            self.driver.flush()
+            self.trainer.save(checkpoint_path(root, self.version), {_JOURNAL_SEQ: self._journal.last_seq})
+            self._saved_version = self.version
+            self.driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept(root)))
+        prune_checkpoints(root, self.config.checkpoint.keep_last)  # an earlier process may have died before it did
 
     def _oldest_kept(self, root: Path) -> int:
         """Batches older than every checkpoint that stays need no replay."""

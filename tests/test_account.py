@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_trained_is_stepped_over_when_asked(
 ) -> None:
     poison(2)
     advice = "the batch of step 2 was not trained; to go on without it: rollover train --resume out --skip-batch 2"
-    argv = ("--checkpoint.every_steps", "1", "--logging.progress", "plain")
+    argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10", "--logging.progress", "plain")
     for attempt in (("run.toml", "--run-dir", "out", *argv), ("--resume", "out")):
         assert train(*attempt) == 2
         assert advice in (told := capsys.readouterr().err) and "gradient norm is nan" in told

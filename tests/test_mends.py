@@ -95,7 +95,7 @@ def test_an_engine_that_ran_out_of_memory_goes_on_with_a_smaller_cache(
 
 def test_a_cache_that_is_too_small_says_how_large_it_must_be(say: Say) -> None:
     told = say.refused(*BEGUN, "--engine.kv_cache_bytes", "3000")
-    least = told.split("raise it to ")[1].split()[0]
+    least = told.split("raise it to ")[1].split()[0].rstrip(",")
     say.done(*BEGUN, "--engine.kv_cache_bytes", least)
 
 

@@ -122,6 +122,14 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processe
     assert len(runs.batches(Path("out"))) == 5
 
 
+def test_a_run_killed_before_it_deleted_old_checkpoints_deletes_them_when_it_is_resumed(processes: Processes) -> None:
+    cue = Cue(CheckpointSaved, 2)
+    killed = processes.run("train", "run.toml", "--run-dir", "out", "--checkpoint.keep_last", "1", kill_at=cue)
+    assert killed.code == -9 and len(list(Path("out/checkpoints").iterdir())) == 2
+    succeeded(processes.run("train", "--resume", "out"))
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step_4"]
+
+
 STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 

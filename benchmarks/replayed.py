@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_bursts
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
-from rollover.types import Prompt, Trajectory
+from rollover.types import FinishReason, Prompt, Trajectory
 from rollover.workload.base import Workload
 from rollover.workload.trace import Replay, Trace, TracePrompt
 
@@ -117,9 +118,14 @@ class Replayed:
         prompt, sample = divmod(group * self._samples_per_group + index, self._samples_per_prompt)
         return self._workload.group_lengths(prompt, self._samples_per_prompt)[sample]
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        params = replace(request.params, max_new_tokens=self.length(request.sample_key))
-        return self._engine.generate(replace(request, params=params))
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        length = self.length(request.sample_key)
+        params = replace(request.params, max_new_tokens=length)
+        async with aclosing(self._engine.generate(replace(request, params=params))) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason is FinishReason.LENGTH and length < request.params.max_new_tokens:
+                    chunk = replace(chunk, finish_reason=FinishReason.STOP)
+                yield chunk
 
     async def abort(self, request_ids: Collection[str]) -> None:
         await self._engine.abort(request_ids)

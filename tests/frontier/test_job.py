@@ -56,7 +56,7 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
         (["tiny.toml", "--engine", ".", "--device", "a", "--model", "b"], "--device and --engine both say"),
         (["tiny.toml", "--lag", "1,x"], "is not a list of numbers"),
         (["tiny.toml", "--lag", "-1"], "--lag must be at least 0 versions, got -1"),
-        (["tiny.toml", "--seeds", "0"], "0 is not in the range x>=1"),
+        (["tiny.toml", "--seeds", "0"], "0 is not in the range 1<=x<=1000000000"),
         (["tiny.toml", "--steps", "5", "--warmup", "5"], "--warmup must be at least 0 and below --steps (5)"),
         (["tiny.toml", "--out", "no/where.html"], "there is no folder 'no'"),
         (["tiny.toml", "--scenario", "gone.toml"], "gone.toml: no such file"),

@@ -131,12 +131,11 @@ def test_rows_of_system_and_user_alone_still_need_an_answer_column(tmp_path: Pat
 
 def test_what_becomes_of_the_reply_is_known_before_a_run(tmp_path: Path) -> None:
     row = {"messages": [*ASKED, REPLY]}
-    assert check_source(config(tmp_path / "a.jsonl", row)) == (
-        1,
-        "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt",
+    told = (
+        (row, "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"),
+        ({**row, "answer": "2"}, "the assistant's last turn is what sft teaches, and not in the prompt"),
+        ({"messages": ASKED, "answer": "2"}, ""),
     )
-    assert check_source(config(tmp_path / "a.jsonl", {**row, "answer": "2"})) == (
-        1,
-        "the assistant's last turn is what sft teaches, and not in the prompt",
-    )
-    assert check_source(config(tmp_path / "a.jsonl", {"messages": ASKED, "answer": "2"})) == (1, "")
+    for written, reply in told:
+        facts = check_source(config(tmp_path / "a.jsonl", written))
+        assert (facts.num_rows, facts.reply) == (1, reply)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollover.companions import read_companions
 from rollover.errors import ModelError
 from rollover.trainer.models import load_policy, named_weights, read_model_config, resolve_model, save_model
 from tests.trainer.builders import make_folder
@@ -102,5 +103,5 @@ def test_a_model_with_two_matrices_is_written_as_one_that_is_not_tied(tmp_path: 
     model = load_policy(folder)
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= named_weights(model).keys()
     (tmp_path / "written").mkdir()
-    save_model(model, tmp_path / "written", files_from=folder)
+    save_model(model, tmp_path / "written", companions=read_companions(folder))
     assert json.loads((tmp_path / "written" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 import rollover.trainer.trainer as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
-from rollover.errors import RolloverError
+from rollover.errors import RewardError
 from rollover.rollout.events import (
     BatchConsumed,
     BatchTrained,
@@ -25,8 +26,9 @@ from rollover.rollout.events import (
 from rollover.rollout.ledger import Ledger
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Batch, FinishReason, Trajectory, WasteCause
-from tests.rollout.kit import ParityScorer, play
+from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
+from tests.virtual_time import run
 
 STEP = 3
 TEMPERATURE = 0.8
@@ -278,8 +280,19 @@ def test_what_a_step_that_raised_left_cannot_be_saved(folder: Path, tmp_path: Pa
 class LastFails(ParityScorer):
     async def score(self, trajectory: Trajectory) -> float:
         if trajectory.sample_id.index == 2:
-            raise RolloverError("it broke")
+            raise RewardError("it broke")
         return await super().score(trajectory)
+
+
+def of_an_untrusted_engine() -> set[WasteCause]:
+    async def work() -> set[WasteCause]:
+        rig = make_rig("bounded_async")
+        await rig.train(2, train_s=2.0)
+        await rig.driver.drop_tokens_of("", lambda: None)
+        await with_stop(rig, asyncio.sleep(0))
+        return set((+rig.ledger.tokens.wasted).keys())
+
+    return run(work())
 
 
 def test_every_cause_of_waste_is_one_that_something_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +305,7 @@ def test_every_cause_of_waste_is_one_that_something_gives(folder: Path, monkeypa
     given: set[WasteCause] = set()
     for name, settings in rollouts:
         given |= (+play(6, name, **settings)[0].ledger.tokens.wasted).keys()
+    given |= of_an_untrusted_engine()
     for algorithm in ("all at once", "mask_stale"):
         given |= train(folder, algorithm_of(algorithm), of_all_kinds(), monkeypatch)[0].keys()
     given |= make_trainer(folder).skip(make_batch()).untrained.keys()

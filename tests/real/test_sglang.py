@@ -28,7 +28,7 @@ from tests.engine.contract import EngineContract, FullEngine, collect, request, 
 from tests.engine.vllm_kit import model_folder
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
-from tests.test_train import largest_logprob_error
+from tests.test_train import EVERY_VERSION, largest_logprob_error
 
 pytestmark = pytest.mark.sglang
 
@@ -147,6 +147,10 @@ class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):
 # -- exactness ---------------------------------------------------------------------------------------------------
 
 
+NUM_TOKENS = 240
+"""Of a call under three updates: enough that a busy machine does not end it before the first."""
+
+
 @pytest.mark.parametrize(
     ("kv_on_update", "weight_transfer"),
     [("recompute", "folder"), ("keep", "folder"), ("recompute", "gloo"), ("keep", "gloo")],
@@ -161,7 +165,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
         settings = {"kv_on_update": kv_on_update, "weight_transfer": weight_transfer, "stream_interval_tokens": 3}
         async with opened(url, folders[0], **settings) as engine:
             calls = [
-                asyncio.create_task(collect(engine, request(f"s{i}", prompt_ids=PROMPT, max_new_tokens=90)))
+                asyncio.create_task(collect(engine, request(f"s{i}", prompt_ids=PROMPT, max_new_tokens=NUM_TOKENS)))
                 for i in range(SLOTS + 4)
             ]
             for version in (1, 2, 3):
@@ -179,7 +183,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
                 recorded = [p for c in chunks for p in c.logprobs]
                 scores = [logprobs(folder, PROMPT, ids, 1.0) for folder in folders]
                 mixed += len({version for version, _ in labels}) > 1
-                assert len(ids) == 90
+                assert len(ids) == NUM_TOKENS
                 for i, (version, kv_version) in enumerate(labels):
                     if version == kv_version and (kv_on_update == "recompute" or labels[0][0] == version):
                         assert abs(recorded[i] - scores[version % 2][i]) < TOLERANCE, (i, version)
@@ -418,7 +422,7 @@ def test_a_run_trains_on_a_server_that_it_starts_and_each_log_prob_is_of_the_lab
         lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
         lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
-        options = ("--checkpoint.every_steps", "1", "--rollout.strategy", *strategy)
+        options = (*EVERY_VERSION, "--rollout.strategy", *strategy)
         assert cli.main(["train", "run.toml", "--run-dir", "out", *options]) == 0
         run = Path("out")
         runs.ledger(run)

@@ -90,12 +90,12 @@ class Load:
 
     def in_time(self, plans: Sequence[int]) -> Mask:
         """(C, W): what may be decoded where, so that the longest response keeps the bound with one of ``plans``."""
-        return self.usable & (self.longest + self.busy[list(plans)].min() <= self._tail * (1 + _ROUNDING))
+        return self.usable & (self.longest <= self.left_s(self.busy[list(plans)].min()))
 
     def left_s(self, busy: Floats) -> Floats:
-        """Batches that the longest response may be under way beside trainers so ``busy``; a little more, so that
-        rounding leaves nothing out."""
-        return self._tail * (1 + 2 * _ROUNDING) + _ROUNDING - busy
+        """Batches that the longest response may be under way beside trainers so ``busy``. What rounding is allowed is
+        a part of the bound: a bound of zero leaves no time at any rate, however low."""
+        return self._tail * (1 + _ROUNDING) - busy
 
     def joined(self, problem: Problem) -> Load:
         """The same with the training plans that ``problem`` lists beyond this load's."""

@@ -115,7 +115,7 @@ class _Search:
         best = self._first(hoped) if hoped else None
         if best is None:
             return None
-        bound = self._ceiling(hoped)
+        bound = min(top, self._ceiling(hoped))
         try:
             best = self._nearer(best, bound)
             while self.left_s() > 0:

@@ -61,8 +61,8 @@ class Market:
         Variables: a price for every limit, the worth of every bucket, and the means of the richest plan."""
         limits, buckets = self.has.shape[1], self.waiting.shape[1]
         usable = self.load.in_time(plans)
-        if not usable.any(axis=0).all():
-            return Prices(limits=np.zeros(limits), real=float(real))
+        if not usable.any(axis=0).all():  # at any prices above zero they must pay without end
+            return Prices(limits=np.ones(limits), real=float(real))
         c, w = np.nonzero(usable)
         ones = self._worth(Prices(limits=np.ones(limits), real=0.0))
         unit = 1.0 if real else float(np.where(usable, ones, np.inf).min(axis=0).sum())  # prices are about 1
@@ -99,8 +99,11 @@ class Market:
         return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
 
     def beyond(self, training: Floats, busy: Floats, prices: Prices) -> Floats:
-        """(P,): how much more than the load any plans might carry, relative: no prices promise too little."""
-        return self._has(training, busy) @ prices.limits / self._must(prices, busy) - 1
+        """(P,): how much more than the load any plans might carry, relative: no prices promise too little. Where a load
+        costs nothing, as on a type without a price that only a quicker trainer leaves in time, that is without end."""
+        must = self._must(prices, busy)
+        can = self._has(training, busy) @ prices.limits
+        return np.divide(can, must, out=np.full(len(must), np.inf), where=must > 0) - 1
 
     def _has(self, training: Floats, busy: Floats) -> Floats:
         load = self.load

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.planner import columns
 from rollover.planner.load import Load
-from rollover.planner.prices import Market
+from rollover.planner.milp import solve
+from rollover.planner.prices import Market, Prices
 from rollover.planner.program import Program
 from rollover.planner.records import Problem
-from tests.planner.kit import choices, problems, rate_of
+from tests.planner.kit import MODEL, choices, device, problems, rate_of, workload
 
 ROUNDING = 1e-6
 
@@ -53,3 +55,35 @@ def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(pr
         most = program.minimise(program.open_share(0.0))
         promised = 1 + Market(load).promise([plan])
         assert promised == pytest.approx(-most.objective if most else 0.0, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
+def test_a_bound_that_leaves_the_longest_response_no_time_is_kept_at_no_rate(rate: float) -> None:
+    built = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=0)
+    problem = replace(built, tail="hard")
+    load = Load(problem, rate * 0.9 / max(plan.cycle_s for plan in problem.plans))
+    market, able = Market(load), load.able()
+    assert not load.in_time(able).any()
+    for real in (False, True):
+        prices = market.prices(able, real=real)
+        assert np.all(market.room(prices, cost=1e6)[able] == -np.inf)
+    assert market.promise(able) == -1
+    assert solve(problem) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(updates=True), st.sampled_from(["none", "soft", "hard"]), st.floats(1e-9, 1.0))
+def test_a_plan_is_priced_on_just_the_replicas_that_it_may_use(problem: Problem, tail: str, part: float) -> None:
+    problem = replace(problem, tail=tail)
+    load = Load(problem, part / min(plan.cycle_s for plan in problem.plans))
+    for plan in load.able():
+        possible = bool(load.in_time([plan]).any(axis=0).all())
+        some = Prices(limits=np.ones(len(load.stock) + 2), real=0.0)
+        assert bool(np.isfinite(Market(load).room(some)[plan])) == possible
+
+
+def test_a_load_that_costs_nothing_is_promised_without_end() -> None:
+    problem = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=1)
+    load = Load(problem, 0.1 / max(plan.cycle_s for plan in problem.plans))
+    free = Prices(limits=np.zeros(len(load.stock) + 2), real=0.0)
+    assert np.all(Market(load).beyond(load.training, load.busy, free) == np.inf)

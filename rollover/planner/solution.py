@@ -44,6 +44,9 @@ def rate_reached(
     alone = replace(problem, columns=tuple(problem.columns[c] for c in active), plans=(problem.plans[plan],))
     counts = replicas[active]
 
+    def late(rate: float) -> float:
+        return 0.0 if Load(alone, rate).in_time([0]).any(axis=0).all() else -1.0
+
     def share(rate: float) -> float:
         program = Program(Load(alone, rate), [0], most=counts)
         program.fix()
@@ -53,7 +56,11 @@ def rate_reached(
     if not len(active):
         return None
     fastest = 1 / problem.plans[plan].cycle_s
-    found = highest(lambda rate: share(rate) - 1, fastest, known=known, accuracy=accuracy)
+    # The tail is a step, which is found without any linear programme: the rest is smooth below it.
+    top = fastest if problem.tail == "none" else highest(late, fastest, known=known, accuracy=accuracy)
+    if top <= fastest * _SLOWEST:
+        return None
+    found = highest(lambda rate: share(rate) - 1, top, known=known, accuracy=accuracy)
     return found if found > fastest * _SLOWEST else None
 
 
@@ -69,14 +76,15 @@ def highest(surplus: Callable[[float], float], top: float, *, known: float, accu
         return math.log(max(1 + left, 1e-3)) + _EXACT
 
     if height(top) >= 0:
-        return top
+        return max(tried)
     low, slowest = known or top / 2, top * _SLOWEST
     while height(low) < 0:
         if low < slowest:
             return known
         top, low = low, low / 8
     if top > low:
-        brentq(height, low, top, rtol=accuracy, xtol=accuracy * low)
+        # Where the samples that can be decoded in a second hardly depend on the rate, this is a straight line.
+        brentq(lambda log: height(math.exp(log)), math.log(low), math.log(top), xtol=accuracy)
     return max(tried)
 
 

@@ -65,11 +65,12 @@ class Simulation:
 def whole_bursts(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
     """The steps from ``warmup`` on without a first and a last burst that may be cut: batches trained from one
     collection cost it together, and only the first of them shows that. A step begins one if something was decoded for
-    it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on."""
+    it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on, or from where
+    their burst began: batches that were collected before take no time."""
     begins = [i for i, step in enumerate(steps) if step.iterations > 0]
     late = [i for i in begins if i >= warmup]
     if len(begins) < 2:
-        return steps[warmup:]
+        return steps[min([warmup, *begins]) :]
     first, last = (late[0], late[-1]) if len(late) > 1 else begins[-2:]
     return steps[first:last]
 

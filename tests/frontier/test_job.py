@@ -30,6 +30,14 @@ def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.C
     assert tomllib.loads(advice[1]["toml"])["rollout"]["rollout_batch_size"] == 4
 
 
+@pytest.mark.parametrize("steps", ["1", "2", "3"])
+def test_a_file_of_one_response_is_enough_however_short_the_run(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.jsonl").write_text('{"prompt": "a", "length": 512}\n')
+    argv = ["simulate", "one.jsonl", "--seeds", "1", "--batch-size", "4", "--group-size", "4", "--steps", steps]
+    assert cli.main([*argv, "--warmup", str(int(steps) - 1)]) == 0
+    assert 'strategy = "' in capsys.readouterr().out
+
+
 def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:
     Path("s.toml").write_text(
         "[engine]\nc0_s = 0.01\nb0 = 20.0\n[trainer]\nbase_s = 0.5\n"

@@ -14,6 +14,7 @@ from rollover.rollout.strategies.rollover import Rollover
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.workload.presets import PRESETS
+from rollover.workload.trace import Trace, TracePrompt
 from tests.sim.kit import one_replica, strategy_of
 
 N, G = 16, 4
@@ -146,3 +147,15 @@ def test_a_short_run_is_measured_over_a_whole_burst(steps: int) -> None:
     window = found.after(steps - 9)
     assert window.tokens_per_s < 64.0
     assert window.steps[0].iterations > 0
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_run_without_a_whole_burst_is_measured_from_where_its_burst_began(steps: int) -> None:
+    """Later batches of a burst take no time of their own, and their rate would be a division by zero."""
+    one = Trace(name="one", cap_tokens=512, prompts=(TracePrompt(prompt_id="a", prompt_tokens=9, lengths=(512,)),))
+    found = simulate(strategy(4.0, 512, "sample"), one.workload(), one_replica(b0=64.0), steps=steps)
+    for warmup in range(steps):
+        window = found.after(warmup)
+        assert window.seconds > 0
+        assert window.steps[0].iterations > 0
+        assert window.tokens_per_s < 64.0

@@ -14,7 +14,7 @@ from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, workers
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.theory import StepModel
-from rollover.workload.law import LengthLaw
+from rollover.workload.law import MAX_TOKENS, LengthLaw
 from rollover.workload.source import capped
 
 _THEORY_PROMPTS = 4096
@@ -206,7 +206,7 @@ def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
         if other >= 2:
             found.append(("group size", other, replace(setup, rollout=replace(setup.rollout, group_size=other))))
     for cap in (setup.cap_tokens // 2, 2 * setup.cap_tokens):
-        if cap >= 1 and (cap < setup.cap_tokens or isinstance(setup.lengths, LengthLaw)):
+        if 1 <= cap <= MAX_TOKENS and (cap < setup.cap_tokens or isinstance(setup.lengths, LengthLaw)):
             lengths = capped(setup.lengths, cap)
             found.append(
                 ("cap", cap, replace(setup, lengths=lengths, rollout=replace(setup.rollout, max_new_tokens=cap)))

@@ -14,7 +14,7 @@ from typing import Any
 from rollover import toml
 from rollover.errors import ConfigError, nearest
 from rollover.planner import catalogue as cat
-from rollover.planner.records import Device, Fleet, Link, Node
+from rollover.planner.records import MAX_DEVICES, Device, Fleet, Link, Node
 from rollover.schema import build
 
 
@@ -82,6 +82,8 @@ class NodeEntry:
         for key in ("num_devices", "count"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if (total := self.count * self.num_devices) > MAX_DEVICES:
+            raise ValueError(f"count times num_devices must be at most {MAX_DEVICES}, got {total}")
         if self.price_per_hour is not None and not 0 < self.price_per_hour < float("inf"):
             raise ValueError(f"price_per_hour must be above zero, got {self.price_per_hour}")
 
@@ -116,6 +118,8 @@ class FleetFile:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ValueError("nodes: a fleet needs at least one [[nodes]] table")
+        if (total := sum(entry.count * entry.num_devices for entry in self.nodes)) > MAX_DEVICES:
+            raise ValueError(f"nodes: a fleet has at most {MAX_DEVICES} devices; this one has {total}")
         if self.budget_per_hour is not None and not 0 < self.budget_per_hour < float("inf"):
             raise ValueError(f"budget_per_hour must be above zero, got {self.budget_per_hour}")
 

@@ -11,6 +11,9 @@ from typing import Literal
 
 Tail = Literal["none", "soft", "hard"]
 
+MAX_DEVICES = 65_536
+"""Of a fleet; more are mistyped."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -78,7 +81,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What there is to plan with."""
+    """What there is to plan with: ``MAX_DEVICES`` at most."""
 
     name: str
     nodes: tuple[Node, ...]

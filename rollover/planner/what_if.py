@@ -12,13 +12,13 @@ import re
 from dataclasses import dataclass, replace
 
 from rollover.errors import PlanError, nearest
-from rollover.planner.records import Fleet, Node
+from rollover.planner.records import MAX_DEVICES, Fleet, Node
 
 _KEYS = ("staleness", "budget", "count.DEVICE", "price.DEVICE")
 _CHANGE = re.compile(r"\s*(?P<key>[a-z]+)(\.(?P<device>[^=\s]+))?\s*=\s*(?P<value>[+-]?\S+)\s*")
 
-_MOST = 10**9
-"""Counts and bounds above it are mistyped."""
+_LOOSEST = 10**9
+"""Staleness bounds above it are mistyped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def _change(scenario: Scenario, part: str, key: str, device: str | None, text: s
     if device is not None and device not in names:
         raise PlanError(f"--what-if {part!r}: no device {device!r} in this fleet{nearest(device, names)}")
     if key == "staleness":
-        bound = _whole(part, number + relative * scenario.max_staleness, least=0)
+        bound = _whole(part, number, relative * scenario.max_staleness, most=_LOOSEST)
         return replace(scenario, max_staleness=bound)
     if key == "budget":
         if relative and fleet.budget_per_hour is None:
@@ -67,7 +67,10 @@ def _change(scenario: Scenario, part: str, key: str, device: str | None, text: s
         )
         return replace(scenario, fleet=replace(fleet, nodes=nodes))
     now = sum(n.num_devices for n in fleet.nodes if n.device.name == device)
-    count = _whole(part, number + relative * now, least=0)
+    count = _whole(part, number, relative * now, most=MAX_DEVICES)
+    total = count + sum(n.num_devices for n in fleet.nodes) - now
+    if total > MAX_DEVICES:
+        raise PlanError(f"--what-if {part!r}: a fleet has at most {MAX_DEVICES} devices; this one would have {total}")
     return replace(scenario, fleet=replace(fleet, nodes=_resized(fleet, str(device), count, part)))
 
 
@@ -86,9 +89,12 @@ def _resized(fleet: Fleet, device: str, count: int, part: str) -> tuple[Node, ..
     return nodes
 
 
-def _whole(part: str, value: float, *, least: int) -> int:
-    if not math.isfinite(value) or value != int(value) or not least <= value <= _MOST:
-        raise PlanError(f"--what-if {part!r}: must be a whole number from {least} to {_MOST}, got {value:g}")
+def _whole(part: str, number: float, now: int, *, most: int) -> int:
+    """``number`` more than there are ``now``, which is 0 where the number has no sign."""
+    value = number + now
+    if not math.isfinite(value) or value != int(value) or not 0 <= value <= most:
+        sum_ = f"{now} {'-' if number < 0 else '+'} {abs(number):.12g} = " if now else ""
+        raise PlanError(f"--what-if {part!r}: must be a whole number from 0 to {most}, got {sum_}{value:.12g}")
     return int(value)
 
 

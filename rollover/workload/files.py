@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import DataError, nearest
+from rollover.workload.law import MAX_TOKENS
 from rollover.workload.trace import Trace, TracePrompt
 
 FORMATS = (".jsonl", ".parquet")
 COLUMNS = ("prompt", "length", "lengths", "prompt_tokens", "finished")
 DEFAULT_PROMPT_TOKENS = 150
-MAX_TOKENS = 10**9
-"""Above it a length is a mistake, and its sums no longer fit the numbers that simulations use."""
 
 
 def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:

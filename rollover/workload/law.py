@@ -26,6 +26,8 @@ TAIL_FROM = 0.9
 """Share of samples below a Pareto tail."""
 TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
+MAX_TOKENS = 2**24
+"""No prompt and no response is longer: what is above is mistyped, and simulations and tables of it have no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,9 @@ class LengthLaw:
         for key in ("cap_tokens", "min_tokens", "prompt_tokens", "num_prompts"):
             if (number := getattr(self, key)) is not None and number < 1:
                 raise ValueError(f"{key} must be at least 1, got {number}")
+        for key in ("cap_tokens", "prompt_tokens"):
+            if getattr(self, key) > MAX_TOKENS:
+                raise ValueError(f"{key} must be at most {MAX_TOKENS}, got {getattr(self, key)}")
         if self.min_tokens > self.cap_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not be above cap_tokens ({self.cap_tokens})")
         if not 0 <= self.loop_difficulty <= 2:

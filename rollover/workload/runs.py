@@ -12,6 +12,7 @@ from rollover.errors import DataError, RunError
 from rollover.rollout.events import Event, GroupOpened, SegmentEnded
 from rollover.rollout.journal import effective, read_events
 from rollover.types import FinishReason
+from rollover.workload.law import MAX_TOKENS
 from rollover.workload.trace import Trace, TracePrompt
 
 _JOURNAL = "journal.sqlite"
@@ -36,7 +37,7 @@ def read_run(path: Path) -> Trace:
             raise RunError(f"{path} compares variants; name one of them: {', '.join(variants)}")
         raise DataError(f"{path}: an empty trace; the run has not decoded anything yet")
     try:
-        cap_tokens = int(config["rollout"]["max_new_tokens"])
+        cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))
     except (KeyError, TypeError, ValueError):
         raise RunError(
             f"{path / 'config.json'} does not say rollout.max_new_tokens: is it the config of a run?"

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollover import schema, toml
 from rollover.errors import ConfigError, DataError, nearest
 from rollover.workload.files import FORMATS, read_file
-from rollover.workload.law import LengthLaw
+from rollover.workload.law import MAX_TOKENS, LengthLaw
 from rollover.workload.presets import ALIASES, PRESETS
 from rollover.workload.runs import is_run, read_run
 from rollover.workload.trace import Trace, TracePrompt
@@ -26,6 +26,7 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
         DataError: lengths that cannot be.
         RunError: the directory is not that of a run.
     """
+    _check_cap(cap_tokens)
     path = Path(name)
     if path.is_dir():
         found: Lengths = read_run(path)
@@ -44,6 +45,7 @@ def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
     Raises:
         DataError, RunError: as ``read_lengths``; also where ``name`` is neither.
     """
+    _check_cap(cap_tokens)
     path = Path(name)
     if path.suffix in FORMATS and not path.is_dir():
         return read_file(path, cap_tokens=cap_tokens)
@@ -82,10 +84,16 @@ def read_law(file: Path) -> LengthLaw:
 
 
 def capped(lengths: Lengths, cap_tokens: int) -> Lengths:
-    """The same responses under another cap."""
+    """The same responses under another cap; raises ``ConfigError`` for one that cannot be."""
+    _check_cap(cap_tokens)
     if isinstance(lengths, Trace):
         return capped_trace(lengths, cap_tokens)
     return replace(lengths, cap_tokens=cap_tokens, min_tokens=min(lengths.min_tokens, cap_tokens))
+
+
+def _check_cap(cap_tokens: int | None) -> None:
+    if cap_tokens is not None and cap_tokens > MAX_TOKENS:
+        raise ConfigError(f"a cap of {cap_tokens} tokens is above the longest that can be, {MAX_TOKENS} tokens")
 
 
 def capped_trace(trace: Trace, cap_tokens: int) -> Trace:

@@ -142,6 +142,16 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
         ('"l40s"', '"l40"', "fleet.toml:14: nodes.1.device: unknown device 'l40'; did you mean 'l40s'?"),
         ("num_devices = 4", "num_devices = 0", "fleet.toml:15: nodes.1.num_devices must be at least 1, got 0"),
         ("count = 2", "count = -2", "fleet.toml:11: nodes.0.count must be at least 1, got -2"),
+        (
+            "count = 2",
+            "count = 1_000_000_000",
+            "fleet.toml:11: nodes.0.count times num_devices must be at most 65536, got",
+        ),
+        (
+            "count = 3",
+            "count = 16384",
+            "fleet.toml:8: nodes: a fleet has at most 65536 devices; this one has 65552",
+        ),
         ("count = 2", "counts = 2", "fleet.toml:11: nodes.0.counts: unknown key; did you mean 'count'?"),
         ("= 0.5", "= -0.5", "fleet.toml:17: nodes.1.price_per_hour must be above zero, got -0.5"),
         ("= 90", "= 0", "fleet.toml:2: budget_per_hour must be above zero, got 0.0"),

@@ -66,7 +66,7 @@ MISTAKES = [
     ('{"length": 3}', ":2: a sample's row needs 'prompt', so that siblings find each other"),
     ('{"prompt": "a", "lengths": []}', ":2: 'lengths' must be a list of at least one whole number, got []"),
     ('{"lengths": [1, 2], "finished": [true]}', ":2: 'finished' must be true or false for each of 2 lengths"),
-    ('{"lengths": [1], "prompt_tokens": 0}', ":2: 'prompt_tokens' must be a whole number from 1 to 1000000000, got 0"),
+    ('{"lengths": [1], "prompt_tokens": 0}', ":2: 'prompt_tokens' must be a whole number from 1 to 16777216, got 0"),
     ('{"prompt": "a", "length": 3', ":2: not JSON: "),
     ("[3, 4]", ":2: expected an object with a prompt and its lengths, got [3, 4]"),
 ]

@@ -80,7 +80,7 @@ def test_the_mean_is_the_sum_over_all_lengths(law: LengthLaw) -> None:
 
 
 def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> None:
-    bare = LengthLaw(median_tokens=1000, sigma=0.5, icc=0.5, loop_probability=0, cap_tokens=10**9)
+    bare = LengthLaw(median_tokens=1000, sigma=0.5, icc=0.5, loop_probability=0, cap_tokens=2**24)
     law = replace(bare, tail_exponent=1.5)
     assert law.quantile(0.9) == bare.quantile(0.9)
     assert law.quantile(0.5) == bare.quantile(0.5)
@@ -98,6 +98,8 @@ def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> N
         ({"icc": 1.1}, r"icc must lie in \[0, 1\], got 1.1"),
         ({"loop_probability": -0.1}, r"loop_probability must lie in \[0, 1\], got -0.1"),
         ({"cap_tokens": 0}, "cap_tokens must be at least 1, got 0"),
+        ({"cap_tokens": 2**62}, f"cap_tokens must be at most 16777216, got {2**62}"),
+        ({"prompt_tokens": 2**24 + 1}, "prompt_tokens must be at most 16777216, got 16777217"),
         ({"min_tokens": 9000}, r"min_tokens \(9000\) must not be above cap_tokens \(8192\)"),
         ({"num_prompts": 0}, "num_prompts must be at least 1, got 0"),
         ({"tail_exponent": 0.0}, "tail_exponent must be above 0, got 0.0"),

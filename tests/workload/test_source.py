@@ -45,6 +45,10 @@ def test_a_file_may_change_a_preset() -> None:
         ('preset = "heavy"\n', "mine.toml:1: preset: no workload 'heavy'"),
         ("preset = 3\n", "mine.toml:1: preset: expected the name of a preset, got 3"),
         ('preset = "r1-16k"\nicc = 7.0\n', "mine.toml:2: icc must lie in [0, 1], got 7.0"),
+        (
+            f'preset = "r1-16k"\ncap_tokens = {2**62}\n',
+            f"mine.toml:2: cap_tokens must be at most 16777216, got {2**62}",
+        ),
         ("median_tokens = 100.0\nsigma = 1.0\n", "mine.toml: icc: this key is required"),
         ("sigma = \n", "mine.toml:1:9: "),
     ],
@@ -107,3 +111,12 @@ def test_mistakes_end_in_one_message_and_exit_code_2(
     Path("good.jsonl").write_text('{"lengths": [3, 8]}\n')
     assert cli.main(["workload", "fit", *arguments]) == 2
     assert message.lower() in capsys.readouterr().err.lower()
+
+
+@pytest.mark.parametrize("name", ["r1-16k", "lengths.jsonl"])
+def test_a_cap_that_no_response_can_reach_is_refused(name: str) -> None:
+    Path("lengths.jsonl").write_text('{"prompt": "a", "length": 512}\n')
+    message = "a cap of 16777217 tokens is above the longest that can be, 16777216 tokens"
+    with pytest.raises(ConfigError, match=message):
+        read_lengths(name, cap_tokens=2**24 + 1)
+    assert read_lengths(name, cap_tokens=2**24).cap_tokens == 2**24

@@ -120,6 +120,8 @@ class EnginePool:
         """Members that are out because they failed their proof."""
         self._paused: set[int] | None = None
         """Members that may stand still, while the pool is paused."""
+        self._stopping: set[int] = set()
+        """Those of them that do not yet: they are still probed, for one that hangs never will."""
         self._out_since_s: float | None = None
         """When somebody began to wait because no member was up."""
         self._calls: dict[str, _Call] = {}
@@ -233,23 +235,25 @@ class EnginePool:
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Waits for a member to come up where all are out. Raises ``EngineError`` naming all members when none
-        pauses."""
+        """Waits for a member where all are out. Raises ``EngineError`` naming all members when none pauses."""
         self._refuse_when_closed()
         if not self._state.in_service:
             with suppress(EngineError):  # said below, with why
                 await self._until_one_is_up(asyncio.Event())
         self._resumed.clear()
         members = self._state.in_service
-        self._paused = set(members)
-        failed = await self._each(
-            members, lambda index: self._members[index].pause(), self._switch_timeout_s, "stand still"
-        )
+        self._paused, self._stopping = set(members), set(members)
+        failed = await self._each(members, self._stand_still, self._switch_timeout_s, "stand still")
+        self._stopping.clear()
         self._take_out_all(failed)
         if not self._standing:
             self._paused = None
             self._resumed.set()
             raise EngineError(f"no engine could be paused; {self._state.why_none()}")
+
+    async def _stand_still(self, index: int) -> None:
+        await self._members[index].pause()
+        self._stopping.discard(index)
 
     async def load(self, version: int, source: WeightSource) -> None:
         """Members that refuse what others take, and those that take too long, are taken out. Raises ``EngineError``
@@ -450,7 +454,7 @@ class EnginePool:
                 continue
             self._look[index].clear()
             await wait_for_any(self._clock, self._probe_interval_s, self._look[index])
-            if not self._state.is_down(index) and self._paused is None:
+            if not self._state.is_down(index) and (self._paused is None or index in self._stopping):
                 await self._probe(index, decode=member.health is Health.SUSPECT)
 
     async def _probe(self, index: int, *, decode: bool) -> None:
@@ -464,8 +468,7 @@ class EnginePool:
             self._is_up(index)
 
     async def _bring_back(self, index: int) -> None:
-        """Take a member in again once it answers and has the weights of the pool, or put it off for
-        longer."""
+        """Take a member in again once it answers and has the weights of the pool, or put it off for longer."""
         engine, name = self._members[index], self._state.members[index].name
         try:
             await engine.revive()

@@ -58,6 +58,19 @@ def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
     run(main())
 
 
+def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the_others_stand_still() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two, switch_timeout_s=300.0) as pool:
+            two.hanging = True
+            started_s = now_s()
+            await Publisher([pool], timeout_s=1000.0).publish(1, {"w": 1})
+            assert now_s() - started_s < 10.0  # two probes, 2 s apart, of 1 s each
+            assert one.version == 1 and two.version == 0
+
+    run(main())
+
+
 def test_when_all_hang_in_a_load_the_run_waits_for_one_to_come_back_with_the_new_weights() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")

@@ -156,6 +156,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         folder = initial_policy(config, run.path / "model", progress, metrics)
+    run.settle()
     paths = []
     for name in config.variants:
         path = run.path / name

@@ -60,8 +60,12 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Raises ``ModelError`` and ``ConfigError`` for a model that the embedded engine would refuse after the warm-up, as
-    far as that is known without its weights."""
+    """Raises ``ModelError`` and ``ConfigError`` for a device that is not there and a model that the embedded engine
+    would refuse, as far as that is known without its weights: after the warm-up is late."""
+    from rollover.trainer.models import pick_device
+
+    if config.trainer.device not in ("auto", "cpu"):
+        pick_device(config.trainer.device)
     if not isinstance(config.engine, EmbeddedConfig):
         return
     from rollover.engine.embedded.core import check

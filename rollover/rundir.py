@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +47,7 @@ _MAX_NAME_CHARACTERS = 50
 """Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
 _LEFT_UNBEGUN = ("lock", "config.partial")
 """What a run leaves that is killed while it makes its directory; the next one can have that."""
-_PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard")
+_PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard", "model-untrained")
 
 MIN_FREE_BYTES = 256 * 2**20
 """Free disk below which no run is started: room for the journal and reports of a small one."""
@@ -58,10 +59,12 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
         self.path = path
-        self.made = False
-        """Whether the directory was made for this run."""
+        self.made: tuple[Path, ...] = ()
+        """Directories made for this run: its own, then those it lies in."""
         self.is_new = False
         """Whether the run is: its directory can be cleared again."""
+        self._unsettled: tuple[Mapping[str, Any], str] | None = None
+        """The config that a resumed run shall go on under, and what is recorded of the resume."""
         self._lock: int | None = _locked(path / "lock")
 
     @property
@@ -119,6 +122,16 @@ class RunDir:
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
+    def settle(self) -> None:
+        """Record the config that the run goes on under, now that it can: every part of it is open. A resume that fails
+        before leaves the run with the settings that it had."""
+        if self._unsettled is not None:
+            config, resumed = self._unsettled
+            meta = _read(self.path)[1]
+            earlier = f"{meta['resumed']}; " if "resumed" in meta else ""
+            _write(self, config, {**meta, "resumed": earlier + resumed})
+            self._unsettled = None
+
     def identity(self) -> str:
         """A name that no other run has, the same when it is resumed."""
         config, meta = _read(self.path)
@@ -136,8 +149,9 @@ class RunDir:
             return
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        if self.made:
-            self.path.rmdir()
+        for folder in self.made:
+            with suppress(OSError):  # others may have put something there meanwhile
+                folder.rmdir()
 
     def close(self) -> None:
         """Release the lock. Does nothing the second time."""
@@ -158,13 +172,13 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
     Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
     """
     try:
-        existed = path.is_dir()
+        made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
     run = RunDir(path)
-    run.made, run.is_new = not existed, True
+    run.made, run.is_new = made, True
     try:
         if run.config_file.is_file():
             raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
@@ -189,7 +203,7 @@ def _held(path: Path, config: RunConfig) -> str:
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
-    """Lock an existing run directory, and record there the config that ``saved_config`` gives.
+    """Lock an existing run directory. ``RunDir.settle`` records there the config that ``saved_config`` gives.
 
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
     """
@@ -198,15 +212,14 @@ def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[st
 
 
 def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
-    """Lock an existing run directory and record there that its run goes on under ``config``."""
+    """Lock an existing run directory. ``RunDir.settle`` records there that its run goes on under ``config``."""
     run = RunDir(path)
     try:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
         meta = _read(path)[1]
         changed = [f"{key} {value}" for key, value in _environment().items() if meta.get(key) != value]
         resumed = f"{_now()} by {redacted_command(argv)}" + (f" under {', '.join(changed)}" if changed else "")
-        earlier = f"{meta['resumed']}; " if "resumed" in meta else ""
-        _write(run, resolved(config), {**meta, "resumed": earlier + resumed})
+        run._unsettled = resolved(config), resumed
     except BaseException:
         run.close()
         raise

@@ -316,6 +316,7 @@ async def open_session(
             lockstep=config.deterministic,
         )
         stack.push_async_callback(driver.stop)
+        run.settle()
         yield Session(
             config=config,
             run=run,

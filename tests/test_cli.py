@@ -242,7 +242,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(
     assert told.startswith(f"error: {place}: ") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["lock", "config.json", "config.partial"])
+@pytest.mark.parametrize("name", ["lock", "config.json"])
 def test_a_directory_in_the_place_of_a_file_is_one_line(
     work: Jobs, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

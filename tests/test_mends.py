@@ -99,6 +99,20 @@ def test_a_cache_that_is_too_small_says_how_large_it_must_be(say: Say) -> None:
     say.done(*BEGUN, "--engine.kv_cache_bytes", least)
 
 
+def test_a_setting_that_a_resume_could_not_work_with_is_not_kept(begun: Say) -> None:
+    assert "cannot be used" in begun.refused(*RESUMED, "--trainer.device", "cuda:99")
+    other = Path("letters.jsonl").read_text().replace("a", "b")
+    Path("other.jsonl").write_text(other)
+    begun.refused(*RESUMED, "--tasks.train.0.path", "other.jsonl")
+    begun.done(*RESUMED)
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_made(say: Say) -> None:
+    for argv in (("train", "run.toml", "--dry-run"), ("train", "run.toml"), BEGUN):
+        assert "trainer.device 'cuda:99' cannot be used" in say.refused(*argv, "--trainer.device", "cuda:99")
+    assert not Path("out").exists() and not Path("runs").exists()
+
+
 def test_a_run_that_stalled_goes_on_with_more_patience(say: Say) -> None:
     slow = "import asyncio, os\nasync def slow(prompts, completions, answer, **columns):\n"
     slow += (
@@ -155,8 +169,9 @@ def test_a_device_that_is_gone_is_replaced(begun: Say, monkeypatch: pytest.Monke
     config["trainer"]["device"] = config["engine"]["device"] = "cuda:7"
     Path("out/config.json").write_text(json.dumps(config))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "device = 'cuda:7', but PyTorch sees no GPU; use 'cpu'" in begun.refused(*RESUMED)
-    assert "trainer.device 'cuda:7' cannot be used" in begun.refused(*RESUMED, "--engine.device", "cpu")
+    assert "trainer.device 'cuda:7' cannot be used" in begun.refused(*RESUMED)
+    told = begun.refused(*RESUMED, "--trainer.device", "cpu")
+    assert "device = 'cuda:7', but PyTorch sees no GPU; use 'cpu'" in told
     begun.done(*RESUMED, "--trainer.device", "cpu", "--engine.device", "cpu")
 
 

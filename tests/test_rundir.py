@@ -81,16 +81,24 @@ def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
     config, run = rundir.open_for_resume(tmp_path, ["--steps", "7", "--logging.tensorboard", "false"], ["r"])
     with run:
         assert (config.steps, config.logging.tensorboard, config.seed) == (7, False, 5)
+        assert json.loads((tmp_path / "config.json").read_text())["steps"] == CONFIG.steps, "it may still fail"
+        run.settle()
+        run.settle()
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 7
+
+
+def resumed(path: Path, command: str) -> None:
+    with rundir.open_for_resume(path, [], [command])[1] as run:
+        run.settle()
 
 
 def test_each_resume_is_on_record_with_what_had_changed_under_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rundir.create(CONFIG, tmp_path).close()
-    rundir.open_for_resume(tmp_path, [], ["one"])[1].close()
+    resumed(tmp_path, "one")
     monkeypatch.setattr(rundir.rollover, "__version__", "9.9")
-    rundir.open_for_resume(tmp_path, [], ["two"])[1].close()
+    resumed(tmp_path, "two")
     first, second = json.loads((tmp_path / "config.json").read_text())["meta"]["resumed"].split("; ")
     assert first.endswith(" by one")
     assert second.endswith(" by two under rollover 9.9")
@@ -194,6 +202,17 @@ def test_a_resumed_run_that_fails_before_its_journal_keeps_its_directory(tmp_pat
     with rundir.open_for_resume(tmp_path)[1] as run:
         run.discard_unless_begun()
     assert rundir.saved_config(tmp_path) == CONFIG
+
+
+def test_a_new_run_that_cannot_begin_leaves_no_directory_it_made(tmp_path: Path) -> None:
+    with rundir.create(CONFIG, tmp_path / "runs" / "deep" / "run") as run:
+        (run.path / "model-untrained").mkdir()
+        run.discard_unless_begun()
+    assert list(tmp_path.iterdir()) == []
+    with rundir.create(CONFIG, tmp_path / "runs" / "one") as one:
+        rundir.create(CONFIG, tmp_path / "runs" / "two").close()
+        one.discard_unless_begun()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 from typing import Any, NoReturn
 
 LOST = 74
-"""Exit code of a worker that found its connection closed."""
+"""Exit code of a worker whose connection is lost: closed under it, or left by its parent in the middle of a message."""
 
 
 class Channel:
@@ -29,15 +29,24 @@ class Channel:
     def receive(self) -> dict[str, Any]:
         """The next request. Ends the process when there will be none."""
         self._check()
-        line = self._lines.readline()
-        if not line.endswith(b"\n"):
+        try:
+            line = self._lines.readline()
+        except OSError:
+            _lose()
+        if not line:
             os._exit(0)
+        if not line.endswith(b"\n"):
+            _lose()
         message: dict[str, Any] = json.loads(line)
         return message
 
     def send(self, message: dict[str, Any]) -> None:
         self._check()
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        content = json.dumps(message).encode() + b"\n"
+        try:
+            self._socket.sendall(content)
+        except OSError:
+            _lose()
 
     def leave_in_a_child(self) -> None:
         """End the process if it is a forked child that has come back from the code of a user: the answer is its

@@ -30,7 +30,9 @@ def load_function(path: str) -> Callable[..., Any]:
             f"reward function {path}: the module {module_name!r} ends the program when it is imported "
             f"(exit code {error.code}); put what it does as a program under: if __name__ == '__main__'"
         ) from error
-    except Exception as error:  # user code may raise anything on import
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code may raise anything on import
         where = "" if _was_found(module_name, error) else f"; it must be installed or lie in {os.getcwd()}"
         raise DataError(
             f"reward function {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; mend it'}"
@@ -96,11 +98,11 @@ def _parameters(path: str, function: Callable[..., Any]) -> list[inspect.Paramet
         raise DataError(f"reward function {path} has no signature; wrap it in a function of Python") from None
 
 
-def _was_found(module_name: str, error: Exception) -> bool:
+def _was_found(module_name: str, error: BaseException) -> bool:
     """Whether the module itself is there, and something in it failed."""
     return not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."))
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

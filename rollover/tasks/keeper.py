@@ -79,8 +79,11 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
     except BaseException:  # the frames above belong to the keeper and must not be returned to
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
-        os._exit(code)
+        try:
+            with suppress(OSError, ValueError):  # whoever read it is gone, or the code of a user has closed it
+                sys.stdout.flush()
+        finally:
+            os._exit(code)
 
 
 def _wait(worker: int, woken: int) -> int | None:

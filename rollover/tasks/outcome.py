@@ -48,19 +48,36 @@ class Outcome:
         return cls(reward=value["reward"], failure=value["failure"], reason=value["reason"])
 
 
-async def outcome(reward: Reward, sample: RewardSample) -> Outcome:
-    """Score ``sample``. Only Ctrl-C and the cancellation of the caller come through."""
+async def outcome(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> Outcome:
+    """Score ``sample``. Whatever a reward raises fails its sample, never the run.
+
+    Only the cancellation or the closing of the caller comes through, and Ctrl-C unless this is a reward process
+    (``own_process``): Ctrl-C does not reach that one, so that its interrupts are those of the reward itself.
+    """
+    task = asyncio.current_task()
     try:
         return Outcome(reward=await reward.score(sample))
     except RewardError as error:
         failure: Failure = next(name for name, kind in reversed(_ERRORS.items()) if isinstance(error, kind))
         return Outcome(failure=failure, reason=str(error))
-    except (Exception, SystemExit) as error:  # whatever a reward raises fails its sample, never the run
-        return Outcome(failure="raised", reason=_reason(error))
     except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is None or task.cancelling():
+        if task is None or task.cancelling():
             raise
         return Outcome(failure="raised", reason="it cancelled itself")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not own_process:
+            raise
+        if isinstance(error, GeneratorExit) and not _runs(task):
+            raise
+        return Outcome(failure="raised", reason=_reason(error))
+
+
+def _runs(task: asyncio.Task[Any] | None) -> bool:
+    """Whether it is ``task`` that runs now; a coroutine that is closed from outside does not."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs
+        return False
 
 
 def _reason(error: BaseException) -> str:
@@ -69,6 +86,9 @@ def _reason(error: BaseException) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # the type of a user may fail at this too
+        text = ""
     text = " ".join(text[:_LONGEST_REASON].split()) + ("..." if len(text) > _LONGEST_REASON else "")
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}{text and f': {text}'}{place}"

@@ -37,7 +37,7 @@ def main() -> None:
 
 async def _score(reward: Reward, sample: RewardSample, channel: Channel) -> dict[str, Any]:
     try:
-        return (await outcome(reward, sample)).to_json()
+        return (await outcome(reward, sample, own_process=True)).to_json()
     finally:
         channel.leave_in_a_child()
 

@@ -96,3 +96,21 @@ def of_a_conversation(prompts: list[Any], completions: list[Any], answer: list[s
     assert [turn["role"] for turn in prompts[0]] == ["system", "user"]
     assert completions == [[{"role": "assistant", "content": "x"}]]
     return [float(answer[0].rpartition("#### ")[2])]
+
+
+def raises_anything(completions: list[str], **columns: Any) -> list[float]:
+    raise {kind.__name__: kind for kind in ODD_ERRORS}[completions[0]]("by the function")
+
+
+async def raises_anything_async(completions: list[str], **columns: Any) -> list[float]:
+    return raises_anything(completions)
+
+
+class Nameless(BaseException):
+    """Cannot be told in words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+ODD_ERRORS = (KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError, BaseException, Nameless)

@@ -13,7 +13,8 @@ import pytest
 
 from rollover.errors import DataError
 from rollover.tasks import RewardConfig, RewardError, Scorer, SourceConfig, TasksConfig, train_source
-from rollover.tasks.rewards import RewardSpec
+from rollover.tasks.outcome import outcome
+from rollover.tasks.rewards import RewardSample, RewardSpec, build_reward
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.tasks.words import char_tokenizer, ids
 
@@ -237,6 +238,62 @@ def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
     with_scorer(
         [RewardSpec(source=s, config=c, answer_column="answer") for s, c in (("s", config), ("late", near))], use
     )
+
+
+ODD_REASONS = [
+    ("GeneratorExit", "GeneratorExit: by the function (functions.py, line "),
+    ("SystemExit", "SystemExit: by the function (functions.py, line "),
+    ("BaseException", "BaseException: by the function (functions.py, line "),
+    ("CancelledError", "it cancelled itself"),
+    ("Nameless", "Nameless (functions.py, line "),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "workers"),
+    [
+        *((kind, reason, workers) for kind, reason in ODD_REASONS for workers in (0, 1)),
+        ("KeyboardInterrupt", "KeyboardInterrupt: by the function (functions.py, line ", 1),
+    ],
+)
+def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_nothing(
+    kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), kind))
+        assert reason in str(caught.value) and "\n" not in str(caught.value)
+        assert scorer.num_processes == workers, "the process lives on"
+
+    name = "raises_anything" if workers else "raises_anything_async"
+    with_scorer([spec(name, workers=workers, retries=0)], use)
+    out, err = capfd.readouterr()
+    assert out + err == ""
+
+
+def test_ctrl_c_ends_the_run_also_while_a_function_is_called_in_its_process() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
+
+    with pytest.raises(KeyboardInterrupt):
+        with_scorer([spec("raises_anything_async", workers=0)], use)
+
+
+def test_a_scoring_that_is_closed_from_outside_ends() -> None:
+    reward = build_reward(spec("awaited_forever", workers=0))
+    sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
+
+    async def use() -> None:
+        scoring = outcome(reward, sample)
+
+        async def give_up() -> None:
+            scoring.throw(GeneratorExit)
+
+        scoring.send(None)
+        with pytest.raises(GeneratorExit):
+            await asyncio.create_task(give_up())
+
+    asyncio.run(use())
 
 
 def test_sources_share_one_pool_of_the_largest_size() -> None:

@@ -19,6 +19,14 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}|(?=\w{1,64}\Z)_*[A-Za-z]+[0-9]*(?:_+[A-Za-z]+[0-9]*)*_*")
+"""What the name of an environment variable looks like. Capitals may be mixed with digits; small letters with digits
+among them are rather a key that was put where the name of its variable belongs."""
+_TOKEN = (
+    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
+)
+"""The forms of well-known tokens."""
 _ENVIRONMENT = "launch_env"
 """The table whose values are all hidden: what programs are handed in it is keys and logins more often than not."""
 _MIN_KNOWN_CHARACTERS = 8
@@ -57,10 +65,7 @@ _BARE = (
     re.compile(r"://(?P<value>[^/?#\s\"'@:]{1,99}:[^\s\"'@]{1,99})@"),
     re.compile(r"://[^\s?#\"'<>]{0,499}\?(?P<value>[^\s\"'<>]+)"),
     re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
-    re.compile(
-        r"\b(?P<value>hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-        r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
-    ),
+    re.compile(rf"\b(?P<value>{_TOKEN})"),
 )  # fmt: skip
 """Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where
 a text of many beginnings would take time that grows with its square."""
@@ -132,7 +137,7 @@ class Redactor:
         for value in values:
             is_flag = isinstance(value, str) and value.startswith("-")
             if flag and (first or not is_flag):
-                yield self._blanked(value)
+                yield value if _names_variable(flag, value) else self._blanked(value)
                 first = False
             else:
                 flag = value if is_flag and "=" not in value and is_secret(value.lstrip("-")) else ""
@@ -170,8 +175,7 @@ class Redactor:
 
 
 def _names_secret(key: str) -> bool:
-    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", key)
-    words = [word.rstrip("0123456789") for word in re.findall(r"[a-z0-9]+", spaced.lower())]
+    words = [word.rstrip("0123456789") for word in _words(key)]
     for before, word in zip(["", *words], words, strict=False):
         if _ALWAYS.fullmatch(word) or (_OWNERS.fullmatch(before) and word in ("key", "keys", "token", "tokens")):
             return True
@@ -181,4 +185,10 @@ def _names_secret(key: str) -> bool:
 
 def _names_variable(name: str, value: Any) -> bool:
     """Whether it is the name of an environment variable (``api_key_env = "MY_KEY"``) and no secret itself."""
-    return name.lower().endswith("_env") and isinstance(value, str) and bool(re.fullmatch(r"[A-Z][A-Z0-9_]*", value))
+    if _words(name)[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
+        return False
+    return isinstance(value, str) and bool(_VARIABLE.fullmatch(value)) and not re.match(_TOKEN, value)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())

@@ -96,6 +96,41 @@ def test_the_name_of_a_variable_is_no_secret_but_a_key_in_its_place_is() -> None
     assert redacted({"api_key_env": "a1b2c3"}) == {"api_key_env": HIDDEN}
 
 
+@pytest.mark.parametrize("variable", ["ENGINE_KEY", "K8S_KEY", "_KEY", "engine_key", "OpenaiKey", "my_key2", "A" * 64])
+def test_the_name_of_a_variable_is_shown_wherever_it_stands(variable: str) -> None:
+    arguments = ["--engine.api_key_env", variable, f"--engine.api-key-env={variable}", "--api-key-env", variable]
+    assert redacted(arguments) == arguments
+    for name in ("api_key_env", "api-key-env", "engine.api_key_env", "apiKeyEnv", "HF_TOKEN_ENV"):
+        assert redacted({name: variable}) == {name: variable}
+        assert redacted_text(f'{name} = "{variable}"') == f'{name} = "{variable}"'
+    assert Redactor(arguments).value({"api_key_env": variable}) == {"api_key_env": variable}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "s3cr3t",
+        "c4nary-9f8e",
+        "A" * 65,
+        "a" * 65,
+        "9F8E7D",
+        "hf_" + "a" * 30,
+        "AKIA" + "A" * 16,
+        "ghp_" + "B" * 36,
+        "a b",
+    ],
+)
+def test_what_does_not_look_like_the_name_of_a_variable_is_hidden_in_its_place(key: str) -> None:
+    assert redacted({"api_key_env": key}) == {"api_key_env": HIDDEN}
+    assert redacted(["--api-key-env", key]) == ["--api-key-env", HIDDEN]
+    assert key not in redacted_text(f'api_key_env = "{key}"')
+
+
+def test_the_environment_of_a_server_is_hidden_whatever_its_variables_are_called() -> None:
+    for name in ("launch_env", "engine.launch_env", "engine.launch_env.MY_KEY_ENV"):
+        assert redacted({name: "TOP_SECRET"}) == {name: HIDDEN}
+
+
 @pytest.mark.parametrize("known", [{"launch_env": {"X": 'top"s3cret'}}, ["--token", 'top"s3cret']])
 def test_a_secret_once_met_is_known_again_without_its_name(known: Any) -> None:
     redactor = Redactor(known)

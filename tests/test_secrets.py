@@ -117,6 +117,16 @@ def test_a_dry_run_shows_no_secret_and_what_it_prints_says_so(
     assert "a secret was hidden where this was copied from: write it again" in message
 
 
+@pytest.mark.parametrize("variable", ["ENGINE_KEY", "engine_key"])
+@pytest.mark.parametrize("joint", [" ", "="])
+def test_a_dry_run_shows_the_name_of_the_variable_that_holds_a_key(
+    place: Path, capfd: pytest.CaptureFixture[str], variable: str, joint: str
+) -> None:
+    server = ["--engine.kind", "vllm", "--engine.urls", '["http://127.0.0.1:8000"]']
+    named = f"--engine.api_key_env{joint}{variable}".split(" ")
+    assert f'api_key_env = "{variable}"' in said(capfd, 0, "train", "run.toml", "--dry-run", *server, *named)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

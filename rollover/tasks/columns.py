@@ -174,6 +174,9 @@ def _messages_at(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any
 def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:
     found = find_column(row, candidates, key=key, where=where)
     if found is None:
+        for name in candidates:
+            if _is_there(row, name):
+                raise _lacking(row, name, "null", key=key, where=where)
         raise DataError(
             f"{where}: none of the columns {', '.join(candidates)} is there; "
             f"the columns are {', '.join(row) or 'none'}; set {key}"
@@ -183,7 +186,7 @@ def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, wher
 
 def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:
     if not _has(row, path):
-        raise _lacking(row, path, "null" if path in row else "missing", key=key, where=where)
+        raise _lacking(row, path, "null" if _is_there(row, path) else "missing", key=key, where=where)
     return read_column(row, path)
 
 
@@ -193,11 +196,20 @@ def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: 
     )
 
 
-def _has(row: Mapping[str, Any], path: str) -> bool:
+def _is_there(row: Mapping[str, Any], path: str) -> bool:
+    """Whether the row holds it, be it null."""
     try:
-        value = read_column(row, path)
+        read_column(row, path)
     except KeyError:
         return False
+    return True
+
+
+def _has(row: Mapping[str, Any], path: str) -> bool:
+    """Whether the row holds a value for it."""
+    if not _is_there(row, path):
+        return False
+    value = read_column(row, path)
     return value is not None and not (isinstance(value, float) and math.isnan(value))  # NaN stands for null in tables
 
 

@@ -252,6 +252,22 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         ),
         ([*sums(1), '{"question": "1+1", "answer": NaN}'], {}, "line 2: column 'answer' is null"),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
+        (
+            [{"question": None, "answer": "3"}],
+            {},
+            "line 1: column 'question' is null; the columns are question, answer; mend the row or change prompt_column",
+        ),
+        ([{"question": "1", "answer": None}], {}, "line 1: column 'answer' is null; the columns are question, answer;"),
+        (
+            [{"question": "1", "reward_model": {"ground_truth": None}}],
+            {},
+            "line 1: column 'reward_model.ground_truth' is null; the columns are question, reward_model;",
+        ),
+        (
+            [{"question": "1", "answer": {"text": None}}],
+            {"answer_column": "answer.text"},
+            "line 1: column 'answer.text' is null",
+        ),
         (sums(1), {"prompt_column": "text"}, "column 'text' is missing; the columns are question, answer"),
         (sums(1), {"keep_columns": ("level",)}, "column 'level' is missing"),
         (sums(1), {"answer_column": "answer.text"}, "column 'answer.text' is missing"),

@@ -78,32 +78,24 @@ def prune_checkpoints(root: Path, keep_last: int) -> None:
 
 
 def doing_without(folder: Path) -> str:
-    """What the user can do about a damaged checkpoint."""
-    others = [path.name for path in list_checkpoints(folder.parent) if path != folder]
-    return (
-        f"delete {folder} to go on from {others[-1]}"
-        if others
-        else "no other is left: bring it back, or start a new run"
-    )
+    """What the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
+    others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
+    if not others:
+        return "no other is left: bring it back, or start a new run"
+    damaged = [str(folder)]
+    for path in others:
+        if _is_whole(path):
+            return f"delete {' and '.join(damaged)} to go on from {path.name}"
+        damaged.append(str(path))
+    return "no other is whole: bring one back, or start a new run"
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``ModelError`` when the folder is no checkpoint of this format."""
-    path = folder / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        found = values["format_version"]
-        if found != FORMAT_VERSION:
-            raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
-        if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
-            raise ModelError(f"{path} is damaged: it is not what was written; {doing_without(folder)}")
-        return Manifest(**values)
-    except FileNotFoundError as error:
-        raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path} is damaged ({error}); {doing_without(folder)}") from error
+        return _read_manifest(folder)
+    except _Damage as damage:
+        raise ModelError(f"{damage}; {doing_without(folder)}") from damage
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -111,16 +103,10 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
     Raises ``ModelError`` naming the first file that is not what was written.
     """
-    for name, written in manifest.files.items():
-        try:
-            found = _sum_of_file(folder / name)
-        except FileNotFoundError:
-            raise ModelError(f"{folder / name} is gone; {doing_without(folder)}") from None
-        if found != written:
-            raise ModelError(
-                f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written;"
-                f" {doing_without(folder)}"
-            )
+    try:
+        _verify_files(folder, manifest)
+    except _Damage as damage:
+        raise ModelError(f"{damage}; {doing_without(folder)}") from damage
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
@@ -207,6 +193,48 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
             torch.set_rng_state(state)
         elif int(index) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(index))
+
+
+class _Damage(ModelError):
+    """A checkpoint is not what was written."""
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _verify_files(folder, _read_manifest(folder))
+    except (ModelError, OSError):
+        return False
+    return True
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values["format_version"]
+        if found != FORMAT_VERSION:
+            raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
+        if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
+            raise _Damage(f"{path} is damaged: it is not what was written")
+        return Manifest(**values)
+    except FileNotFoundError as error:
+        raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise _Damage(f"{path} is damaged ({error})") from error
+
+
+def _verify_files(folder: Path, manifest: Manifest) -> None:
+    for name, written in manifest.files.items():
+        try:
+            found = _sum_of_file(folder / name)
+        except FileNotFoundError:
+            raise _Damage(f"{folder / name} is gone") from None
+        if found != written:
+            raise _Damage(
+                f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written"
+            )
 
 
 def _check_moments(path: Path, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

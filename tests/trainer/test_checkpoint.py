@@ -186,6 +186,35 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Pat
     assert str(raised.value).endswith(f"delete {saved} to go on from step_0")
 
 
+@pytest.mark.parametrize(
+    ("damaged", "mend"),
+    [
+        ({"4"}, "delete {4} to go on from step_3"),
+        ({"4", "3"}, "delete {4} and {3} to go on from step_2"),
+        ({"4", "2"}, "delete {4} to go on from step_3"),
+        ({"4", "3", "2"}, "no other is whole: bring one back, or start a new run"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json"])
+def test_a_checkpoint_is_offered_in_place_of_a_damaged_one_only_if_it_is_whole(
+    folder: Path, saved: Path, damaged: set[str], mend: str, name: str
+) -> None:
+    places = {number: saved.parent / f"step_{number}" for number in "234"}
+    for number, place in places.items():
+        shutil.copytree(saved, place)
+        if number in damaged:
+            content = bytearray((place / name).read_bytes())
+            content[len(content) // 2] ^= 1
+            (place / name).write_bytes(content)
+    shutil.rmtree(saved)
+    with pytest.raises(ModelError) as raised:
+        make_trainer(folder, resume_from=places["4"])
+    for number, place in places.items():
+        mend = mend.replace(f"{{{number}}}", str(place))
+    assert str(raised.value).startswith(str(places["4"] / name)) and str(raised.value).endswith(f"; {mend}")
+    assert str(raised.value).count(mend) == 1
+
+
 def test_a_file_that_is_gone_is_named(folder: Path, saved: Path) -> None:
     (saved / "tokenizer.json").unlink()
     with pytest.raises(

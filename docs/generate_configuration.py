@@ -34,7 +34,8 @@ unless said otherwise.
 
 Secrets are hidden in all that is printed, drawn or sent away: the values of `launch_env`, those of keys and flags
 with names like token, key, password or cookie, and logins and queries of URLs. `config.json` in the run directory
-keeps them, since a resumed run needs them, and its owner alone can read it.
+keeps them, since a resumed run needs them, and its owner alone can read it. A server that the run starts and that
+prints its own arguments or environment writes them into its log there, which its owner alone can read too.
 
 Any key can be set on the command line, after the command and in any order:
 

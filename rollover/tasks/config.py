@@ -29,7 +29,10 @@ class RewardConfig:
     function: str | None = None
     """``"module:function"``, called as ``f(prompts, completions, completion_ids=..., **columns)`` with lists
     of one element each; returns a list, array or tensor of one number, at most 1e15. May be ``async``. ``None``, NaN
-    and infinity fail the sample, which then counts as waste. Only for ``kind = "function"``."""
+    and infinity fail the sample, which then counts as waste. As in TRL, ``prompts[0]`` and ``completions[0]`` are texts
+    where the prompt column holds text; where it holds messages, ``prompts[0]`` is a list of messages and
+    ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``. Only for
+    ``kind = "function"``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments for ``function``. They come before columns of the same name, and what every function
     is given comes before both."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollover.errors import PlanError
@@ -16,7 +16,16 @@ from rollover.planner.load import Load
 from rollover.planner.milp import solve
 from rollover.planner.prices import Market
 from rollover.planner.program import Point, Program
-from rollover.planner.records import Problem, Solution
+from rollover.planner.records import (
+    LengthBucket,
+    Problem,
+    RolloutColumn,
+    Solution,
+    Supply,
+    TrainingPart,
+    TrainingPlan,
+    WorkloadSpec,
+)
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
 GAP = 1e-4
@@ -50,8 +59,39 @@ def test_with_a_bound_on_the_tail_too(problem: Problem, tail: str) -> None:
     assert close(rate(bound), best_by_enumeration(bound))
 
 
+def twins() -> Problem:
+    """Two types alike, each with its only replica and its only trainer listed twice."""
+    column = RolloutColumn(
+        device="a",
+        tp=1,
+        pp=1,
+        batch_cap=8,
+        rates=(1.0,),
+        latencies_s=(1.0,),
+        group_latencies_s=(1.2,),
+        batch_latencies_s=(1.5,),
+        max_latencies_s=(2.0,),
+        kv_bytes=100.0,
+        kv_byte_s=(100.0,),
+        updates_s=(0.0,),
+    )
+    bucket = LengthBucket(
+        share=1.0, tokens=10, max_tokens=10, group_share=1.0, group_tokens=10, batch_share=1.0, batch_tokens=10
+    )
+    part = TrainingPart(device="a", dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    kinds = ("a", "a", "b", "b")
+    return Problem(
+        supplies=tuple(Supply(device=d, count=1, price_per_hour=1.0) for d in "ab"),
+        columns=tuple(replace(column, device=d) for d in kinds),
+        plans=tuple(TrainingPlan(parts=(replace(part, device=d),), step_s=1.0, sync_s=0.0) for d in kinds),
+        workload=WorkloadSpec(name="w", num_groups=2, group_size=2, prompt_tokens=1, buckets=(bucket,)),
+        max_staleness=0,
+    )
+
+
 @settings(max_examples=6, deadline=None)
 @given(problems(most=1))
+@example(twins())
 def test_what_rounding_misses_is_found_without_it(problem: Problem) -> None:
     def nothing(program: Program, point: Point) -> None:
         program.limit(program.unit_row("z"), 0.5)

@@ -72,9 +72,13 @@ def render_report(record: RunRecord) -> str:
     return page.render()
 
 
+_FOR_RESUMES = ("datasets", "identity")
+"""Facts that a resumed run is checked by, and that tell a reader nothing."""
+
+
 def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
     facts = [f"{steps_text(summary.num_steps)} in {duration_text(summary.loop_s)}"]
-    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items()]
+    facts += [f"{key.replace('_', ' ')} {value}" for key, value in record.meta.items() if key not in _FOR_RESUMES]
     return facts
 
 

@@ -19,16 +19,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollover import toml
+from rollover.devices.model import parse
+from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
 from rollover.planner import columns, fleet, workload
 from rollover.planner.alternatives import one_type
 from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
-from rollover.planner.model import parse
 from rollover.planner.plan import Plan
-from rollover.planner.records import Device, Efficiency, Fleet, ModelShape, WorkloadSpec
+from rollover.planner.records import Fleet
 from rollover.planner.routing import routed
-from rollover.sim.planned import check
+from rollover.planner.simulation import check
+from rollover.settings import toml
 from rollover.workload.source import read_lengths
 
 RESULTS = Path(__file__).parent / "results" / "heterogeneous"

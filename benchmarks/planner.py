@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from rollover import toml
-from rollover.planner import columns, fleet, lengths, model
+from rollover.devices import lengths, model
+from rollover.devices.records import WorkloadSpec
+from rollover.planner import columns, fleet
 from rollover.planner.audit import violations
 from rollover.planner.milp import solve
-from rollover.planner.records import WorkloadSpec
+from rollover.settings import toml
 
 QWEN_7B = {
     "model_type": "qwen2",

@@ -16,9 +16,9 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rollover import toml
-from rollover.changes import FIXED, OnResume, said_by
-from rollover.config import RunConfig, resolved
+from rollover.run.config import RunConfig, resolved
+from rollover.settings import toml
+from rollover.settings.changes import FIXED, OnResume, said_by
 
 PAGE = Path(__file__).with_name("configuration.md")
 

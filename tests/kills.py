@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollover.config import load
 from rollover.rollout import events as recorded
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
+from rollover.run.config import load
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
 from tests import runs
 from tests.runs import Cue, Outcome, Processes

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import transformers.models.qwen3  # noqa: F401
 
-import rollover.session
+import rollover.run.session
 import rollover.trainer.sft  # noqa: F401
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rollover import cli, jobs, rundir
-from rollover.config import RunConfig, WarmupConfig, load
+from rollover import cli
 from rollover.errors import DataError, ResourceError
-from rollover.rundir import RunDir
+from rollover.run import directory, jobs
+from rollover.run.config import RunConfig, WarmupConfig, load
+from rollover.run.directory import RunDir
 
 TEXT = """\
 steps = 12
@@ -57,7 +58,7 @@ class Jobs:
 def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     """An empty directory with ``run.toml`` in it, and the jobs replaced."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 0)
+    monkeypatch.setattr(directory, "MIN_FREE_BYTES", 0)
     Path("run.toml").write_text(TEXT)
     work = Jobs()
     for name in ("train", "sft", "evaluate"):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.config import load
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.core import check
-from rollover.prepare import fitted
+from rollover.hf.architecture import Architecture
+from rollover.run.config import load
+from rollover.run.prepare import fitted
 from tests import runs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

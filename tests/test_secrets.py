@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.engine.http.launch import ServerProcess
+from rollover.engine.servers.launch import ServerProcess
 from rollover.errors import EngineError
 from rollover.report.compare import write_comparison
 from tests import runs

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollover import cli, rundir
+from rollover import cli
 from rollover.engine.embedded.core import EngineCore
 from rollover.rollout.journal import Journal
+from rollover.run import directory
 from rollover.trainer.trainer import Trainer
 from rollover.types import WasteCause
 from tests import runs
@@ -223,7 +224,7 @@ def test_a_directory_with_a_run_takes_no_other(refused: Say, run: Path) -> None:
 
 
 def test_a_directory_is_used_by_one_process_at_a_time(refused: Say, run: Path) -> None:
-    with rundir.RunDir(run):
+    with directory.RunDir(run):
         assert "out is in use by pid" in refused("train", "--resume", "out")
         assert "out is in use by pid" in refused("train", "run.toml", "--run-dir", "out")
 
@@ -323,7 +324,7 @@ def test_a_run_recorded_without_fingerprints_is_resumed_and_gets_them(run: Path)
 
 
 def test_a_disk_too_full_to_begin_is_told_before_work(refused: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "MIN_FREE_BYTES", 10**18)
+    monkeypatch.setattr(directory, "MIN_FREE_BYTES", 10**18)
     assert "GB are free; make room or choose another place with --run-dir" in refused("train", "run.toml")
 
 

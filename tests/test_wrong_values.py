@@ -92,7 +92,7 @@ FILES = [
     ("f.jsonl", f'{{"prompt": "a", "length": 5, "prompt_tokens": {BIG}}}', ["simulate", "f.jsonl"], "f.jsonl:1: 'prompt_tokens' must be a whole number from 1 to 16777216"),
     ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: maximum recursion depth exceeded"),
     ("f.jsonl", '{"prompt": "a", "length": NaN}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length is a whole number of tokens, got nan"),
-    ("c.json", "[" * 20000, ["calibrate", "--from", "c.json", "--out", "d.toml"], "c.json: no measurements of rollover.calibration.measure"),
+    ("c.json", "[" * 20000, ["calibrate", "--from", "c.json", "--out", "d.toml"], "c.json: no measurements of rollover.devices.measure"),
     ("p.toml", "budget_per_hour = nan\n[[nodes]]\ndevice = 'h100-sxm'\nnum_devices = 1", ["plan", "p.toml", "--model", "model"], "p.toml:1: budget_per_hour: this must be a finite number"),
 ]  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_a_model_that_the_engine_would_refuse_is_refused_before_the_warm_up(
 
 
 def test_several_end_tokens_of_the_models_configs_all_end_a_response(experiment: Path) -> None:
-    from rollover.prepare import load_tokenizer, stop_token_ids
+    from rollover.run.prepare import load_tokenizer, stop_token_ids
 
     shutil.copytree("model", "several")
     changed(eos_token_id=[0, 5])(Path("several"))

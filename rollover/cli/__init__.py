@@ -16,8 +16,8 @@ import rollover
 from rollover.cli import ahead, runs
 from rollover.cli.command import Commands
 from rollover.errors import RolloverError, refusal
-from rollover.redaction import Redactor
-from rollover.signals import Stopped, handled, stop
+from rollover.privacy import Redactor
+from rollover.run.signals import Stopped, handled, stop
 
 
 @click.group(

@@ -115,7 +115,7 @@ def plan(**options: Any) -> None:
     rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2 --what-if count.h20=+8 --what-if staleness=4
     rollover plan fleet.toml --model ./qwen3-8b --aim cost --target 50000
     """
-    from rollover.planning import Request, plan
+    from rollover.planner.job import Request, plan
 
     plan(Request(**{key: value for key, value in options.items() if value is not None}))
 
@@ -137,12 +137,12 @@ def calibrate(out: Path, key: str | None, model: Path | None, device: str, measu
     """Measure this machine for the planner: decoding, prefill, training, copies.
 
     Takes minutes, on an idle machine. Every other time is held out, predicted from the rest, and compared. Elsewhere,
-    python -m rollover.calibration.measure FILE measures with torch alone, for --from.
+    python -m rollover.devices.measure FILE measures with torch alone, for --from.
 
     \b
     rollover calibrate --out mine.toml
     """
-    from rollover.calibration import job
+    from rollover.devices import job
 
     job.calibrate(out=out, key=key, model=model, device=device, measured=measured)
 
@@ -169,6 +169,6 @@ def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> No
     rollover workload fit runs/quickstart-20260101-120000 --html fit.html
     rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
     """
-    from rollover import jobs
+    from rollover.run import jobs
 
     jobs.fit_workload(source, cap_tokens=cap, page=page, out=out)

@@ -78,7 +78,7 @@ class ConfiguredCommand(click.Command):
 
     def _check_key(self, ctx: click.Context, name: str, options: Iterable[str]) -> None:
         """Refuse what is neither ``--section.key`` nor a key outside all sections."""
-        from rollover.config import RunConfig
+        from rollover.run.config import RunConfig
 
         known = [f"--{f.name}" for f in fields(RunConfig)]
         if "." not in name and name.replace("-", "_") not in [key.replace("-", "_") for key in known]:

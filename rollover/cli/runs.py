@@ -12,11 +12,11 @@ import click
 
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import ConfigError, DataError, ModelError, RolloverError
-from rollover.redaction import Redactor
+from rollover.privacy import Redactor
 
 if TYPE_CHECKING:
-    from rollover.config import RunConfig
-    from rollover.rundir import RunDir
+    from rollover.run.config import RunConfig
+    from rollover.run.directory import RunDir
 
 DEFAULT_EXPERIMENT = "quickstart"
 _QUIET = "rollover.quiet"
@@ -84,7 +84,7 @@ def train(
     rollover train run.toml --trainer.learning_rate 2e-6
     rollover train --resume runs/quickstart-20260101-120000
     """
-    from rollover import rundir
+    from rollover.run import directory
 
     overrides = ctx.meta[OVERRIDES]
     if skip_batch is not None and (resume is None or dry_run):
@@ -96,9 +96,9 @@ def train(
         other = "--run-dir" if config is None else "CONFIG"
         raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
     if dry_run:
-        _show_plan(ctx, rundir.saved_config(resume, overrides))
+        _show_plan(ctx, directory.saved_config(resume, overrides))
         return
-    _work(ctx, "train", *rundir.open_for_resume(resume, overrides, sys.argv), skip_batch=skip_batch)
+    _work(ctx, "train", *directory.open_for_resume(resume, overrides, sys.argv), skip_batch=skip_batch)
 
 
 @click.command(cls=ConfiguredCommand)
@@ -151,13 +151,13 @@ def report(run: Path, open_browser: bool) -> None:
 
 
 def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
-    """Begin a new run of ``job``, a function of ``rollover.jobs``."""
-    from rollover import rundir
-    from rollover.config import load
-    from rollover.jobs import completed
+    """Begin a new run of ``job``, a function of ``rollover.run.jobs``."""
+    from rollover.run import directory
+    from rollover.run.config import load
+    from rollover.run.jobs import completed
 
     overrides = ctx.meta[OVERRIDES]
-    of_run = job == "evaluate" and rundir.is_run(Path(name))
+    of_run = job == "evaluate" and directory.is_run(Path(name))
     config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
     config, notes = completed(config, job)
     if dry_run:
@@ -166,26 +166,26 @@ def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, j
     for note in notes:
         click.echo(note, err=True)
     experiment = Path(name).resolve().name if of_run else Path(name).stem
-    path = run_dir or rundir.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
-    _work(ctx, job, config, rundir.create(config, path, sys.argv))
+    path = run_dir or directory.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
+    _work(ctx, job, config, directory.create(config, path, sys.argv))
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's config with its newest checkpoint as the model."""
-    from rollover import rundir
     from rollover.errors import RunError
+    from rollover.run import directory
     from rollover.trainer.checkpoint import latest_checkpoint
 
     checkpoint = latest_checkpoint(run / "checkpoints")
     if checkpoint is None:
         raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
     model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
-    return rundir.derived_config(run, [*model, *overrides])
+    return directory.derived_config(run, [*model, *overrides])
 
 
 def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:
     """Do ``job`` with its ``options`` in its directory, and say where its report is."""
-    from rollover import jobs
+    from rollover.run import jobs
 
     if click.get_current_context().meta[_QUIET]:
         config = replace(config, logging=replace(config.logging, progress="off"))
@@ -210,9 +210,9 @@ def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **option
 
 def _show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
     """The plan as comments over the config: what is printed is itself a config file, but for secrets."""
-    from rollover import toml
-    from rollover.config import resolved
-    from rollover.jobs import plan
+    from rollover.run.config import resolved
+    from rollover.run.jobs import plan
+    from rollover.settings import toml
 
     redactor = _redactor(ctx, config)
     for line in (*notes, *plan(config)):
@@ -222,7 +222,7 @@ def _show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ())
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:
     """What keeps secrets off the terminal; it has met those of ``config``."""
-    from rollover.config import resolved
+    from rollover.run.config import resolved
 
     redactor = ctx.find_object(Redactor)
     assert redactor is not None

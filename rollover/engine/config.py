@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.sglang.config import SGLangConfig
-from rollover.engine.vllm.config import VLLMConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
 
 EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig
 """Told apart by ``kind``; the first is meant where it is left out."""

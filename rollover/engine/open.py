@@ -9,7 +9,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Engine, WeightTarget
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
 
 
 class TrainedEngine(Engine, WeightTarget, Protocol):
@@ -35,9 +35,9 @@ async def open_engine(
         return EmbeddedEngine.from_folder(folder, config, lockstep=lockstep)
     assert not lockstep, "the config refuses deterministic = true with a server"
     if isinstance(config, SGLangConfig):
-        from rollover.engine.sglang.open import open_sglang
+        from rollover.engine.servers.sglang.open import open_sglang
 
         return await open_sglang(config, folder, run=run, logs=logs, clock=clock)
-    from rollover.engine.vllm.open import open_vllm
+    from rollover.engine.servers.vllm.open import open_vllm
 
     return await open_vllm(config, folder, run=run, logs=logs, clock=clock)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollover.frontier.settings import KNOBS, label
 from rollover.frontier.sweep import Point
 from rollover.rollout.config import RolloutConfig
-from rollover.toml import dumps
+from rollover.settings.toml import dumps
 
 LEAST_LENGTH = 0.95
 """Of synchronous rollout's: a setting that trains shorter responses than it admits learns from others than it is asked

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollover.devices import catalogue, costs
+from rollover.devices import model as models
+from rollover.devices.workload import specify
 from rollover.errors import ConfigError, DataError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
-from rollover.planner import catalogue, costs
-from rollover.planner import model as models
-from rollover.planner.workload import specify
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
 from rollover.workload.source import Lengths

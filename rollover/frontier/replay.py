@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover import schema, toml
 from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
@@ -21,6 +20,7 @@ from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import effective, read_events
+from rollover.settings import schema, toml
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
 from rollover.types import FinishReason, SampleId

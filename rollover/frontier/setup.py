@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rollover import schema, toml
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
+from rollover.settings import schema, toml
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
 from rollover.types import UNBOUNDED

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rollover.devices.records import Device
 from rollover.errors import PlanError
 from rollover.planner import columns, homogeneous
 from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
 from rollover.planner.plan import Alternative, Plan
-from rollover.planner.records import Device, Problem, Solution
+from rollover.planner.records import Problem, Solution
 from rollover.planner.routing import routed
 
 ALMOST = 0.01

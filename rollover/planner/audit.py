@@ -11,7 +11,8 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
-from rollover.planner.records import Mixture, PartChoice, Problem, Solution, TrainingPart, TrainingPlan
+from rollover.devices.records import Mixture, PartChoice, TrainingPart, TrainingPlan
+from rollover.planner.records import Problem, Solution
 
 ROUNDING = 1e-6
 

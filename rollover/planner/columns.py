@@ -10,21 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, product
 
-from rollover.errors import PlanError
-from rollover.planner import costs
-from rollover.planner.records import (
+from rollover.devices import costs
+from rollover.devices.records import (
     Device,
-    Fleet,
     Mixture,
     ModelShape,
-    Problem,
     RolloutColumn,
-    Supply,
-    Tail,
     TrainingPart,
     TrainingPlan,
     WorkloadSpec,
 )
+from rollover.errors import PlanError
+from rollover.planner.records import Fleet, Problem, Supply, Tail
 
 MAX_BATCH = 1024
 """Samples that an engine decodes at once, at most."""

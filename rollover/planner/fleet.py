@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollover import toml
+from rollover.devices import catalogue as cat
+from rollover.devices.records import Device, Link
 from rollover.errors import ConfigError, nearest
-from rollover.planner import catalogue as cat
-from rollover.planner.records import MAX_DEVICES, Device, Fleet, Link, Node
-from rollover.schema import build
+from rollover.planner.records import MAX_DEVICES, Fleet, Node
+from rollover.settings import toml
+from rollover.settings.schema import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

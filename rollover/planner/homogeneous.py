@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import columns
 from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
-from rollover.planner.records import Device, Fleet, ModelShape, Problem, Solution, Supply, WorkloadSpec
+from rollover.planner.records import Fleet, Problem, Solution, Supply
 
 ROLLOUT_PART = 0.75
 """Of the devices, in the hand-picked split."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover import toml
+from rollover.devices.records import RolloutColumn
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.records import RolloutColumn
 from rollover.planner.words import cannot_train
+from rollover.settings import toml
 
 Server = Literal["vllm", "sglang"]
 FIRST_PORT = 8000

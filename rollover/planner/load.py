@@ -13,7 +13,8 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner.records import Problem, TrainingPlan
+from rollover.devices.records import TrainingPlan
+from rollover.planner.records import Problem
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.milp import GAP, may_reach
 from rollover.planner.parts import alone, inside, parts, widest
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.records import Fleet, ModelShape, Supply, Tail, WorkloadSpec
+from rollover.planner.records import Fleet, Supply, Tail
 from rollover.planner.rounds import Question, best_of_rounds, rank
 from rollover.planner.routing import Routing
 from rollover.planner.solution import held

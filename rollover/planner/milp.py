@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from rollover.devices.records import Mixture, PartChoice, TrainingPlan
 from rollover.errors import PlanError
 from rollover.planner.load import Floats, Load
 from rollover.planner.prices import Market
 from rollover.planner.program import Point, Program
-from rollover.planner.records import Mixture, PartChoice, Problem, Solution, Supply, TrainingPlan
+from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
 from rollover.planner.trainers import Table, Unlisted

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner.records import Fleet, Link
+from rollover.devices.records import Link
+from rollover.planner.records import Fleet
 from rollover.planner.topology import Topology
 
 MOST = 48

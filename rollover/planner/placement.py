@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollover.planner import costs
+from rollover.devices import costs
+from rollover.devices.records import Device, ModelShape, TrainingPlan, WorkloadSpec
 from rollover.planner.partition import Demand, Shares, Traffic, compose, metis_order, partition
-from rollover.planner.records import Device, Fleet, ModelShape, Problem, Solution, TrainingPlan, WorkloadSpec
+from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.topology import Topology
 
 

@@ -6,17 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.placement import Placement
-from rollover.planner.records import (
-    Device,
-    Fleet,
-    ModelShape,
-    Problem,
-    ShadowPrice,
-    Solution,
-    WorkloadSpec,
-)
+from rollover.planner.records import Fleet, Problem, ShadowPrice, Solution
 from rollover.planner.routing import Routing
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollover.planner import costs
+from rollover.devices import costs
+from rollover.devices.records import Device, Link, ModelShape, RolloutColumn, TrainingPlan
 from rollover.planner.placement import Pipeline, Placement, neighbours, rings
-from rollover.planner.records import Device, Link, ModelShape, Problem, RolloutColumn, Solution, TrainingPlan
+from rollover.planner.records import Problem, Solution
 from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 

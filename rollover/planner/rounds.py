@@ -10,24 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rollover.devices.records import Link, ModelShape, RolloutColumn, TrainingPart, TrainingPlan, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import columns
 from rollover.planner.explain import why_infeasible
 from rollover.planner.milp import solve
 from rollover.planner.placement import Pipeline, Placement, place
 from rollover.planner.plan import Plan, Round
-from rollover.planner.records import (
-    Fleet,
-    Link,
-    ModelShape,
-    Problem,
-    RolloutColumn,
-    Solution,
-    Tail,
-    TrainingPart,
-    TrainingPlan,
-    WorkloadSpec,
-)
+from rollover.planner.records import Fleet, Problem, Solution, Tail
 from rollover.planner.recost import Recosted, recost
 from rollover.planner.routing import Routing, routed
 from rollover.planner.topology import Topology

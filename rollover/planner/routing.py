@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollover.planner.records import LengthBucket, Problem, RolloutColumn
+from rollover.devices.records import LengthBucket, RolloutColumn
+from rollover.planner.records import Problem
 
 Routing = Literal["load", "length"]
 """``load``: a sample goes where there is room. ``length``: somebody predicts lengths, and each goes where it suits."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollover.devices.records import Link
 from rollover.planner.partition import Fabric, Floats
-from rollover.planner.records import Fleet, Link
+from rollover.planner.records import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner import costs
+from rollover.devices import costs
+from rollover.devices.records import Mixture, PartChoice, TrainingPart, TrainingPlan
 from rollover.planner.load import Floats, Load
 from rollover.planner.prices import Market, Prices
-from rollover.planner.records import Mixture, PartChoice, Problem, TrainingPart, TrainingPlan
+from rollover.planner.records import Problem
 
 Ints = npt.NDArray[np.int64]
 

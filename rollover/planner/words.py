@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rollover.devices.records import RolloutColumn
 from rollover.planner.explain import in_words
 from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.records import Binding, RolloutColumn
+from rollover.planner.records import Binding
 
 AGREED = 0.10
 """Relative difference of simulation and formula up to which they agree."""

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from rollover.redaction import redacted_text
+from rollover.privacy import redacted_text
 from rollover.report.throughput import TRAINED, means
 
 Mode = Literal["auto", "bars", "plain", "off"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import RunError
-from rollover.redaction import Redactor
+from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import Timeline
 from rollover.rollout.journal import effective, read_events

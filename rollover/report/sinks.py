@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rollover.errors import ConfigError
-from rollover.redaction import redacted
+from rollover.privacy import redacted
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricRow, Sink
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rollover.changes import Changeable, Inexact
+from rollover.settings.changes import Changeable, Inexact
 from rollover.types import UNBOUNDED, SamplingParams
 
 StrategyName = Literal[

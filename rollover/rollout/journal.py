@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollover.errors import ResourceError, RunError
-from rollover.private import make_private
+from rollover.privacy import make_private
 from rollover.rollout.events import (
     BatchConsumed,
     BatchSkipped,

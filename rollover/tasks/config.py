@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Annotated, Any, Literal
 
-from rollover.changes import Changeable, OnResume
+from rollover.settings.changes import Changeable, OnResume
 
 Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
 

@@ -8,7 +8,7 @@ from functools import reduce
 from math import gcd, lcm
 from typing import Protocol
 
-from rollover.tasks.rewards import RewardSpec
+from rollover.environments.rewards import RewardSpec
 from rollover.types import Prompt
 
 _MAX_CYCLE = 10_000

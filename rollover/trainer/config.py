@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from rollover.changes import Inexact, said_by
 from rollover.errors import nearest
+from rollover.settings.changes import Inexact, said_by
 
 DType = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.companions import Companions, without_own_files, write_companions
 from rollover.errors import ConfigError, ModelError
+from rollover.hf.companions import Companions, without_own_files, write_companions
 
 if TYPE_CHECKING:
     import torch

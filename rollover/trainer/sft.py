@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollover.companions import read_companions
 from rollover.errors import DataError
+from rollover.hf.companions import read_companions
 from rollover.trainer.checkpoint import write_folder
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory

@@ -22,8 +22,8 @@ from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
-from rollover.companions import read_companions
 from rollover.errors import ModelError, RolloverError
+from rollover.hf.companions import read_companions
 from rollover.trainer.checkpoint import (
     Manifest,
     check_identity,

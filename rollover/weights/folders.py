@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollover.companions import read_companions, write_companions
 from rollover.errors import ResourceError, is_full, system_error
+from rollover.hf.companions import read_companions, write_companions
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from html import escape
 import numpy as np
 from rich.table import Table
 
-from rollover import toml
 from rollover.report.figures import Figure, axis, figure, line
 from rollover.report.page import Page, header, table, tiles
+from rollover.settings import toml
 from rollover.workload.fit import Fit
 from rollover.workload.law import Floats, LengthLaw
 from rollover.workload.trace import EmpiricalLaw, Trace, quantile

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollover import schema, toml
 from rollover.errors import ConfigError, DataError, nearest
+from rollover.settings import schema, toml
 from rollover.workload.files import FORMATS, read_file
 from rollover.workload.law import MAX_TOKENS, LengthLaw
 from rollover.workload.presets import ALIASES, PRESETS

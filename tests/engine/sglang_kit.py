@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.http.claim import Claim
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.sglang.config import SGLangConfig
-from rollover.engine.sglang.engine import SGLangEngine
+from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.engine import SGLangEngine
 from tests.engine.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.scripted_sglang import ScriptedSGLang
 from tests.engine.vllm_kit import RUN

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from rollover.engine.http import answer as answers
-from rollover.engine.http.client import HTTPClient, Patience
-from rollover.engine.http.sse import MAX_EVENT_CHARS
-from rollover.engine.vllm.answers import Completion, PauseState
+from rollover.engine.servers import answer as answers
+from rollover.engine.servers.client import HTTPClient, Patience
+from rollover.engine.servers.sse import MAX_EVENT_CHARS
+from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.errors import ConfigError, EngineError
 from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import collect, request, tokens

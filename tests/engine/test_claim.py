@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.http.claim import Claim
-from rollover.engine.http.engine import ServerEngine
-from rollover.engine.vllm.open import open_vllm
+from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import EngineError
 from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import LONG, collect, request, tokens
@@ -81,7 +81,7 @@ def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path
 
 def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from rollover.engine.http.claim import Claim\n"
+        "import os, signal, sys; from pathlib import Path; from rollover.engine.servers.claim import Claim\n"
         "claim = Claim.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -210,7 +210,7 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
 def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checksums(
     folder: Path, tmp_path: Path
 ) -> None:
-    from rollover.engine.vllm.checksums import ChecksumRecord
+    from rollover.engine.servers.vllm.checksums import ChecksumRecord
 
     async def main(spoil: bool) -> None:
         record = ChecksumRecord()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.graphs import GatheredAttention, GraphCompute, bucket
 from rollover.engine.embedded.model import Weights
 from rollover.engine.embedded.ops import TorchLayout
 from rollover.engine.embedded.pages import PagedKV
 from rollover.engine.embedded.rotary import Rotary
+from rollover.hf.architecture import Architecture
 from tests.engine import harness
 from tests.engine.contract import request
 from tests.engine.harness import Calls, run

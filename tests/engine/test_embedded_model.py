@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.errors import ConfigError, EngineError, ModelError
+from rollover.hf.architecture import Architecture
 from tests.engine import harness
 from tests.engine.contract import request
 from tests.engine.harness import core_of, run

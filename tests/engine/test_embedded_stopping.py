@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rollover.engine.embedded.stopping import StopStrings
+from rollover.engine.stop_strings import StopStrings
 from rollover.types import FinishReason
 from tests.engine.contract import request
 from tests.engine.harness import Calls, core_of, run

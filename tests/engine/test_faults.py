@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.pool import EnginePool
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.pool import EnginePool
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.ledger import Ledger

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.http.client import HTTPClient, Patience
-from rollover.engine.http.sse import EventDecoder
-from rollover.engine.vllm.answers import Completion, PauseState
-from rollover.engine.vllm.config import VLLMConfig
-from rollover.engine.vllm.engine import VLLMEngine
+from rollover.engine.servers.client import HTTPClient, Patience
+from rollover.engine.servers.sse import EventDecoder
+from rollover.engine.servers.vllm.answers import Completion, PauseState
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.engine import VLLMEngine
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from tests.engine.contract import collect, request, tokens
 from tests.engine.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.http.launch import ServerProcess, free_port
+from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.errors import EngineError, EngineTimeout
 
 DEADLINE_S = 60.0

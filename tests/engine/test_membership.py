@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollover.engine.membership import AFFINITY_SLACK, Health, Membership
+from rollover.engine.servers.membership import AFFINITY_SLACK, Health, Membership
 
 
 def pool(*capacities: int) -> Membership:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource
-from rollover.engine.pool import EnginePool
+from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens

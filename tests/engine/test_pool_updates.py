@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.pool import EnginePool
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.publisher import Publisher
 from tests.engine import sglang_kit, vllm_kit

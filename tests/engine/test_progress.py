@@ -13,7 +13,7 @@ import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.engine.pool import EnginePool
+from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.proof import Reference, default_tolerance, prove_logprobs, proving_prompts
+from rollover.engine.logprob_check import Reference, default_tolerance, prove_logprobs, proving_prompts
 from rollover.errors import EngineMismatch
 from tests.engine.fake import FakeEngine
 from tests.virtual_time import run

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.sglang.config import SGLangConfig
-from rollover.engine.sglang.engine import SGLangEngine
-from rollover.engine.sglang.open import launch_arguments, open_sglang
-from rollover.engine.sglang.router import worker_urls
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.engine import SGLangEngine
+from rollover.engine.servers.sglang.open import launch_arguments, open_sglang
+from rollover.engine.servers.sglang.router import worker_urls
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens

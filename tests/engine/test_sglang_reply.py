@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.http.answer import Reader
-from rollover.engine.sglang.answers import Generation
-from rollover.engine.sglang.reply import Reply
+from rollover.engine.servers.answer import Reader
+from rollover.engine.servers.sglang.answers import Generation
+from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import request

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rollover.engine.http.broadcast import TorchGroup, address_towards, buckets, together
-from rollover.engine.sglang.config import SGLangConfig
-from rollover.engine.vllm.config import VLLMConfig
-from rollover.engine.vllm.open import launch_arguments
-from rollover.engine.vllm.transfer import NCCLGroup
+from rollover.engine.servers.broadcast import TorchGroup, address_towards, buckets, together
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.open import launch_arguments
+from rollover.engine.servers.vllm.transfer import NCCLGroup
 from rollover.errors import EngineError, EngineTimeout
 from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import FullEngine, collect, request
@@ -182,7 +182,9 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedSGLang(), list[Meeting]()
-    monkeypatch.setattr("rollover.engine.sglang.transfer.buckets", lambda folder: buckets(folder, limit_bytes=1))
+    monkeypatch.setattr(
+        "rollover.engine.servers.sglang.transfer.buckets", lambda folder: buckets(folder, limit_bytes=1)
+    )
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollover.engine.proof import Reference, prove_logprobs, proving_prompts
-from rollover.engine.vllm.config import VLLMConfig
-from rollover.engine.vllm.engine import VLLMEngine, hop_seed
-from rollover.engine.vllm.open import launch_arguments, launch_environment
+from rollover.engine.logprob_check import Reference, prove_logprobs, proving_prompts
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.engine import VLLMEngine, hop_seed
+from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollover.engine.http.claim import Claim
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.vllm.config import VLLMConfig
-from rollover.engine.vllm.engine import VLLMEngine
+from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.engine import VLLMEngine
 from tests.engine.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"

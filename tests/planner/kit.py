@@ -10,20 +10,19 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from rollover.planner.lengths import length_buckets
-from rollover.planner.records import (
+from rollover.devices.lengths import length_buckets
+from rollover.devices.records import (
     Device,
     Efficiency,
     LengthBucket,
     Link,
     ModelShape,
-    Problem,
     RolloutColumn,
-    Supply,
     TrainingPart,
     TrainingPlan,
     WorkloadSpec,
 )
+from rollover.planner.records import Problem, Supply
 
 IDEAL = Efficiency(
     train=1.0, prefill=1.0, decode=1.0, bandwidth=1.0, link=1.0, memory=1.0, step_s=0.0, source="round numbers"

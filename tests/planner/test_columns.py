@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rollover.devices import costs
 from rollover.errors import PlanError
-from rollover.planner import columns, costs
+from rollover.planner import columns
 from tests.planner.kit import MODEL, device, workload
 
 TWO = {device("a"): 8, device("b", flops=100e12, price_per_hour=1.0): 8}

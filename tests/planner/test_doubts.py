@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rollover import config, toml
+from rollover.devices.model import parse
 from rollover.planner import workload
 from rollover.planner.alternatives import ALMOST, leaner, on_one_device
 from rollover.planner.launch import launch_files
 from rollover.planner.make import make_plan
-from rollover.planner.model import parse
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.records import Fleet
 from rollover.planner.report import key_numbers, render_plan
 from rollover.planner.words import sentences
+from rollover.run import config
+from rollover.settings import toml
 from tests.planner.test_plan import QWEN_7B, fleet
 
 SMALL = parse(

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollover import toml
+from rollover.devices import catalogue
+from rollover.devices.records import Link
 from rollover.errors import ConfigError
-from rollover.planner import catalogue, fleet
-from rollover.planner.records import Link
+from rollover.planner import fleet
+from rollover.settings import toml
 
 TWO = """\
 name = "two"

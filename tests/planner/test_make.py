@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.devices.records import Link
 from rollover.errors import PlanError
 from rollover.planner.make import make_plan
-from rollover.planner.records import Fleet, Link, Node
+from rollover.planner.records import Fleet, Node
 from tests.planner.kit import MODEL, device, workload
 
 SPEC = workload(num_groups=8)

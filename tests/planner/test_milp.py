@@ -10,22 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollover.devices.records import LengthBucket, RolloutColumn, TrainingPart, TrainingPlan, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import audit, columns
 from rollover.planner.load import Load
 from rollover.planner.milp import solve
 from rollover.planner.prices import Market
 from rollover.planner.program import Point, Program
-from rollover.planner.records import (
-    LengthBucket,
-    Problem,
-    RolloutColumn,
-    Solution,
-    Supply,
-    TrainingPart,
-    TrainingPlan,
-    WorkloadSpec,
-)
+from rollover.planner.records import Problem, Solution, Supply
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
 GAP = 1e-4

@@ -11,22 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from rollover import config, toml
+from rollover.devices import workload
+from rollover.devices.model import parse
 from rollover.errors import PlanError
 from rollover.planner import fleet as fleets
-from rollover.planner import workload
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
 from rollover.planner.make import make_plan
-from rollover.planner.model import parse
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
 from rollover.planner.rounds import SETTLED
+from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
 from rollover.planner.what_if import Scenario, changed
 from rollover.planner.words import roles, sentences
-from rollover.sim.planned import check
+from rollover.run import config
+from rollover.settings import toml
 from rollover.workload.source import read_lengths
 
 QWEN_7B = {

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.devices import costs
+from rollover.devices.records import Device, Link, TrainingPart, TrainingPlan
 from rollover.errors import PlanError
-from rollover.planner import audit, columns, costs
+from rollover.planner import audit, columns
 from rollover.planner.load import Load
 from rollover.planner.milp import solve
-from rollover.planner.records import Device, Link, Problem, TrainingPart, TrainingPlan
+from rollover.planner.records import Problem
 from rollover.planner.trainers import Table, Unlisted
 from tests.planner.kit import MODEL, best_by_enumeration, device, workload
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.companions import read_companions
-from rollover.engine.proof import Reference, proving_prompts
+from rollover.engine.logprob_check import Reference, proving_prompts
+from rollover.hf.companions import read_companions
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import load_policy, save_model
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer

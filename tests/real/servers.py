@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from rollover.engine.http import guard
-from rollover.engine.http.launch import free_port
+from rollover.engine.servers import guard
+from rollover.engine.servers.launch import free_port
 
 START_S = 900.0
 

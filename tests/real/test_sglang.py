@@ -17,10 +17,10 @@ import pytest
 
 from rollover import cli
 from rollover.engine.base import WeightSource
-from rollover.engine.http.client import HTTPClient, Patience
-from rollover.engine.proof import prove_logprobs
-from rollover.engine.sglang.config import SGLangConfig
-from rollover.engine.sglang.engine import SGLangEngine
+from rollover.engine.logprob_check import prove_logprobs
+from rollover.engine.servers.client import HTTPClient, Patience
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.engine import SGLangEngine
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests import runs
@@ -28,7 +28,7 @@ from tests.engine.contract import EngineContract, FullEngine, collect, request, 
 from tests.engine.vllm_kit import model_folder
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
-from tests.test_train import EVERY_VERSION, largest_logprob_error
+from tests.run.test_train import EVERY_VERSION, largest_logprob_error
 
 pytestmark = pytest.mark.sglang
 

@@ -17,12 +17,12 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.base import WeightSource
-from rollover.engine.http.client import HTTPClient
-from rollover.engine.pool import EnginePool
-from rollover.engine.proof import prove_logprobs
-from rollover.engine.vllm.config import VLLMConfig
-from rollover.engine.vllm.engine import VLLMEngine
-from rollover.engine.vllm.open import launch_arguments, open_vllm
+from rollover.engine.logprob_check import prove_logprobs
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.engine import VLLMEngine
+from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
 from rollover.errors import EngineError
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens

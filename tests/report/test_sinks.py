@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollover.errors import ConfigError
-from rollover.redaction import HIDDEN
+from rollover.privacy import HIDDEN
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricsWriter
 from rollover.report.sinks import open_sinks

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rollover.errors import RunError
-from rollover.redaction import HIDDEN
+from rollover.privacy import HIDDEN
 from rollover.report.compare import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run

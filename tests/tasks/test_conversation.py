@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.rewards import RewardSample, build_reward
 from rollover.errors import DataError
-from rollover.tasks import PromptSource, RewardConfig, SourceConfig, TasksConfig, eval_sources, train_source
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
 from rollover.tasks.examples import examples
-from rollover.tasks.rewards import RewardSample, build_reward
-from rollover.tasks.source import check_source
-from tests.tasks.words import CHAT, char_tokenizer, ids
+from rollover.tasks.mixture import PromptSource
+from rollover.tasks.source import check_source, eval_sources, train_source
+from tests.environments.words import CHAT, char_tokenizer, ids
 
 WHOLE = RewardConfig(kind="exact", extract="whole", workers=0)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -95,7 +96,7 @@ def test_an_answer_column_comes_first_and_the_prompt_column_s_name_chooses_the_r
 
 
 def test_a_function_gets_the_turns_before_and_the_reply_as_the_answer(tmp_path: Path) -> None:
-    reward = RewardConfig(kind="function", function="tests.tasks.functions:of_a_conversation")
+    reward = RewardConfig(kind="function", function="tests.environments.functions:of_a_conversation")
     assert score(config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY]}, reward=reward), "x") == 2.0
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rollover.errors import DataError
-from rollover.tasks import TasksConfig
+from rollover.tasks.config import TasksConfig
 from rollover.tasks.prompts import PromptEncoder
-from tests.tasks.words import CHAT, char_tokenizer, ids
+from tests.environments.words import CHAT, char_tokenizer, ids
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

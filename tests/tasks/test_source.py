@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollover.errors import DataError
-from rollover.tasks import PromptSource, RewardConfig, SourceConfig, TasksConfig, eval_sources, train_source
-from rollover.tasks.source import held_out_texts
-from tests.tasks.words import CHAT, char_tokenizer, ids
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.mixture import PromptSource
+from rollover.tasks.source import eval_sources, held_out_texts, train_source
+from tests.environments.words import CHAT, char_tokenizer, ids
 
 EXACT = RewardConfig(kind="exact", workers=0)
 

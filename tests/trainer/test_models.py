@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollover.companions import read_companions
 from rollover.errors import ModelError
+from rollover.hf.companions import read_companions
 from rollover.trainer.models import load_policy, named_weights, read_model_config, resolve_model, save_model
 from tests.trainer.builders import make_folder
 

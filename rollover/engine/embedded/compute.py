@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.decode import DecodeAttention
 from rollover.engine.embedded.model import Decoder, Slot, Weights
 from rollover.engine.embedded.ops import TorchLayout
@@ -23,6 +22,7 @@ from rollover.engine.embedded.prefill import PrefillAttention
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import sample
 from rollover.engine.embedded.scheduler import BlockCopy
+from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
 

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.cache import BlockManager
 from rollover.engine.embedded.compute import MakeCompute, Sizes, Tokens, TorchCompute
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -42,9 +41,10 @@ from rollover.engine.embedded.pages import Ints
 from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.stopping import StopStrings
 from rollover.engine.embedded.weights import are_tied, load_weights
+from rollover.engine.stop_strings import StopStrings
 from rollover.errors import ConfigError, EngineError, ModelError
+from rollover.hf.architecture import Architecture
 from rollover.types import FinishReason
 
 CPU_PREFILL_TOKENS = 20.0

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.compute import Sizes, Tokens
 from rollover.engine.embedded.model import Attention, Decoder, Layer, Weights
 from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
@@ -26,6 +25,7 @@ from rollover.engine.embedded.prefill import PrefillAttention
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import drawn, is_cut, sample
 from rollover.engine.embedded.scheduler import BlockCopy
+from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
 _STEPS = 16

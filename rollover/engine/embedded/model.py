@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.ops import Layout, M, TorchMatrix, rms_norm, silu_product
+from rollover.hf.architecture import Architecture
 
 
 class Slot(NamedTuple):

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.compute import Sizes, Tokens
 from rollover.engine.embedded.model import Layer, Slot, Weights
 from rollover.engine.embedded.pages import Ints, PagedKV, zeros
@@ -31,6 +30,7 @@ from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import is_cut, sample
 from rollover.engine.embedded.scheduler import BlockCopy
 from rollover.errors import EngineError
+from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
 _COMPILERS = ("cc", "gcc", "clang")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.architecture import Architecture
+from rollover.hf.architecture import Architecture
 
 Ints = NDArray[np.int64]
 

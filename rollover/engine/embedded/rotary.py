@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from rollover.engine.embedded.architecture import Architecture
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix, unit_rms
+from rollover.hf.architecture import Architecture
 
 
 class Rotary:

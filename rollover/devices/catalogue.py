@@ -1,0 +1,217 @@
+"""What is known about accelerators: the packaged catalogue, and the user's figures over it.
+
+Every figure keeps its provenance: one that the user gives is the user's, one that the catalogue marks unverified stays
+so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units once its node is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.resources import files
+from typing import Any
+
+from rollover.devices.records import Device, Efficiency, Link
+from rollover.errors import ConfigError, nearest
+from rollover.settings import toml
+from rollover.settings.schema import build
+
+FIGURES = ("bf16_tflops", "hbm_gbps", "hbm_gib", "link_gbps")
+"""Without these a device cannot be planned with."""
+DOLLAR, RELATIVE = "USD", "L20"
+"""Currencies of the catalogue's prices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceRange:
+    """Offers differ."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise ValueError(f"low must be positive and at most high, got {self.low} and {self.high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EfficiencyEntry:
+    """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    train: float | None = None
+    """Part of bf16_tflops that training reaches."""
+    prefill: float | None = None
+    """Part of bf16_tflops that prefill reaches."""
+    decode: float | None = None
+    """Part of bf16_tflops that decoding reaches where compute bounds it."""
+    bandwidth: float | None = None
+    """Part of hbm_gbps that decoding reaches."""
+    link: float | None = None
+    """Part of a link's bandwidth that transfers reach."""
+    memory: float | None = None
+    """Part of hbm_gib that weights, caches and activations may fill."""
+    step_ms: float | None = None
+    """Fixed time of a decoding iteration, ms."""
+    link_latency_us: float | None = None
+    """Latency of a message between two devices of a node, µs."""
+    source: str | None = None
+    """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        for key in ("train", "prefill", "decode", "bandwidth", "link", "memory"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{key} is a part of what the device could do, above 0 and at most 1, got {value}")
+        for key in ("step_ms", "link_latency_us"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{key} must be zero or more, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """Table ``[devices.KEY]``: what vendors and price lists say. Unset keys keep what the catalogue knows."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    name: str | None = None
+    """As people call it."""
+    bf16_tflops: float | None = None
+    """Dense bf16 TFLOP/s."""
+    hbm_gbps: float | None = None
+    """Memory bandwidth, GB/s."""
+    hbm_gib: float | None = None
+    """Memory that its driver reports, GiB: what is marketed less error correction and the driver's own."""
+    link_gbps: float | None = None
+    """Link inside a node, GB/s, both directions together."""
+    price_per_hour_usd: float | PriceRange | None = None
+    """Per device; of a range the low end counts."""
+    relative_price: float | None = None
+    """Where no dollar price is known; NVIDIA L20 = 1."""
+    source: str | None = None
+    """Where the figures come from."""
+    verified: bool | None = None
+    """Every figure was read in a primary source or a public catalogue."""
+    unverified: tuple[str, ...] | None = None
+    """The figures that were not."""
+    efficiency: EfficiencyEntry | None = None
+    """Which part of them is reached."""
+
+    def __post_init__(self) -> None:
+        for key in (*FIGURES, "relative_price", "price_per_hour_usd"):
+            value = getattr(self, key)
+            if isinstance(value, float | int) and not 0 < value < float("inf"):
+                raise ValueError(f"{key} must be above zero, got {value}")
+        for name in self.unverified or ():
+            if name not in FIGURES:
+                raise ValueError(f"unverified: {name!r} is no figure{nearest(name, FIGURES)}")
+        if self.verified and self.unverified:
+            raise ValueError(f"verified cannot be true while unverified names {', '.join(self.unverified)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueFile:
+    """A file of devices."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    efficiency: EfficiencyEntry = field(default_factory=EfficiencyEntry)
+    devices: dict[str, DeviceEntry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Devices by key, complete."""
+
+    devices: Mapping[str, DeviceEntry]
+    efficiency: EfficiencyEntry
+    """What devices without figures of their own reach."""
+
+    def find(self, key: str) -> DeviceEntry:
+        """The entry of ``key``; raises ``ConfigError`` with the nearest name."""
+        if key not in self.devices:
+            raise ConfigError(f"unknown device {key!r}{nearest(key, self.devices)}")
+        return self.devices[key]
+
+    def extended(self, more: CatalogueFile, document: toml.Document) -> Catalogue:
+        """The user's file over this catalogue; ``document`` is what ``more`` was read from."""
+        devices = dict(self.devices)
+        for key, entry in more.devices.items():
+            known = devices.get(key)
+            devices[key] = _overlaid(known, entry) if known else entry
+            missing = [figure for figure in FIGURES if getattr(devices[key], figure) is None]
+            if missing:
+                line = document.lines.get(("devices", key))
+                place = f"{document.name}:{line}" if line else document.name
+                raise ConfigError(
+                    f"{place}: devices.{key}: a device that the catalogue does not know needs {', '.join(missing)}"
+                )
+        return Catalogue(devices=devices, efficiency=_merged(self.efficiency, more.efficiency))
+
+    def surroundings(
+        self, key: str, *, name: str, node_size: int, network: Link | None, price_per_hour: float | None
+    ) -> Device:
+        """The device ``key`` as it stands in a node; without a ``network`` of its own the node is the whole fleet."""
+        entry = self.find(key)
+        reached = _merged(self.efficiency, entry.efficiency or EfficiencyEntry())
+        assert entry.bf16_tflops and entry.hbm_gbps and entry.hbm_gib and entry.link_gbps
+        figures = {f.name: getattr(reached, f.name) for f in fields(Efficiency) if f.name != "step_s"}
+        link = Link(bytes_per_s=entry.link_gbps * 1e9 / 2, latency_s=(reached.link_latency_us or 0.0) / 1e6)
+        return Device(
+            name=name,
+            title=entry.name or key,
+            flops=entry.bf16_tflops * 1e12,
+            hbm_bytes_per_s=entry.hbm_gbps * 1e9,
+            hbm_bytes=entry.hbm_gib * 2**30,
+            node_size=node_size,
+            link=link,
+            network=network or link,
+            price_per_hour=price_per_hour,
+            efficiency=Efficiency(step_s=(reached.step_ms or 0.0) / 1e3, **figures),
+            unverified=entry.unverified or (),
+        )
+
+
+def low_price(entry: DeviceEntry, currency: str) -> float | None:
+    """The catalogue's price of a device in one of its currencies."""
+    if currency == RELATIVE:
+        return entry.relative_price
+    price = entry.price_per_hour_usd
+    return price.low if isinstance(price, PriceRange) else price
+
+
+def packaged() -> Catalogue:
+    """The catalogue that comes with Rollover."""
+    text = files("rollover.devices").joinpath("devices.toml").read_text()
+    content = build(CatalogueFile, toml.parse(text, "devices.toml"))
+    return Catalogue(devices=content.devices, efficiency=content.efficiency)
+
+
+def read(documents: Sequence[toml.Document]) -> Catalogue:
+    """The packaged catalogue with files of the user's over it, the last one uppermost."""
+    catalogue = packaged()
+    for document in documents:
+        catalogue = catalogue.extended(build(CatalogueFile, document), document)
+    return catalogue
+
+
+def _merged(below: EfficiencyEntry, above: EfficiencyEntry) -> EfficiencyEntry:
+    return replace(below, **_set_keys(above))
+
+
+def _overlaid(known: DeviceEntry, own: DeviceEntry) -> DeviceEntry:
+    """``own`` over ``known``: a figure that the user gives is no longer in doubt, a price takes the place of both."""
+    changes = _set_keys(own)
+    if own.unverified is None:
+        changes["unverified"] = tuple(f for f in known.unverified or () if f not in changes)
+    if known.efficiency and own.efficiency:
+        changes["efficiency"] = _merged(known.efficiency, own.efficiency)
+    return replace(known, **changes)
+
+
+def _set_keys(entry: DeviceEntry | EfficiencyEntry) -> dict[str, Any]:
+    return {f.name: value for f in fields(entry) if (value := getattr(entry, f.name)) is not None}

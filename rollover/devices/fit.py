@@ -1,0 +1,225 @@
+"""Measured times as efficiencies of the planner's cost model, proved on times that the fit has not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares, minimize_scalar
+
+from rollover.devices import costs
+from rollover.devices.measurements import Decode, Measurements, Prefill, Step
+from rollover.devices.model import parse
+from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, TrainingPart, WorkloadSpec
+from rollover.settings import toml
+
+Point = TypeVar("Point", Prefill, Step)
+ACCURACY = 0.15
+"""Relative error of predictions that a calibration should keep."""
+_STARTS = ((0.3, 0.3, 1e-4), (0.8, 0.2, 1e-3), (0.1, 0.8, 1e-5), (0.6, 0.6, 1e-2))
+"""(bandwidth, decode, step_s)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A time that was measured, and what the calibrated cost model says."""
+
+    what: str
+    measured_s: float
+    predicted_s: float
+    held_out: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A device that the planner can use."""
+
+    device: Device
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def worst(self) -> float:
+        """Largest relative error among what was held out."""
+        return max(abs(p.error) for p in self.predictions if p.held_out)
+
+
+def fit(measured: Measurements, key: str) -> Calibration:
+    """The device called ``key``. Figures are the best that was seen, so that no efficiency exceeds 1."""
+    model = parse(measured.model, name=key)
+    device = _plain(measured, key, model)
+    device = _decoding(device, model, measured)
+    device = _one("prefill", lambda d, p: _prefill_s(d, model, measured, p), device, measured.prefills)
+    device = _one("train", lambda d, s: _step_s(d, model, measured, s), device, measured.steps)
+    return Calibration(device=device, predictions=tuple(_predictions(device, model, measured)))
+
+
+def entry(calibration: Calibration, key: str) -> str:
+    """The device as a file for ``catalogues`` of a fleet."""
+    d, e = calibration.device, calibration.device.efficiency
+
+    def short(value: float) -> float:
+        return float(f"{value:.4g}")
+
+    content = {
+        "devices": {
+            key: {
+                "name": d.title,
+                "bf16_tflops": short(d.flops / 1e12),
+                "hbm_gbps": short(d.hbm_bytes_per_s / 1e9),
+                "hbm_gib": short(d.hbm_bytes / 2**30),
+                "link_gbps": short(2 * d.link.bytes_per_s / 1e9),
+                "source": e.source,
+                "verified": True,
+                "efficiency": {
+                    **{k: short(getattr(e, k)) for k in ("train", "prefill", "decode", "bandwidth", "link", "memory")},
+                    "step_ms": short(1e3 * e.step_s),
+                    "link_latency_us": short(1e6 * d.link.latency_s),
+                    "source": e.source,
+                },
+            }
+        }
+    }
+    return toml.dumps(content)
+
+
+# --- Fitting ----------------------------------------------------------------------------------------------------------
+
+
+def _plain(measured: Measurements, key: str, model: ModelShape) -> Device:
+    """Before any efficiency is known: 1."""
+    flops = max(
+        measured.flops,
+        *(costs.forward_flops(model, d.batch, d.context) / d.seconds for d in measured.decodes),
+        *(costs.forward_flops(model, p.tokens, p.tokens / 2) / p.seconds for p in measured.prefills),
+    )
+    token = measured.kv_bytes * model.num_layers * model.kv_width
+    bandwidth = max(
+        measured.copy_bytes_per_s,
+        *(
+            (measured.weight_bytes * costs.read_parameters(model, d.batch) + d.batch * d.context * token) / d.seconds
+            for d in measured.decodes
+        ),
+    )
+    link = Link(bytes_per_s=measured.link_bytes_per_s, latency_s=measured.link_latency_s)
+    reached = Efficiency(
+        train=1.0,
+        prefill=1.0,
+        decode=1.0,
+        bandwidth=1.0,
+        link=1.0,
+        memory=0.9,
+        step_s=0.0,
+        source="measured by rollover calibrate",
+    )
+    return Device(
+        name=key,
+        title=measured.title,
+        flops=flops,
+        hbm_bytes_per_s=bandwidth,
+        hbm_bytes=measured.memory_bytes,
+        node_size=1,
+        link=link,
+        network=link,
+        price_per_hour=None,
+        efficiency=reached,
+    )
+
+
+def _set(device: Device, **efficiency: float) -> Device:
+    reached: dict[str, Any] = dict(efficiency)
+    return replace(device, efficiency=replace(device.efficiency, **reached))
+
+
+def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Device:
+    """Bandwidth, compute and fixed time of an iteration, by the least relative errors over the points not held out."""
+    known = [d for d in measured.decodes if not d.held_out]
+    least_s = min(d.seconds for d in known)
+
+    def with_values(values: Iterable[float]) -> Device:
+        bandwidth, decode, step_s = values
+        return _set(device, bandwidth=bandwidth, decode=decode, step_s=step_s)
+
+    def errors(values: npt.NDArray[np.float64], /) -> list[float]:
+        found = with_values(values.tolist())
+        return [math.log(_decode_s(found, model, measured, d) / d.seconds) for d in known]
+
+    lower, upper = np.array([1e-3, 1e-3, 0.0]), np.array([1.0, 1.0, least_s])
+    starts = [np.clip(start, lower + 1e-9, upper - 1e-9) for start in _STARTS]
+    fits = [least_squares(errors, start, bounds=(lower, upper), x_scale=(1, 1, least_s)) for start in starts]
+    best = min(fits, key=lambda found: float(found.cost))
+    return with_values(best.x.tolist())
+
+
+def _one(name: str, predicted_s: Callable[[Device, Point], float], device: Device, points: Sequence[Point]) -> Device:
+    """The device with the one efficiency ``name`` that has the least relative errors over the points not held out."""
+
+    def error(log_value: float) -> float:
+        found = _set(device, **{name: math.exp(log_value)})
+        return sum(math.log(predicted_s(found, p) / p.seconds) ** 2 for p in points if not p.held_out)
+
+    best = minimize_scalar(error, bounds=(math.log(1e-4), 0.0), method="bounded")
+    return _set(device, **{name: math.exp(float(best.x))})
+
+
+# --- Predicting -------------------------------------------------------------------------------------------------------
+
+
+def _spec(measured: Measurements, *, prompt: float, response: float, sequences: int = 1) -> WorkloadSpec:
+    bucket = LengthBucket(
+        share=1.0,
+        tokens=response,
+        max_tokens=int(response),
+        group_share=1.0,
+        group_tokens=response,
+        batch_share=1.0,
+        batch_tokens=response,
+    )
+    return WorkloadSpec(
+        name="measured",
+        num_groups=sequences,
+        group_size=1,
+        prompt_tokens=prompt,
+        buckets=(bucket,),
+        rollout_weight_bytes=measured.weight_bytes,
+        kv_bytes=measured.kv_bytes,
+        proximal_pass=False,  # with a single mini-batch the training pass yields those log-probs
+    )
+
+
+def _decode_s(device: Device, model: ModelShape, measured: Measurements, point: Decode) -> float:
+    spec = _spec(measured, prompt=point.context, response=1)
+    return costs.replica(model, spec, device, 1, 1).step_s(point.batch, point.context)
+
+
+def _prefill_s(device: Device, model: ModelShape, measured: Measurements, point: Prefill) -> float:
+    spec = _spec(measured, prompt=point.tokens, response=1)
+    return costs.replica(model, spec, device, 1, 1).prefill_s(point.tokens)
+
+
+def _step_s(device: Device, model: ModelShape, measured: Measurements, point: Step) -> float:
+    spec = _spec(measured, prompt=point.prompt_tokens, response=point.response_tokens, sequences=point.sequences)
+    part = TrainingPart(device=device.name, dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    return costs.training_plan((costs.trainer(model, spec, device, part),)).step_s
+
+
+def _predictions(device: Device, model: ModelShape, measured: Measurements) -> Iterator[Prediction]:
+    for d in measured.decodes:
+        what = f"decoding iteration, batch {d.batch}, {d.context:.0f} tokens each"
+        predicted = _decode_s(device, model, measured, d)
+        yield Prediction(what=what, measured_s=d.seconds, predicted_s=predicted, held_out=d.held_out)
+    for p in measured.prefills:
+        predicted = _prefill_s(device, model, measured, p)
+        what = f"prefill of {p.tokens} tokens"
+        yield Prediction(what=what, measured_s=p.seconds, predicted_s=predicted, held_out=p.held_out)
+    for s in measured.steps:
+        predicted = _step_s(device, model, measured, s)
+        what = f"training step, {s.sequences} sequences of {s.prompt_tokens + s.response_tokens} tokens"
+        yield Prediction(what=what, measured_s=s.seconds, predicted_s=predicted, held_out=s.held_out)

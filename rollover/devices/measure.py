@@ -1,0 +1,275 @@
+"""Times of this machine: products and copies of tensors, decoding, prefill, training.
+
+Every time is the median of several, after one that is thrown away. Run it on an idle machine: what else runs is
+measured too. Needs torch, transformers, numpy and safetensors only, so that it runs on a bare GPU machine:
+
+    python -m rollover.devices.measure measurements.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollover.algorithms.config import AlgorithmConfig
+from rollover.algorithms.registry import resolve
+from rollover.devices.measurements import Decode, Measurements, Prefill, Step
+from rollover.engine.base import GenerateRequest
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.core import EngineCore
+from rollover.trainer.config import ScratchConfig, TrainerConfig
+from rollover.trainer.models import pick_device
+from rollover.trainer.scratch import build_scratch_model, build_tokenizer
+from rollover.trainer.trainer import Trainer
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured. Every other point is held out: fitted to nothing, only predicted."""
+
+    scratch: ScratchConfig
+    """The model, where none is given: its weights should not fit into a cache."""
+    batches: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    context_tokens: int = 256
+    prompts: tuple[int, ...] = (128, 256, 512, 1024)
+    sequences: tuple[int, ...] = (4, 8, 16)
+    response_tokens: int = 128
+    matrix: int = 2048
+    copy_bytes: int = 256 * 2**20
+    repeats: int = 9
+
+
+CPU = Sizes(
+    scratch=ScratchConfig(
+        hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=2048, max_position=2048
+    )
+)
+GPU = Sizes(
+    scratch=ScratchConfig(
+        hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=6144, max_position=4096
+    ),
+    batches=(1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256),
+    context_tokens=1024,
+    prompts=(256, 512, 1024, 2048),
+    sequences=(8, 16, 32),
+    response_tokens=512,
+    matrix=8192,
+    copy_bytes=2**30,
+)
+
+
+def measure(model: Path | None = None, *, device: str = "auto", sizes: Sizes | None = None) -> Measurements:
+    """All of it; ``model`` is a Hugging Face folder, one made for the purpose when left out."""
+    place = pick_device(device)
+    sizes = sizes or (CPU if place.type == "cpu" else GPU)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = model or _scratch(Path(temporary) / "model", sizes.scratch)
+        config = json.loads((folder / "config.json").read_text())
+        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+        link_s, link_latency_s = _link(place, sizes)
+        return Measurements(
+            title=torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
+            model=config,
+            weight_bytes=dtype.itemsize,
+            kv_bytes=dtype.itemsize,
+            memory_bytes=_memory_bytes(place),
+            flops=_flops(place, dtype, sizes),
+            copy_bytes_per_s=_copy(place, sizes),
+            link_bytes_per_s=sizes.copy_bytes / link_s,
+            link_latency_s=link_latency_s,
+            decodes=tuple(_decodes(folder, str(place), config, sizes)),
+            prefills=tuple(_prefills(folder, str(place), config, sizes)),
+            steps=tuple(_steps(folder, str(place), config, sizes)),
+        )
+
+
+def _scratch(folder: Path, config: ScratchConfig) -> Path:
+    build_scratch_model(folder, build_tokenizer(["measured, not read"]), config)
+    return folder
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()}, {torch.get_num_threads()} threads"
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _memory_bytes(place: torch.device) -> float:
+    if place.type == "cuda":
+        return float(torch.cuda.get_device_properties(place).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _median_s(work: Callable[[], Any], place: torch.device, repeats: int) -> float:
+    def timed() -> float:
+        start_s = time.perf_counter()
+        work()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        return time.perf_counter() - start_s
+
+    timed()
+    return statistics.median(timed() for _ in range(repeats))
+
+
+def _flops(place: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    a = torch.randn(sizes.matrix, sizes.matrix, device=place).to(dtype)
+    return 2 * sizes.matrix**3 / _median_s(lambda: a @ a, place, sizes.repeats)
+
+
+def _copy(place: torch.device, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=place)
+    target = torch.empty_like(source)
+    return 2 * sizes.copy_bytes / _median_s(lambda: target.copy_(source), place, sizes.repeats)
+
+
+def _link(place: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """Seconds of a large copy to another device, and of the smallest one."""
+    other = torch.device("cpu")
+    if place.type == "cuda" and torch.cuda.device_count() > 1:
+        other = torch.device("cuda", (place.index or 0) + 1)
+    large = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=other, pin_memory=other.type != place.type)
+    target = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=place)
+    small = torch.zeros(1, dtype=torch.uint8, device=other)
+    spot = torch.empty(1, dtype=torch.uint8, device=place)
+    return (
+        _median_s(lambda: target.copy_(large), place, sizes.repeats),
+        _median_s(lambda: spot.copy_(small), place, sizes.repeats),
+    )
+
+
+# --- Engine -----------------------------------------------------------------------------------------------------------
+
+
+def _core(folder: Path, device: str, config: dict[str, Any], *, running: int, context: int) -> EngineCore:
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4
+    settings = EmbeddedConfig(
+        device=device,
+        max_running=running,
+        max_context_tokens=context,
+        kv_cache_bytes=(running + 2) * (context + 64) * token,
+        prefill_chunk_tokens=max(2048, context),
+        stream_interval_tokens=1,
+    )
+    return EngineCore(folder, settings)
+
+
+def _request(number: int, tokens: int, vocab: int, max_new_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=str(number),
+        sample_key=str(number),
+        prompt_key=str(number),
+        prompt_ids=tuple((number * 7 + i) % vocab for i in range(tokens)),
+        params=SamplingParams(max_new_tokens=max_new_tokens),
+        seed=number,
+    )
+
+
+def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Decode]:
+    budget = sizes.repeats + 4
+    largest = max(sizes.batches)
+    core = _core(folder, device, config, running=largest, context=sizes.context_tokens + 8 * budget)
+    number = 0
+    for place, batch in enumerate(sizes.batches):
+        for _ in range(batch):
+            # Early ones wait for the prefill of late ones, and decode meanwhile.
+            core.add(_request(number, sizes.context_tokens, config["vocab_size"], 7 * budget))
+            number += 1
+        while len(core.step()) < batch:
+            pass
+        times = []
+        for _ in range(sizes.repeats):
+            start_s = time.perf_counter()
+            core.step()
+            times.append(time.perf_counter() - start_s)
+        core.abort_all()
+        context = sizes.context_tokens + sizes.repeats / 2 + 1
+        yield Decode(batch=batch, context=context, seconds=statistics.median(times), held_out=place % 2 == 1)
+
+
+def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Prefill]:
+    core = _core(folder, device, config, running=1, context=max(sizes.prompts) + 8)
+    number = 0
+    for place, tokens in enumerate(sizes.prompts):
+        times = []
+        for _ in range(sizes.repeats // 2 + 1):
+            core.add(_request(number, tokens, config["vocab_size"], 1))
+            number += 1
+            start_s = time.perf_counter()
+            while core.has_work:
+                core.step()
+            times.append(time.perf_counter() - start_s)
+        yield Prefill(tokens=tokens, seconds=statistics.median(times[1:]), held_out=place % 2 == 1)
+
+
+# --- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def _steps(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Step]:
+    length = sizes.response_tokens
+    settings = TrainerConfig(
+        device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length
+    )
+    trainer = Trainer(
+        settings,
+        resolve(AlgorithmConfig()),
+        folder,
+        temperature=1.0,
+        max_response_tokens=length,
+        num_steps=1000,
+    )
+    for place, sequences in enumerate(sizes.sequences):
+        times = []
+        for _ in range(4):
+            batch = _batch(trainer.version, sequences, length, config["vocab_size"])
+            times.append(trainer.step(batch).metrics["time/step_s"])
+        yield Step(
+            sequences=sequences,
+            prompt_tokens=length,
+            response_tokens=length,
+            seconds=statistics.median(times[1:]),
+            held_out=place % 2 == 1,
+        )
+
+
+def _batch(step: int, sequences: int, length: int, vocab: int) -> Batch:
+    """Groups of two, one sample right and one wrong."""
+    ids = tuple((3 + 5 * i) % vocab for i in range(length))
+    groups = []
+    for number in range(sequences // 2):
+        prompt = Prompt(prompt_id=f"p/{number}@0", token_ids=ids, text="", source="p")
+        segment = Segment(
+            policy_version=step,
+            kv_version=step,
+            token_ids=ids,
+            rollout_logprobs=(-5.0,) * length,
+            finish_reason=FinishReason.STOP,
+            start_s=0.0,
+            end_s=1.0,
+        )
+        trajectories = tuple(
+            Trajectory(sample_id=SampleId(number, i), prompt=prompt, segments=(segment,), reward=float(i))
+            for i in range(2)
+        )
+        groups.append(Group(group_id=number, prompt=prompt, trajectories=trajectories))
+    return Batch(step=step, groups=tuple(groups))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(measure().to_dict(), indent=1))

@@ -1,0 +1,130 @@
+"""One open call: its stream of chunks, and what has been decoded of its response."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.servers.client import Patience
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+
+_LOGPROB_TOLERANCE = 1e-3
+"""Rounding may put the log-prob of a certain token this much above 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one event of a server's stream says."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason | None = None
+    policy_version: int | None = None
+    """Where the server itself says which weights sampled these tokens; else the version in force."""
+
+
+class Call:
+    """Kept true: the stream gets exactly one last item, a chunk with a finish reason or an exception; every
+    token on it was checked."""
+
+    def __init__(self, request: GenerateRequest, patience: Patience, vocab_size: int) -> None:
+        self.request = request
+        self.patience = patience
+        self.stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self.reader: asyncio.Task[None] | None = None
+        self.sent = False
+        """Whether the server may know of it."""
+        self.asked_to_stop = False
+        """Whether anybody here has asked for its end."""
+        self.kv_version = -1
+        """The version under which it was sent."""
+        self.response = list(request.response_ids)
+        self._vocab_size = vocab_size
+        self._num_prefilled_tokens = len(request.response_ids)
+
+    @property
+    def num_prompted_tokens(self) -> int:
+        """Tokens that were sent to be prefilled."""
+        return len(self.request.prompt_ids) + len(self.request.response_ids)
+
+    def send(self, version: int) -> None:
+        self.sent, self.kv_version = True, version
+
+    def take(self, delta: Delta, version: int, *, cache_kept: bool, completes: Callable[[], bool]) -> int:
+        """Put a delta on the stream, up to the token after which ``completes`` says that a stop string is
+        complete.
+
+        Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; nothing of
+        it is taken.
+        """
+        self._check(delta)
+        before, reason = len(self.response), delta.finish_reason
+        for token in delta.token_ids:
+            self.response.append(token)
+            if completes():
+                reason = FinishReason.STOP
+                break
+        count = len(self.response) - before
+        if count or reason is not None:
+            kv_version = min(self.kv_version, version) if cache_kept else version
+            self._put(delta.token_ids[:count], delta.logprobs[:count], version, kv_version, reason)
+        return count
+
+    def end(self, reason: FinishReason, version: int) -> None:
+        """End without another token, unless it has ended."""
+        if not self.ended.is_set():
+            self._put((), (), version, min(self.kv_version, version) if self.sent else version, reason)
+
+    def fail(self, error: Exception) -> None:
+        """End with ``error``, unless it has ended."""
+        if not self.ended.is_set():
+            self.stream.put_nowait(error)
+            self.ended.set()
+
+    def _put(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        version: int,
+        kv_version: int,
+        reason: FinishReason | None,
+    ) -> None:
+        self.stream.put_nowait(
+            Chunk(
+                token_ids=token_ids,
+                logprobs=tuple(min(p, 0.0) for p in logprobs),
+                policy_version=version,
+                kv_version=kv_version,
+                finish_reason=reason,
+                num_prefilled_tokens=self._num_prefilled_tokens if self.sent else 0,
+            )
+        )
+        self._num_prefilled_tokens = 0
+        if reason is not None:
+            self.ended.set()
+
+    def _check(self, delta: Delta) -> None:
+        name, params = self.request.request_id, self.request.params
+        if len(delta.token_ids) != len(delta.logprobs):
+            raise EngineError(f"{name}: {len(delta.token_ids)} tokens came with {len(delta.logprobs)} log-probs")
+        for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
+            if not 0 <= token < self._vocab_size:
+                raise EngineError(f"{name}: token {token} is outside the vocabulary of {self._vocab_size}")
+            if not (math.isfinite(logprob) and logprob <= _LOGPROB_TOLERANCE):
+                raise EngineError(f"{name}: token {token} has the log-prob {logprob}")
+        total = len(self.response) + len(delta.token_ids)
+        if total > params.max_new_tokens:
+            raise EngineError(f"{name}: {total} tokens were decoded, asked for at most {params.max_new_tokens}")
+        if delta.finish_reason is FinishReason.LENGTH and total < params.max_new_tokens:
+            raise EngineError(f"{name}: ended for its length after {total} tokens, asked for {params.max_new_tokens}")
+        if delta.finish_reason is FinishReason.STOP and total == len(self.request.response_ids):
+            raise EngineError(f"{name}: stopped before its first token")
+        if delta.finish_reason is FinishReason.STOP and not params.stop_strings:
+            last = delta.token_ids[-1] if delta.token_ids else self.response[-1] if self.response else None
+            if last not in params.stop_token_ids:
+                raise EngineError(f"{name}: stopped at token {last}, which was not among the stop tokens")

@@ -1,0 +1,282 @@
+"""HTTP calls to one inference server, each with a deadline and each failure an ``EngineError`` that names the
+server.
+
+What it keeps true: no call waits for ever and none takes more memory than an answer needs, whatever the server does;
+the API key leaves this process in the ``Authorization`` header only, to the server that the config names, and never in
+a message, a log line or a ``repr``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import httpx
+
+from rollover.engine.servers.answer import Reader
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.sse import EventDecoder
+from rollover.errors import ConfigError, EngineError, EngineTimeout
+
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
+
+T = TypeVar("T")
+
+
+class Patience:
+    """The deadline of one streaming call: moved on by each sign of life, suspended while the server is
+    paused.
+
+    An async context manager; ``TimeoutError`` leaves it when the deadline passes. ``what`` says what was
+    waited for.
+    """
+
+    def __init__(self, *, first_s: float, between_s: float) -> None:
+        self._first_s, self._between_s = first_s, between_s
+        self._limit_s = first_s
+        self._suspended = False
+        self._scope = asyncio.timeout(None)
+        self._entered = False
+
+    @property
+    def what(self) -> str:
+        waiting_for = "first token" if self._limit_s == self._first_s else "next token"
+        return f"its {waiting_for} for {self._limit_s:g} s"
+
+    async def __aenter__(self) -> Patience:
+        await self._scope.__aenter__()
+        self._entered = True
+        self._restart()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._entered = False
+        await self._scope.__aexit__(*error)
+
+    def heard(self) -> None:
+        """Tokens have come."""
+        self._limit_s = self._between_s
+        self._restart()
+
+    def suspend(self) -> None:
+        self._suspended = True
+        self._restart()
+
+    def resume(self) -> None:
+        self._suspended = False
+        self._restart()
+
+    def _restart(self) -> None:
+        if self._entered and not self._scope.expired():
+            now_s = asyncio.get_running_loop().time()
+            self._scope.reschedule(None if self._suspended else now_s + self._limit_s)
+
+
+class HTTPClient:
+    """One server. Used from one event loop.
+
+    Args:
+        transport: in place of the network (tests).
+    """
+
+    def __init__(self, url: str, config: ServerConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._config = config
+        key = _api_key(config)
+        self.reader = Reader(self.url, [] if key is None else [key])
+        """Through which everything that the server says is read."""
+        self.last_heard_s = float("-inf")
+        """Loop time at which the server last sent something."""
+        headers = {"Accept-Encoding": "identity"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            verify=_tls(config, self.url),
+            timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=transport,
+            follow_redirects=False,
+            trust_env=False,  # no proxy, no .netrc: the config alone says where calls go and with which key
+        )
+
+    def __repr__(self) -> str:
+        return self.url
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """A call for its effect: beyond yes or no, its answer is not looked at.
+
+        Raises ``EngineTimeout`` after ``timeout_s`` (``control_timeout_s`` when left out) and ``EngineError``
+        with the server's own words when it refuses.
+        """
+        await self._body_of(method, path, body, params, timeout_s)
+
+    async def ask(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
+        return self.reader.typed(kind, await self._body_of(method, path, body, params, timeout_s), f"{method} {path}")
+
+    async def _body_of(
+        self, method: str, path: str, body: Any, params: Mapping[str, str] | None, timeout_s: float | None
+    ) -> bytes:
+        limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
+        what = f"{method} {path}"
+        try:
+            async with asyncio.timeout(limit_s):
+                with self._naming(what):
+                    async with self._http.stream(method, path, json=body, params=params) as answer:
+                        self._heard()
+                        return await self.reader.accepted(answer, what)
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            raise EngineTimeout(f"{self.url} did not answer {what} within {limit_s:g} s") from None
+
+    async def events(self, kind: type[T], path: str, body: Any, patience: Patience) -> AsyncGenerator[T, None]:
+        """The events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
+        connection.
+
+        A server that is busy (429, 503) is asked again, after what its ``Retry-After`` says or a growing
+        time.
+
+        Raises:
+            EngineTimeout: ``patience`` ran out, or the server was busy for ``busy_timeout_s``.
+            EngineError: the server refuses, breaks off or sends what is no event stream.
+        """
+        try:
+            async with patience, self._open(path, body) as answer:
+                decoder = EventDecoder()
+                async for received in answer.aiter_raw():
+                    self._heard()
+                    for data in self._decoded(decoder, received, path):
+                        if data == "[DONE]":
+                            return
+                        yield self.reader.event(kind, data, f"POST {path}")
+                if decoder.inside_event:
+                    raise EngineError(f"{self.url} broke off in the middle of an event of {path}")
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            raise EngineTimeout(f"{self.url} did not send {path} {patience.what}") from None
+
+    @asynccontextmanager
+    async def _open(self, path: str, body: Any) -> AsyncIterator[httpx.Response]:
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._config.busy_timeout_s
+        backoff_s = _FIRST_BACKOFF_S
+        with self._naming(f"POST {path}"):
+            while True:
+                async with self._http.stream("POST", path, json=body) as answer:
+                    self._heard()
+                    if answer.is_success:
+                        self.reader.check_encoding(answer, f"POST {path}")
+                        yield answer
+                        return
+                    refusal = await self.reader.refusal(answer, f"POST {path}")
+                if answer.status_code not in BUSY:
+                    raise refusal
+                wait_s = max(self._retry_after(answer) or backoff_s, _FIRST_BACKOFF_S)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                if loop.time() + wait_s > give_up_s:
+                    raise EngineTimeout(
+                        f"{refusal}; busy for {self._config.busy_timeout_s:g} s (engine.busy_timeout_s)"
+                    )
+                await asyncio.sleep(wait_s)
+
+    def _retry_after(self, answer: httpx.Response) -> float | None:
+        """Seconds, from a number or a date measured against the answer's own."""
+        value = answer.headers.get("Retry-After", "")
+        try:
+            return max(0.0, float(value))
+        except ValueError:
+            pass
+        try:
+            return max(
+                0.0,
+                (parsedate_to_datetime(value) - parsedate_to_datetime(answer.headers["Date"])).total_seconds(),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+
+    def _decoded(self, decoder: EventDecoder, received: bytes, path: str) -> list[str]:
+        try:
+            return decoder.feed(received)
+        except ValueError as e:
+            raise EngineError(f"{self.url} answered POST {path} with what is no event stream: {e}") from None
+
+    def _naming(self, what: str) -> _Naming:
+        return _Naming(self.url, what, self.reader)
+
+    def _heard(self) -> None:
+        self.last_heard_s = asyncio.get_running_loop().time()
+
+
+class _Naming:
+    """Turns what httpx raises into ``EngineError``."""
+
+    def __init__(self, url: str, what: str, reader: Reader) -> None:
+        self._url, self._what, self._reader = url, what, reader
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, httpx.ConnectTimeout):
+            raise EngineTimeout(f"{self._url} did not accept a connection for {self._what} in time") from None
+        if isinstance(error, httpx.ConnectError):
+            raise EngineError(
+                f"{self._url} cannot be reached for {self._what}: {self._reader.shown(str(error))}"
+            ) from None
+        if isinstance(error, httpx.HTTPError | httpx.InvalidURL | httpx.StreamError):
+            reason = self._reader.shown(str(error)) or type(error).__name__  # it may quote the server
+            raise EngineError(f"{self._url} broke off {self._what}: {reason}") from None
+
+
+def _api_key(config: ServerConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env, "")
+    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise ConfigError(
+            f"engine.api_key_env: the environment variable {config.api_key_env} must hold the API key"
+            " (printable characters, no spaces around it)"
+        )
+    return key
+
+
+def _tls(config: ServerConfig, url: str) -> ssl.SSLContext | bool:
+    if not config.verify_tls or url.startswith("http:"):
+        return False
+    if config.ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=config.ca_file)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(f"engine.ca_file {config.ca_file!r} cannot be used: {e}") from None

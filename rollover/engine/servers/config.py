@@ -1,0 +1,168 @@
+"""Settings that every engine behind HTTP shares: where its servers are and how long to wait for them.
+Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from rollover.settings.changes import Changeable
+
+_URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
+
+
+def is_server_url(url: str) -> bool:
+    """Whether it names a server and holds no user, password or query."""
+    return _URL.fullmatch(url) is not None and _is_reachable(url)
+
+
+def _is_reachable(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Servers to use, or to start; all serve the same model."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    urls: Changeable[tuple[str, ...]] = ()
+    """Servers that are running already, as in `http://10.0.0.5:8000`. Give these or set `launch`."""
+    launch: Changeable[bool] = False
+    """Start servers on this machine and stop them at the end; their logs are kept in the run directory."""
+    num_servers: Changeable[int] = 1
+    """Servers to start with `launch`."""
+    launch_command: Changeable[tuple[str, ...]] = ("python",)
+    """Program that starts a server, with the interpreter of the environment that the server is installed
+    in."""
+    launch_args: Changeable[tuple[str, ...]] = ()
+    """Further arguments for it: `["--tensor-parallel-size", "2"]`, say."""
+    launch_env: Changeable[Mapping[str, str]] = field(default_factory=dict)
+    """Environment variables for it, beside this program's own."""
+    launch_devices: Changeable[tuple[str, ...]] = ()
+    """`CUDA_VISIBLE_DEVICES` of each server that is started; all see every device when left out."""
+    launch_timeout_s: Changeable[float] = 900.0
+    """Longest wait for a started server to load its model and answer."""
+    stop_timeout_s: Changeable[float] = 20.0
+    """How long a started server may take to stop before it is killed."""
+    api_key_env: Changeable[str | None] = None
+    """Name of the environment variable that holds the servers' API key, sent as a bearer token."""
+    verify_tls: Changeable[bool] = True
+    """Check the certificate of an `https` server."""
+    ca_file: Changeable[str | None] = None
+    """Certificates to check it against (PEM); the system's when left out."""
+    max_running: Changeable[int | tuple[int, ...]] = 64
+    """Samples decoded at the same time by each server, or by the server of each of the `urls` in turn: `[64, 256]`.
+    Its own limit should be no lower, or calls queue there."""
+    weights_dir: Changeable[str | None] = None
+    """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
+    run directory when left out."""
+    connect_timeout_s: Changeable[float] = 10.0
+    """Longest wait for a connection."""
+    first_token_timeout_s: Changeable[float] = 300.0
+    """Longest wait for the first token of a call: prefill, and the server's queue."""
+    token_timeout_s: Changeable[float] = 60.0
+    """Longest silence of a call that has begun."""
+    busy_timeout_s: Changeable[float] = 120.0
+    """How long a call is offered again to a server that answers 429 or 503."""
+    control_timeout_s: Changeable[float] = 30.0
+    """Longest wait for the answer to any other call."""
+    abort_timeout_s: Changeable[float] = 10.0
+    """How long a server may take to hand over stopped calls. After half of it all its calls are stopped, after all
+    of it their connections are closed."""
+    load_timeout_s: Changeable[float] = 300.0
+    """Longest wait for weights to load."""
+    logprob_tolerance: Changeable[float | None] = None
+    """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
+    weights. Measured on a few tokens of each server at the start, after each weight update and before one rejoins,
+    and, unless `top_p` or `top_k` cut the distribution, on every batch. A server beyond it is taken out. When left out,
+    0.002 where weights and trainer are float32, since bfloat16 makes 0.004 and more; 0.1 where one of them is in half
+    precision."""
+    health_interval_s: Changeable[float] = 5.0
+    """Time between two health checks of a server."""
+    health_timeout_s: Changeable[float] = 10.0
+    """Longest wait for the answer to a health check; two late ones in a row and the server is taken out."""
+    rejoin_max_interval_s: Changeable[float] = 60.0
+    """A server that was taken out is tried again after twice the time each time, up to this."""
+    all_down_timeout_s: Changeable[float] = 120.0
+    """How long calls wait for a server to come back when all are out."""
+
+    @property
+    def switch_timeout_s(self) -> float:
+        """Longest that a server which keeps its deadlines takes to stand still, and to go on."""
+        return 4 * self.control_timeout_s
+
+    @property
+    def install_timeout_s(self) -> float:
+        """Longest that such a server takes to have new weights: calls stopped, weights loaded, cache emptied, label set
+        and read back."""
+        return self.abort_timeout_s + self.load_timeout_s + 3 * self.control_timeout_s
+
+    @property
+    def update_timeout_s(self) -> float:
+        """Longest that an update of all servers takes, those that fail included; what takes longer is our own fault."""
+        return 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
+
+    def __post_init__(self) -> None:
+        if self.launch == bool(self.urls):
+            seen = "both" if self.launch else "neither"
+            raise ValueError(f"urls or launch = true: one of the two says where the servers are, got {seen}")
+        for url in self.urls:
+            if not _URL.fullmatch(url):
+                raise ValueError(
+                    f"urls must look like 'http://host:8000', without user, password or query, got {url!r}"
+                )
+            if not _is_reachable(url):
+                raise ValueError(f"urls must name a host, and a port from 1 to 65535 or none, got {url!r}")
+        if repeated := {url for url in self.urls if self.urls.count(url) > 1}:
+            raise ValueError(f"urls names {min(repeated)!r} more than once")
+        self._check_running()
+        positive = ("num_servers", "logprob_tolerance")
+        for key in (*positive, *(k for k in self.__dataclass_fields__ if k.endswith("_s"))):
+            if (value := getattr(self, key)) is not None and value <= 0:
+                raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.launch and not self.launch_command:
+            raise ValueError("launch_command must name a program, got an empty list")
+        if self.launch_devices and len(self.launch_devices) != self.num_servers:
+            raise ValueError(
+                f"launch_devices names the devices of {len(self.launch_devices)} servers,"
+                f" but num_servers is {self.num_servers}"
+            )
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
+            raise ValueError("api_key_env must be the name of an environment variable, never the key itself")
+        self._check_idle_settings()
+
+    def _check_running(self) -> None:
+        each = self.max_running
+        if isinstance(each, int):
+            each = (each,)
+        elif self.launch or len(each) != len(self.urls):
+            raise ValueError(
+                f"max_running is one number for all servers, or a list with one for each of the {len(self.urls)} urls,"
+                f" got a list of {len(each)}"
+            )
+        if min(each) <= 0:
+            raise ValueError(f"max_running must be positive, got {min(each)}")
+
+    def running(self, url: str | None = None) -> int:
+        """``max_running`` of the server at one of the ``urls``, or of any that is started."""
+        if isinstance(self.max_running, int):
+            return self.max_running
+        return next(n for own, n in zip(self.urls, self.max_running, strict=True) if own.rstrip("/") == url)
+
+    def _check_idle_settings(self) -> None:
+        """A setting that has no effect is a mistake."""
+        fields = self.__dataclass_fields__
+        of_launch = ("launch_command", "launch_args", "launch_devices", "num_servers")
+        changed = [key for key in of_launch if getattr(self, key) != fields[key].default]
+        for key in (*changed, *(["launch_env"] if self.launch_env else [])):
+            if not self.launch:
+                raise ValueError(f"{key} has no effect without launch = true: leave it out")
+        if self.ca_file is not None and not self.verify_tls:
+            raise ValueError("ca_file has no effect with verify_tls = false: leave it out")

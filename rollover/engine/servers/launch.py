@@ -1,0 +1,127 @@
+"""Inference servers as child processes: started, waited for, stopped, never left behind.
+
+What it keeps true: a server ends with this process, however this process ends (see ``guard``); its output is
+in a log file, whose end is part of every message about a server that did not come up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rollover.errors import EngineError, EngineTimeout
+from rollover.privacy import Redactor, make_private
+
+_GUARD = Path(__file__).with_name("guard.py")
+_TAIL_LINES = 25
+_POLL_S = 0.5
+
+
+class ServerProcess:
+    """One server. ``start`` may be called again after it has exited.
+
+    Args:
+        ready: raises ``EngineError`` while the server does not answer.
+        env: added to this process's environment.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        ready: Callable[[], Awaitable[object]],
+        start_timeout_s: float,
+        stop_timeout_s: float,
+    ) -> None:
+        self._command = list(command)
+        self._added_env = dict(env)
+        self._log = log
+        self._ready = ready
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._guard: asyncio.subprocess.Process | None = None
+
+    @property
+    def exited(self) -> bool:
+        """Whether it was started and is no more."""
+        return self._guard is not None and self._guard.returncode is not None
+
+    async def start(self) -> None:
+        """Start it and return when it is ready.
+
+        Raises ``EngineError`` when it exits before, ``EngineTimeout`` when it takes too long; it is stopped
+        then.
+        """
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._log)  # servers print their arguments
+        with self._log.open("ab") as log:
+            self._guard = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                str(_GUARD),
+                str(self._stop_timeout_s),
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._added_env},
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._answers()
+        except TimeoutError:
+            await self.stop()
+            raise EngineTimeout(
+                f"the server did not answer within {self._start_timeout_s:g} s (engine.launch_timeout_s):"
+                f" {self._story()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Ask it to stop, kill it if it does not; return when it is gone."""
+        guard = self._guard
+        if guard is None:
+            return
+        if guard.stdin is not None:
+            guard.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._stop_timeout_s + 5.0):
+                await guard.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        await guard.wait()
+
+    async def _answers(self) -> None:
+        while True:
+            try:
+                await self._ready()
+                return
+            except EngineError:
+                if self.exited:
+                    raise EngineError(f"the server did not start: {self._story()}") from None
+            await asyncio.sleep(_POLL_S)
+
+    def _story(self) -> str:
+        redactor = Redactor({"launch_env": self._added_env}, self._command)
+        lines = redactor.text(self._log.read_text(errors="replace")).splitlines()
+        tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
+        return f"{' '.join(redactor.value(self._command))}\nthe end of its log {self._log}:\n{tail}"
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,93 @@
+"""What SGLang answers, as far as it is looked at."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
+
+
+class ModelInfo(Answer):
+    model_path: str
+    is_generation: bool
+    weight_version: str
+    model_type: Shown | None = None
+    preferred_sampling_params: Any = None
+
+
+class ServerInfo(Answer):
+    """The server's settings."""
+
+    max_req_input_len: Annotated[int, Field(ge=1, lt=1 << 31)]
+    internal_states: list[Any]
+    """Of its scheduler, without which there is no answer."""
+    incremental_streaming_output: bool | None = None
+    tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
+    dp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
+    pp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
+
+
+class Load(Answer):
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+
+
+class Loads(Answer):
+    loads: list[Load]
+
+
+class Outcome(Answer):
+    success: bool
+    message: Shown | None = None
+
+
+class Span(Answer):
+    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+class FinishReason(Answer):
+    """Why a call has ended; also that it has failed."""
+
+    type: Shown
+    message: Shown | None = None
+    status_code: int | Shown | None = None
+    err_type: Shown | None = None
+    matched: int | str | None = None
+
+
+class Meta(Answer):
+    completion_tokens: Count | None = None
+    finish_reason: FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
+    weight_versions: list[Span] | None = None
+    cached_tokens: Count | None = None
+
+
+class Generation(Event):
+    """One event of a call's stream, or the answer to one that does not stream."""
+
+    output_ids: list[TokenId] = Field(default_factory=list)
+    meta_info: Meta
+
+
+class Worker(Answer):
+    """What a router says of a worker."""
+
+    url: str
+    worker_type: Shown = "regular"
+
+
+class Workers(Answer):
+    workers: list[str | Worker]
+
+
+class WorkerUrls(Answer):
+    """The same, by older routers."""
+
+    urls: list[str]

@@ -1,0 +1,50 @@
+"""Settings of SGLang servers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollover.engine.servers.config import ServerConfig
+from rollover.settings.changes import Changeable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGLangConfig(ServerConfig):
+    """SGLang servers over HTTP, 0.5.23 or later. A url may name a router: it is asked for its workers, and every call
+    goes to a worker directly."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["sglang"] = "sglang"
+    """`"sglang"` chooses this engine."""
+    launch_command: Changeable[tuple[str, ...]] = ("python", "-m", "sglang.launch_server")
+    """Program that starts a server, with the interpreter of the environment that SGLang is installed in."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What a weight update does to running samples; they stay open in either case, and the server says which weights
+    sampled which of their tokens. `recompute` takes them off the server's batch and computes their cache anew, so that
+    later tokens are those of the new policy. `keep` freezes them with their cache: nothing is computed again, and later
+    tokens come from new weights over old cache."""
+    weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
+    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
+    path. `nccl` (GPUs) and `gloo`: this process reads them from there and sends them into the workers' memory, through
+    a connection that the workers open to it; data and pipeline parallel servers cannot."""
+    transfer_host: Changeable[str | None] = None
+    """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
+    reached."""
+    stream_interval_tokens: Changeable[int] = 16
+    """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
+    since the sample started there. After an update its tokens are handed on at its end, when the server says which
+    weights they come from."""
+
+    def __post_init__(self) -> None:
+        super(SGLangConfig, self).__post_init__()  # slots make a second class: plain super() fails
+        if self.stream_interval_tokens < 1:
+            raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")
+        if self.transfer_host is not None and self.weight_transfer == "folder":
+            raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
+        if self.launch and self.api_key_env is not None:
+            raise ValueError(
+                "api_key_env cannot go with launch = true: SGLang takes its key on the command line, where every"
+                " user of the machine can read it; a server that is started listens on the loopback interface only"
+            )

@@ -1,0 +1,170 @@
+"""The stream of one ``/generate`` call, read by count. Pure.
+
+What it keeps true: each token is taken once, in order, whatever the events repeat; its id is named twice by the server,
+once with its log-prob, and both agree; it is labelled with the weights that the server says have sampled it, and only
+when that is certain.
+
+Events carry all tokens so far, or (``--incremental-streaming-output``) those since the last event; an abort in the
+server's queue repeats the last one. ``completion_tokens`` is right in all cases. Which weights sampled which tokens
+stands in the last event alone (``weight_versions``): the ``weight_version`` of an earlier one is that of the moment in
+which it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.call import Delta
+from rollover.engine.servers.sglang.answers import FinishReason as Ending
+from rollover.engine.servers.sglang.answers import Generation, Meta, Span
+from rollover.errors import EngineError
+from rollover.types import FinishReason
+
+_NO_TOKENS = "Abort before prefill"
+"""How the message of an abort begins whose tokens and log-probs mean nothing."""
+
+
+class Reply:
+    """One call's answer so far.
+
+    Args:
+        label: of the weights in force when the call was sent.
+        version_of: what a label means; ``None`` for weights that are none of ours.
+        incremental: events carry new tokens only.
+        shown: makes a text of the server's fit for a message.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        label: str,
+        version_of: Callable[[str], int | None],
+        incremental: bool,
+        shown: Callable[[str], str] = str,
+    ) -> None:
+        self._request = request
+        self._label = label
+        self._version_of = version_of
+        self._shown = shown
+        self._incremental = incremental
+        self._held: list[tuple[int, float]] = []
+        """Tokens that have come and are not labelled yet."""
+        self._num_labelled = 0
+        self._last = request.response_ids[-1] if request.response_ids else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come."""
+        return self._num_labelled + len(self._held)
+
+    def read(self, event: Generation, *, certain: bool) -> list[Delta]:
+        """What an event adds, with the label as ``policy_version``.
+
+        Args:
+            certain: no other weights can have sampled what has come until now; else it is held until the last event.
+
+        Raises ``EngineError`` when the event contradicts itself, an earlier one, or what was asked for, and when the
+        server says that it has failed.
+        """
+        meta, reason = event.meta_info, event.meta_info.finish_reason
+        if reason is not None:
+            self._refuse_failure(reason)
+        if reason is None or not (reason.message or "").startswith(_NO_TOKENS):
+            self._take(event)
+        if reason is not None:
+            return self._labelled(_spans(meta, self.num_tokens, self._shown), self._finish_reason(reason))
+        if not certain or not self._held:
+            return []
+        return self._labelled([Span(version=self._label, start=0, end=self.num_tokens)], None)
+
+    def _take(self, event: Generation) -> None:
+        total, seen = event.meta_info.completion_tokens, self.num_tokens
+        if total is None or total < seen:
+            raise EngineError(f"{self._name}: the server counts {total} tokens after {seen} have come")
+        first, last = (0, total - seen) if self._incremental else (seen, total)
+        ids = event.output_ids[first:last]
+        pairs = (event.meta_info.output_token_logprobs or [])[first:last]
+        tokens = [(token, logprob) for logprob, token, _ in pairs if logprob is not None]
+        if len(ids) < last - first or [token for token, _ in tokens] != ids:
+            raise EngineError(
+                f"{self._name}: the server counts {total} tokens, {seen} of them sent before, but sent the tokens"
+                f" {ids[:8]} with the log-probs {pairs[:8]}"
+            )
+        self._held += tokens
+        self._last = ids[-1] if ids else self._last
+
+    def _labelled(self, spans: list[Span], reason: FinishReason | None) -> list[Delta]:
+        """All that is held, cut where the weights changed; ``reason`` goes with the last piece."""
+        pieces = []
+        for span in spans:
+            old, new = max(span.start, self._num_labelled), span.end
+            if span.start < self._num_labelled and span.version != self._label:
+                raise EngineError(
+                    f"{self._name}: the server says that weights {self._shown(span.version)!r} sampled its token"
+                    f" {span.start}, which came while weights {self._label!r} were loaded: somebody else changes them"
+                )
+            if new > old:
+                start = self._num_labelled
+                pieces.append((span.version, self._held[old - start : new - start]))
+        self._num_labelled, self._held = self.num_tokens, []
+        deltas = [
+            Delta(
+                token_ids=tuple(token for token, _ in tokens),
+                logprobs=tuple(logprob for _, logprob in tokens),
+                finish_reason=reason if number == len(pieces) else None,
+                policy_version=self._version(version),
+            )
+            for number, (version, tokens) in enumerate(pieces, 1)
+        ]
+        return deltas or ([] if reason is None else [Delta(token_ids=(), logprobs=(), finish_reason=reason)])
+
+    def _version(self, label: str) -> int:
+        if (version := self._version_of(label)) is None:
+            raise EngineError(
+                f"{self._name}: its tokens were sampled by weights {self._shown(label)!r}, which are none of ours:"
+                " somebody else changes the server's weights, or it has been restarted"
+            )
+        return version
+
+    def _refuse_failure(self, reason: Ending) -> None:
+        """A rejection or an inner error also has the type ``abort``; a status or an error type tells it apart."""
+        if failure := reason.status_code or reason.err_type:
+            raise EngineError(
+                f"{self._name}: the server ended it with {failure}: {reason.message or 'no reason given'}"
+            )
+
+    def _finish_reason(self, reason: Ending) -> FinishReason:
+        params, matched = self._request.params, reason.matched
+        match reason.type:
+            case "length":
+                return FinishReason.LENGTH
+            case "stop":
+                if matched in params.stop_token_ids or matched in params.stop_strings:
+                    return FinishReason.STOP
+                raise EngineError(
+                    f"{self._name}: the server stopped at {self._shown(repr(matched))}, which was not asked for: it"
+                    " is an end token of the server's own model folder, or its computation has failed"
+                )
+            case "abort":  # it hides a finish in the same iteration
+                if self._last in params.stop_token_ids:
+                    return FinishReason.STOP
+                if len(self._request.response_ids) + self.num_tokens == params.max_new_tokens:
+                    return FinishReason.LENGTH
+                return FinishReason.ABORT
+        raise EngineError(f"{self._name}: ended for the reason {reason.type!r}, which is no stop, length or abort")
+
+    @property
+    def _name(self) -> str:
+        return self._request.request_id
+
+
+def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[Span]:
+    """Checked to cover the output without a gap."""
+    spans = meta.weight_versions or []
+    borders = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != borders[:-1] or borders[-1] != num_tokens or borders != sorted(borders):
+        found = ", ".join(f"{shown(s.version)!r} {s.start} to {s.end}" for s in spans[:4]) or "none"
+        raise EngineError(f"the server says which weights sampled {num_tokens} tokens as follows: {found}")
+    return spans

@@ -1,0 +1,48 @@
+"""Settings of vLLM servers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollover.engine.servers.config import ServerConfig
+from rollover.settings.changes import Changeable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMConfig(ServerConfig):
+    """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode
+    processed_logprobs`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["vllm"] = "vllm"
+    """`"vllm"` chooses this engine."""
+    launch_command: Changeable[tuple[str, ...]] = ("vllm", "serve")
+    """Program that starts a server, of the environment that vLLM is installed in: `["/opt/vllm/bin/vllm", "serve"]`, or
+    `["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]` where that program is missing or fails."""
+    served_model: Changeable[str | None] = None
+    """Name under which the servers serve the policy; the one they list first when left out."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What a weight update does to running samples. `recompute` stops them before it and resumes them after
+    it, so that every token is sampled from the one policy it is labelled with. `keep` freezes them with their
+    cache: nothing is computed again, later tokens come from new weights over old cache, and the border
+    between the two versions is drawn where the stream falls silent (`drain_s`)."""
+    drain_s: Changeable[float] = 0.25
+    """With running calls, a pause waits until nothing has arrived for this long: with `keep`, a token that
+    the network holds back for longer would be labelled with the version after it."""
+    seed_calls: Changeable[Literal["auto", "always", "never"]] = "auto"
+    """Whether each call carries a seed, which makes two runs more alike and a GPU sample more slowly. `auto` leaves
+    it out on a CPU, where vLLM 0.32 dies of seeded calls whose prompt it prefills in parts."""
+    weight_transfer: Changeable[Literal["folder", "nccl"]] = "folder"
+    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
+    path. `nccl`: this process reads them from there and sends them to the servers' GPUs from its own; servers must be
+    started with `--weight-transfer-config '{"backend": "nccl"}'`, as those that are launched are."""
+    stream_interval_tokens: Changeable[int] = 16
+    """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
+    is streamed."""
+
+    def __post_init__(self) -> None:
+        super(VLLMConfig, self).__post_init__()  # slots make a second class: plain super() fails
+        if self.stream_interval_tokens < 1:
+            raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")

@@ -1,0 +1,72 @@
+"""vLLM servers from a config."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from rollover.clock import Clock
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.open import ServerKind, open_servers
+from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.vllm.checksums import ChecksumRecord
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.engine import VLLMEngine
+
+SERVED_NAME = "policy"
+_MAX_CPU_CACHE_SHARE = 0.4
+"""Of the machine's memory, for the caches of all servers that are started on it."""
+_GIB = 2**30
+
+
+async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
+    """See ``open_servers``."""
+    checksums = ChecksumRecord()
+    kind = ServerKind(
+        engine=lambda client, process, claim: VLLMEngine(
+            client, config, folder, process=process, claim=claim, checksums=checksums
+        ),
+        arguments=lambda port: launch_arguments(config, folder, port),
+        env=launch_environment(config, folder),
+        health_path="/health",
+        program="vLLM",
+    )
+    return await open_servers(config, kind, folder, run=run, logs=logs, clock=clock)
+
+
+def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
+    """What every server needs to serve ``folder`` for training; ``launch_args`` follow and may overrule."""
+    return [
+        *(() if "serve" in config.launch_command else ("--model",)),  # which the old entry point asks for
+        str(folder.resolve()),
+        *("--served-model-name", config.served_model or SERVED_NAME),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
+        *("--max-num-seqs", str(config.running())),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        *("--seed", str(port)),  # two servers must not draw the same noise
+        "--enable-prompt-tokens-details",
+        *(("--weight-transfer-config", '{"backend": "nccl"}') if config.weight_transfer == "nccl" else ()),
+    ]
+
+
+def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:
+    """The control calls, and what keeps a server that runs on the CPU from taking this machine for itself: by itself it
+    binds its threads to cores and claims nine tenths of the memory. On a GPU those two have no effect."""
+    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(_cpu_cache_gib(config, ModelFolder.read(folder))),
+        **({"VLLM_API_KEY": key} if key else {}),
+    }
+
+
+def _cpu_cache_gib(config: VLLMConfig, model: ModelFolder) -> int:
+    """What ``max_running`` samples of the longest context need, as far as there is memory."""
+    bytes_per_number = 2 if model.dtype in ("bfloat16", "float16") else 4
+    needed = config.running() * model.max_context_tokens * model.cache_numbers_per_token * bytes_per_number
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(math.ceil(needed / _GIB), int(_MAX_CPU_CACHE_SHARE * memory / config.num_servers / _GIB)))

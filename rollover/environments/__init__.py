@@ -1,0 +1,1 @@
+"""How responses are answered and scored."""

@@ -1,0 +1,94 @@
+"""What came of one scoring, as JSON: between a reward process and the run, a reason and its kind must not get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rollover.environments.returns import MisshapenReward, RefusedReward
+from rollover.environments.rewards import Reward, RewardSample
+from rollover.errors import DataError, RewardError
+
+_LONGEST_REASON = 400
+"""Characters of a message of the user's code that are passed on."""
+
+Failure = Literal["raised", "refused", "misshapen"]
+
+_ERRORS: dict[Failure, type[RewardError]] = {
+    "raised": RewardError,
+    "refused": RefusedReward,
+    "misshapen": MisshapenReward,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A reward, or why there is none."""
+
+    reward: float | None = None
+    failure: Failure | None = None
+    reason: str = ""
+
+    def number(self) -> float:
+        """The reward. Raises the ``RewardError`` that stands for the failure."""
+        if self.failure is not None:
+            raise _ERRORS[self.failure](self.reason)
+        assert self.reward is not None
+        return self.reward
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Outcome:
+        return cls(reward=value["reward"], failure=value["failure"], reason=value["reason"])
+
+
+async def outcome(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> Outcome:
+    """Score ``sample``. Whatever a reward raises fails its sample, never the run.
+
+    Only the cancellation or the closing of the caller comes through, and Ctrl-C unless this is a reward process
+    (``own_process``): Ctrl-C does not reach that one, so that its interrupts are those of the reward itself.
+    """
+    task = asyncio.current_task()
+    try:
+        return Outcome(reward=await reward.score(sample))
+    except RewardError as error:
+        failure: Failure = next(name for name, kind in reversed(_ERRORS.items()) if isinstance(error, kind))
+        return Outcome(failure=failure, reason=str(error))
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():
+            raise
+        return Outcome(failure="raised", reason="it cancelled itself")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not own_process:
+            raise
+        if isinstance(error, GeneratorExit) and not _runs(task):
+            raise
+        return Outcome(failure="raised", reason=_reason(error))
+
+
+def _runs(task: asyncio.Task[Any] | None) -> bool:
+    """Whether it is ``task`` that runs now; a coroutine that is closed from outside does not."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs
+        return False
+
+
+def _reason(error: BaseException) -> str:
+    """Why a scoring failed, in one line: our own errors speak for themselves, others with type and place."""
+    if isinstance(error, DataError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    try:
+        text = str(error)
+    except Exception:  # the type of a user may fail at this too
+        text = ""
+    text = " ".join(text[:_LONGEST_REASON].split()) + ("..." if len(text) > _LONGEST_REASON else "")
+    return f"{type(error).__name__}{text and f': {text}'}{place}"

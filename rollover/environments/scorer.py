@@ -1,0 +1,142 @@
+"""Scores finished trajectories off the critical path.
+
+``score`` never blocks the event loop for longer than a verifier that its user declared cheap
+(``workers = 0``) takes; everything else runs in killable processes under a deadline. A scoring that raises
+or is late is retried, then fails its sample alone, with the reason. Two exceptions: a check of ours against a known
+answer that is late gives 0, for a response that cannot be judged is not right, and to leave it out would favour the
+easy ones; and a function that has not yet returned what it should is the user's mistake, told at the first sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rollover.environments.outcome import Outcome, outcome
+from rollover.environments.pool import WorkerPool
+from rollover.environments.returns import MisshapenReward, RefusedReward
+from rollover.environments.rewards import FunctionReward, Reward, RewardSample, RewardSpec, build_reward
+from rollover.errors import DataError, RewardError
+from rollover.tasks.prompts import Tokenizer
+from rollover.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerStats:
+    """Counters since the scorer was made."""
+
+    num_scored: int = 0
+    num_retried: int = 0
+    num_failed: int = 0
+    num_late: int = 0
+    """Checks against a known answer that were late, so that the response counts as wrong; among ``num_scored``."""
+    busy_s: float = 0.0
+    """Time trajectories spent being scored, summed over them, waiting for a free process included."""
+
+
+class Scorer:
+    """The rewards of all sources of a run. Belongs to one event loop; ``close`` it there.
+
+    Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._specs = {spec.source: spec for spec in specs}
+        self._inline: dict[str, Reward] = {}
+        for spec in specs:
+            inline = spec.config.workers == 0
+            if inline or spec.config.kind == "function":
+                reward = build_reward(spec)
+                if inline and isinstance(reward, FunctionReward) and not reward.is_async:
+                    raise DataError(
+                        f"reward function {spec.config.function} is not async and would block the run; "
+                        "set reward.workers to 1 or more"
+                    )
+                if inline:
+                    self._inline[spec.source] = reward
+        pooled = [spec for spec in specs if spec.config.workers > 0]
+        self._pool = WorkerPool(pooled, max(s.config.workers for s in pooled)) if pooled else None
+        self._stats = ScorerStats()
+        self._proved: set[str] = set()
+        """Sources whose reward has come out right once."""
+
+    @property
+    def stats(self) -> ScorerStats:
+        return self._stats
+
+    @property
+    def num_processes(self) -> int:
+        """Reward processes alive now."""
+        return self._pool.num_processes if self._pool is not None else 0
+
+    def pass_score(self, source: str) -> float:
+        """The reward from which a response of this source counts as solved."""
+        return self._specs[source].config.pass_score
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """Reward of a finished trajectory.
+
+        Raises:
+            RewardError: it could not be scored, after the last retry; with the reason.
+            DataError: the reward function is wrong, and it would be for every other trajectory.
+        """
+        spec = self._specs[trajectory.prompt.source]
+        started_s = time.perf_counter()
+        num_retried, late, failure = 0, False, ""
+        for num_retried in range(spec.config.retries + 1):
+            late = False
+            try:
+                reward = await self._attempt(spec, self._sample(trajectory))
+            except TimeoutError:
+                late, failure = True, f"timed out after {spec.config.timeout_s:g} s (reward.timeout_s)"
+            except RefusedReward as error:
+                failure = str(error)
+                if isinstance(error, MisshapenReward) and spec.source not in self._proved:
+                    raise DataError(_told(spec, failure, trajectory)) from None
+                break
+            except RewardError as error:
+                failure = str(error)
+            else:
+                self._proved.add(spec.source)
+                self._count(num_scored=1, num_retried=num_retried, busy_s=time.perf_counter() - started_s)
+                return reward
+        busy_s = time.perf_counter() - started_s
+        if late and spec.config.knows_the_answer:
+            self._count(num_scored=1, num_late=1, num_retried=num_retried, busy_s=busy_s)
+            return 0.0
+        self._count(num_failed=1, num_retried=num_retried, busy_s=busy_s)
+        raise RewardError(_told(spec, failure, trajectory))
+
+    async def close(self) -> None:
+        """Kill the processes; scorings still under way fail."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    def _sample(self, trajectory: Trajectory) -> RewardSample:
+        return RewardSample(
+            prompt=trajectory.prompt.text,
+            columns=trajectory.prompt.columns,
+            completion=self._tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
+            completion_ids=trajectory.token_ids,
+        )
+
+    async def _attempt(self, spec: RewardSpec, sample: RewardSample) -> float:
+        """Raises ``TimeoutError`` past the deadline, ``RewardError`` for whatever the reward raises, and ``DataError``
+        when a process finds that the rewards cannot be built."""
+        if spec.source in self._inline:
+            async with asyncio.timeout(spec.config.timeout_s):
+                return (await outcome(self._inline[spec.source], sample)).number()
+        assert self._pool is not None
+        reply = await self._pool.run({"source": spec.source, "sample": sample.to_json()}, spec.config.timeout_s)
+        return Outcome.from_json(reply).number()
+
+    def _count(self, **more: float) -> None:
+        self._stats = ScorerStats(**{k: v + more.get(k, 0) for k, v in asdict(self._stats).items()})
+
+
+def _told(spec: RewardSpec, failure: str, trajectory: Trajectory) -> str:
+    what = spec.config.function or spec.config.kind
+    return f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})"

@@ -1,0 +1,46 @@
+"""The process in which rewards run: ``python -m rollover.environments.worker DESCRIPTOR``, started by the pool.
+
+It speaks JSON lines with its parent over the socket ``DESCRIPTOR``. First line in: the reward specs; first line out:
+``{"ready": true}``, or ``{"error": reason}`` and it ends. Then per line in one sample with an ``id``, per line out its
+outcome with the same ``id``. What reward functions print goes to standard error.
+A keeper (see ``keeper.py``) sees to it that nothing is left when this process ends, or shall end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from rollover.environments.channel import Channel
+from rollover.environments.keeper import keep
+from rollover.environments.outcome import outcome
+from rollover.environments.rewards import Reward, RewardSample, RewardSpec, build_reward
+from rollover.errors import DataError
+
+
+def main() -> None:
+    channel = Channel(int(sys.argv[1]))
+    try:
+        specs = [RewardSpec.from_json(value) for value in channel.receive()["specs"]]
+        rewards = {spec.source: build_reward(spec) for spec in specs}
+    except DataError as error:
+        channel.send({"error": str(error)})
+        return
+    channel.send({"ready": True})
+    with asyncio.Runner() as runner:
+        while True:
+            request = channel.receive()
+            sample = RewardSample.from_json(request["sample"])
+            channel.send({"id": request["id"], **runner.run(_score(rewards[request["source"]], sample, channel))})
+
+
+async def _score(reward: Reward, sample: RewardSample, channel: Channel) -> dict[str, Any]:
+    try:
+        return (await outcome(reward, sample, own_process=True)).to_json()
+    finally:
+        channel.leave_in_a_child()
+
+
+if __name__ == "__main__":
+    keep(main)

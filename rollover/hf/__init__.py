@@ -1,0 +1,1 @@
+"""All knowledge of a Hugging Face model folder. Needs no torch."""

@@ -1,0 +1,221 @@
+"""``rollover plan``: from a fleet file to a table, a page, a record and files to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollover.devices import model as models
+from rollover.devices import workload
+from rollover.devices.records import ModelShape, WorkloadSpec
+from rollover.errors import ConfigError, PlanError, nearest
+from rollover.planner import fleet as fleets
+from rollover.planner import report
+from rollover.planner.alternatives import alternatives, leaner, on_one_device
+from rollover.planner.explain import shadow_prices
+from rollover.planner.launch import Server, launch_files
+from rollover.planner.make import make_plan
+from rollover.planner.plan import Plan, step_tokens
+from rollover.planner.records import Fleet, Tail
+from rollover.planner.routing import Routing, routed
+from rollover.planner.what_if import Scenario, changed
+from rollover.planner.words import sentences
+from rollover.report.html import write_page
+from rollover.settings import toml
+from rollover.workload.source import read_lengths
+
+DEFAULT_WORKLOAD = "math-16k"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; ``None`` where nothing was said."""
+
+    fleet: str
+    """A fleet file, or the name of a packaged example."""
+    model: str
+    workload: str = DEFAULT_WORKLOAD
+    max_staleness: int = 4
+    aim: Literal["throughput", "cost"] = "throughput"
+    target: float | None = None
+    """Trained tokens per second."""
+    budget: float | None = None
+    """Per hour, in the fleet's currency."""
+    num_groups: int = 128
+    group_size: int = 8
+    cap_tokens: int | None = None
+    reference_model: bool = False
+    keeps_kv: bool = False
+    reward_s: float = 0.0
+    routing: Routing = "load"
+    tail: Tail = "soft"
+    metis: bool = False
+    quick: bool = False
+    what_if: tuple[str, ...] = ()
+    page: Path | None = None
+    json: Path | None = None
+    launch: Path | None = None
+    server: Server = "vllm"
+
+    def __post_init__(self) -> None:
+        if (self.aim == "cost") != (self.target is not None):
+            raise PlanError("--aim cost and --target TOKENS_PER_S go together: the least cost of what?")
+        if self.aim == "cost" and self.budget is not None:
+            raise PlanError("--budget has no effect with --aim cost: leave one of them out")
+
+
+def plan(request: Request) -> None:
+    """Plan, and write what was asked for.
+
+    Raises:
+        RolloverError: with what is wrong in the fleet, the model, the workload or the aim.
+    """
+    console = Console(highlight=False)
+    scenario = Scenario(fleet=_with_budget(_read_fleet(request.fleet), request), max_staleness=request.max_staleness)
+    # Everything that a user may have mistyped is read before anything is solved.
+    others = [changed(scenario, text) for text in request.what_if]
+    model = models.load(request.model)
+    spec = workload.load(
+        request.workload,
+        num_groups=request.num_groups,
+        group_size=request.group_size,
+        cap_tokens=request.cap_tokens,
+        reference_model=request.reference_model,
+        keeps_kv=request.keeps_kv,
+        reward_s=request.reward_s,
+    )
+    with _busy(console, "planning"):
+        made = _plan(request, scenario, model, spec)
+        made = replace(made, on_one_device=on_one_device(made))
+    if not request.quick:
+        with _busy(console, "simulating, and asking what one unit more would bring"):
+            made = _checked(request, made, model, spec)
+    _show(console, made)
+    if others:
+        console.print(_what_ifs(request, made, others, model, spec))
+    _write(console, request, made)
+
+
+def _read_fleet(name: str) -> Fleet:
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        return fleets.load(path)
+    examples = {
+        file.name.removesuffix(".toml"): file for file in files("rollover.planner").joinpath("fleets").iterdir()
+    }
+    if name not in examples:
+        raise ConfigError(f"{name}: neither a .toml file nor a packaged fleet{nearest(name, examples)}")
+    return fleets.parse(toml.parse(examples[name].read_text(encoding="utf-8"), f"{name}.toml"))
+
+
+def _with_budget(fleet: Fleet, request: Request) -> Fleet:
+    if request.aim == "cost":
+        return replace(fleet, budget_per_hour=None)
+    budget = fleet.budget_per_hour if request.budget is None else request.budget
+    missing = [device.name for device in fleet.devices if device.price_per_hour is None]
+    if budget is not None and missing:
+        raise PlanError(
+            f"--budget: the price of {' and '.join(missing)} is not known in {fleet.currency}:"
+            f" write price_per_hour in its [[nodes]] of {request.fleet}"
+        )
+    return replace(fleet, budget_per_hour=budget)
+
+
+def _plan(request: Request, scenario: Scenario, model: ModelShape, spec: WorkloadSpec) -> Plan:
+    return make_plan(
+        scenario.fleet,
+        model,
+        spec,
+        max_staleness=scenario.max_staleness,
+        target_steps_per_s=None if request.target is None else request.target / step_tokens(spec),
+        tail=request.tail,
+        routing=request.routing,
+        metis=request.metis,
+    )
+
+
+def _checked(request: Request, made: Plan, model: ModelShape, spec: WorkloadSpec) -> Plan:
+    """With the simulated rate, the shadow prices and the alternatives."""
+    from rollover.planner import columns
+    from rollover.planner.simulation import check
+
+    lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens).workload(0)
+    problem = columns.problem(
+        made.fleet,
+        model,
+        spec,
+        max_staleness=made.problem.max_staleness,
+        target_steps_per_s=made.problem.target_steps_per_s,
+        tail=request.tail,
+    )
+    return replace(
+        made,
+        simulated_steps_per_s=check(made, lengths).steps_per_s,
+        shadows=shadow_prices(routed(problem, request.routing), made.solution),
+        alternatives=alternatives(made),
+        leaner=leaner(made),
+    )
+
+
+def _show(console: Console, made: Plan) -> None:
+    console.print(report.plan_table(made))
+    console.print(report.key_table(made))
+    compared = report.alternatives_table(made)
+    if compared is not None:
+        console.print(compared)
+    for sentence in sentences(made):
+        console.print(Text(f"- {sentence}"))
+
+
+def _what_ifs(request: Request, made: Plan, others: Sequence[Scenario], model: ModelShape, spec: WorkloadSpec) -> Table:
+    """One line for each scenario, against the plan, both by the formula."""
+    table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
+    per_step = step_tokens(spec)
+    for text, scenario in zip(request.what_if, others, strict=True):
+        try:
+            other = _plan(request, scenario, model, spec)
+        except PlanError as error:
+            table.add_row(Text(text), "–", "–", "–", Text(f"no plan: {error}"))
+            continue
+        cost, rate = other.cost_per_hour, other.solution.steps_per_s
+        table.add_row(
+            Text(text),
+            f"{rate * per_step:,.0f}",
+            f"{rate / made.solution.steps_per_s:.2f}",
+            "–" if cost is None else f"{cost:,.2f}",
+            Text(", ".join(f"{n} × {device}" for device, n in other.used.items())),
+        )
+    return table
+
+
+def _write(console: Console, request: Request, made: Plan) -> None:
+    if request.page is not None:
+        console.print(f"page: {write_page(request.page, report.render_plan(made))}", markup=False)
+    if request.json is not None:
+        request.json.write_text(made.to_json(), encoding="utf-8")
+        console.print(f"plan: {request.json}", markup=False)
+    if request.launch is not None:
+        request.launch.mkdir(parents=True, exist_ok=True)
+        for name, text in launch_files(made, model=request.model, server=request.server).items():
+            file = request.launch / name
+            file.write_text(text, encoding="utf-8")
+            file.chmod(0o755 if name.endswith(".sh") else 0o644)
+        console.print(f"launch files: {request.launch}", markup=False)
+
+
+@contextmanager
+def _busy(console: Console, what: str) -> Iterator[None]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        yield

@@ -1,0 +1,97 @@
+"""A plan put to the test: its replicas and its trainer as models, the whole loop under virtual time.
+
+The planner reckons with means; here lengths are drawn, groups wait for their longest response, the staleness bound
+holds back what it must, and calls go to the replica with the least load, since nobody knows their length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.devices import costs
+from rollover.planner.plan import Plan
+from rollover.planner.recost import stage_link, weights_link
+from rollover.planner.topology import Topology
+from rollover.rollout.strategies import BoundedAsync
+from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Scenario
+from rollover.workload.base import Workload
+
+WARMUP_STEPS = 12
+MEASURED_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What the simulation of a plan measured, after its warm-up."""
+
+    steps_per_s: float
+    tokens_per_s: float
+    """Trained response tokens."""
+    lag: float
+    """Mean age of trained tokens, in versions."""
+    max_lag: int
+
+
+def check(
+    plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS, seed: int = 0
+) -> Check:
+    """Run the plan under its staleness bound for ``warmup`` + ``steps`` training steps."""
+    workload = plan.workload
+    found = scenario(plan)
+    strategy = BoundedAsync(
+        batch_size=workload.num_groups,
+        group_size=workload.group_size,
+        max_staleness=plan.problem.max_staleness,
+        launched_groups=workload.num_groups,
+        num_running=found.max_running,
+    )
+    window = simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
+    return Check(
+        steps_per_s=len(window.steps) / window.seconds,
+        tokens_per_s=window.tokens_per_s,
+        lag=window.lag,
+        max_lag=window.max_lag,
+    )
+
+
+def scenario(plan: Plan) -> Scenario:
+    """The plan's engines and trainer as the simulator takes them."""
+    workload, training = plan.workload, plan.solution.plan
+    topology = Topology.of(plan.fleet)
+    ways = topology.broadcast(plan.placement.training_nodes, plan.placement.rollout_nodes)
+    models: list[ReplicaModel] = []
+    for c, column in enumerate(plan.problem.columns):
+        replicas = [r for r in plan.placement.replicas if r.member == c]
+        device = plan.devices[column.device]
+        link = stage_link(topology, replicas) or device.link
+        engine = costs.replica(plan.model, workload, device, column.tp, column.pp, link)
+        pause_s = costs.update_s(plan.model, workload, device, weights_link(device, replicas, ways))
+        models += [replica_model(engine, column.batch_cap, pause_s=pause_s)] * len(replicas)
+    tokens = workload.batch_size * workload.response_tokens
+    return Scenario(
+        replicas=tuple(models),
+        trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / tokens),
+        reward=Latency(base_s=workload.reward_s),
+        kv_on_update="keep" if workload.keeps_kv else "recompute",
+    )
+
+
+def replica_model(engine: costs.Replica, batch_cap: int, *, pause_s: float) -> ReplicaModel:
+    """An engine as a line through two of its iteration times: of one sample, and of a full batch."""
+    workload = engine.workload
+    squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
+    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # of a token, not of a sample
+    room = engine.kv_room / engine.kv_bytes_per_token
+    batch = max(2, min(batch_cap, int(room / context)))
+    alone_s, full_s = engine.step_s(1, context), engine.step_s(batch, context)
+    slope_s = (full_s - alone_s) / (batch - 1)
+    return ReplicaModel(
+        c0_s=alone_s - slope_s,
+        b0=(alone_s - slope_s) / slope_s,
+        prefill_tokens_per_s=context / engine.prefill_s(context),
+        kv_tokens=room,
+        max_running=batch_cap,
+        swap_pause_s=pause_s,
+    )

@@ -1,0 +1,209 @@
+"""Secrets are blanked before anything is shown, written for others to read, or sent away.
+
+What it keeps true: a value is hidden when its name says that it is a secret (``api_key``, ``HF_TOKEN``, ``--password``,
+``Cookie``), when it is an environment variable of a server that a run starts, when it is the login or the query of a
+URL, or when it looks like a well-known kind of token. Names are judged word by word, so ``max_new_tokens``,
+``tokenizer`` and ``num_key_value_heads`` are none; where a name leaves a doubt, its value is hidden. A text is redacted
+before it is cut to length, since half a secret is no longer recognised as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "[hidden]"
+_OWNER_ONLY = 0o600
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}|(?=\w{1,64}\Z)_*[A-Za-z]+[0-9]*(?:_+[A-Za-z]+[0-9]*)*_*")
+"""What the name of an environment variable looks like. Capitals may be mixed with digits; small letters with digits
+among them are rather a key that was put where the name of its variable belongs."""
+_TOKEN = (
+    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
+)
+"""The forms of well-known tokens."""
+_ENVIRONMENT = "launch_env"
+"""The table whose values are all hidden: what programs are handed in it is keys and logins more often than not."""
+_MIN_KNOWN_CHARACTERS = 8
+"""Shorter values are not looked for in other texts: ``1`` and ``cuda`` stand everywhere for something else."""
+
+_ALWAYS = re.compile(
+    r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwd|auth|oauth|authentication|authorization"
+    r"|bearer|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
+)
+"""Words that make a name a secret's wherever they stand in it."""
+_LAST = re.compile(r"key|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass")
+"""Words that do at the end of a name, unless one of ``_OF_LANGUAGE`` is before them."""
+_OF_LANGUAGE = re.compile(
+    r"eos|bos|pad|unk|sep|cls|mask|stop|end|start|begin|first|last|next|special|image|audio|video|new|prompt|response"
+    r"|additional|per|max|min|num|sort|group|primary|foreign"
+)
+_OWNERS = re.compile(
+    r"api|access|secret|private|auth|hf|hub|bearer|refresh|session|signing|encryption|ssh|client|user|service|account"
+    r"|wandb|github|gitlab|aws|azure|gcp|openai|anthropic|license|master|webhook|bot"
+)
+"""Words that do wherever ``key``, ``token`` or their plural follows."""
+
+_VALUE = r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,;&}\])"\']+'
+"""In quotes or brackets, which may have been forgotten at the end, or one word."""
+_NAMED = (
+    re.compile(rf"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
+    re.compile(rf"(?P<quote>[\"'])(?P<name>[^\"'\n]+)(?P=quote)(?P<gap>\s*[:=]\s*)(?P<value>{_VALUE})"),
+    re.compile(rf"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)(?P<gap>[\"']?(?:\s*,\s*|[ \t]+))(?P<value>{_VALUE})"),
+)
+"""``name = value``, ``"name": value`` and ``--name value``."""
+_BARE = (
+    re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie|(?<![\w-])x-[a-z-]*(?:key|token|secret|auth)[a-z-]*)\s*:\s*"
+               r"(?P<value>[^\"'\n]+)"),
+    re.compile(r"(?i:\bbearer)\s+(?P<value>[\w.~+/=-]{8,})"),
+    re.compile(r"://(?P<value>[^/?#\s\"']{0,999})@"),
+    re.compile(r"://(?P<value>[^/?#\s\"'@:]{1,99}:[^\s\"'@]{1,99})@"),
+    re.compile(r"://[^\s?#\"'<>]{0,499}\?(?P<value>[^\s\"'<>]+)"),
+    re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
+    re.compile(rf"\b(?P<value>{_TOKEN})"),
+)  # fmt: skip
+"""Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where
+a text of many beginnings would take time that grows with its square."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key, a dotted key, a command-line flag, an environment variable or a header names a secret."""
+    return any(part == _ENVIRONMENT or _names_secret(part) for part in name.replace("-", "_").split("."))
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """``value`` (nested mappings, lists, scalars), which stands under ``name``, without its secrets."""
+    return Redactor().value(value, name)
+
+
+def redacted_text(text: str) -> str:
+    """A message, a log or a part of a file without the secrets in it."""
+    return Redactor().text(text)
+
+
+def redacted_command(arguments: Sequence[str]) -> str:
+    """A command line as a shell takes it, without its secrets."""
+    return shlex.join(Redactor().value(list(arguments)))
+
+
+class Redactor:
+    """Blanks secrets, and blanks those it has met again wherever they turn up without their name."""
+
+    def __init__(self, *known: Any) -> None:
+        """The secrets in ``known`` (configs, command lines) are met at once."""
+        self._met: set[str] = set()
+        for value in known:
+            self.value(value)
+
+    def value(self, value: Any, name: str = "") -> Any:
+        """As ``redacted``."""
+        if is_secret(name) and not _names_variable(name, value):
+            return self._blanked(value)
+        if isinstance(value, Mapping):
+            return {key: self.value(inner, str(key)) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return list(self._arguments(value))
+        return self._string(value) if isinstance(value, str) else value
+
+    def text(self, text: str) -> str:
+        """As ``redacted_text``."""
+        for secret in sorted(self._met, key=len, reverse=True):
+            for form in (secret, json.dumps(secret)[1:-1]):
+                text = text.replace(form, HIDDEN)
+        for pattern in _NAMED:
+            text = pattern.sub(self._named, text)
+        for pattern in _BARE:
+            text = pattern.sub(lambda match: self._without(match), text)
+        return text
+
+    def _string(self, text: str) -> str:
+        """A table or list that is written out (``--engine '{...}'``) is judged by its parts."""
+        flag, equals, value = text.partition("=") if text.startswith("-") else ("", "", text)
+        if value[:1] in ("{", "["):
+            with suppress(ValueError, RecursionError):
+                parsed = tomllib.loads(f"value = {value}")["value"]
+                blanked = self.value(parsed, flag.lstrip("-"))
+                return text if blanked == parsed else f"{flag}{equals}{json.dumps(blanked, default=str)}"
+        return self.text(text)
+
+    def _arguments(self, values: Sequence[Any]) -> Iterator[Any]:
+        """A list; what follows a flag that names a secret belongs to the flag."""
+        flag, first = "", False
+        for value in values:
+            is_flag = isinstance(value, str) and value.startswith("-")
+            if flag and (first or not is_flag):
+                yield value if _names_variable(flag, value) else self._blanked(value)
+                first = False
+            else:
+                flag = value if is_flag and "=" not in value and is_secret(value.lstrip("-")) else ""
+                first = bool(flag)
+                yield self.value(value)
+
+    def _named(self, match: re.Match[str]) -> str:
+        name, value = match["name"].lstrip("-"), match["value"]
+        if not is_secret(name) or _names_variable(name, value.strip("\"'")):
+            return match[0]
+        return self._without(match)
+
+    def _without(self, match: re.Match[str]) -> str:
+        """The match with its value blanked, in its quotes where it has some."""
+        start, end = match.start("value") - match.start(), match.end("value") - match.start()
+        value = match["value"]
+        quote = value[0] if value[:1] in ("'", '"') else ""
+        self._meet(value.strip("\"'"))
+        return f"{match[0][:start]}{quote}{HIDDEN}{quote}{match[0][end:]}"
+
+    def _blanked(self, value: Any) -> Any:
+        """What is left of a value that is secret as a whole: which keys it has, and whether it is set."""
+        if isinstance(value, Mapping):
+            return {key: self._blanked(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._blanked(inner) for inner in value]
+        if value is None or isinstance(value, bool) or value == "":
+            return value
+        self._meet(str(value))
+        return HIDDEN
+
+    def _meet(self, secret: str) -> None:
+        if len(secret) >= _MIN_KNOWN_CHARACTERS and HIDDEN not in secret:
+            self._met.add(secret)
+
+
+def _names_secret(key: str) -> bool:
+    words = [word.rstrip("0123456789") for word in _words(key)]
+    for before, word in zip(["", *words], words, strict=False):
+        if _ALWAYS.fullmatch(word) or (_OWNERS.fullmatch(before) and word in ("key", "keys", "token", "tokens")):
+            return True
+    *_, before, last = ["", "", *words]
+    return bool(_LAST.fullmatch(last)) and not _OF_LANGUAGE.fullmatch(before)
+
+
+def _names_variable(name: str, value: Any) -> bool:
+    """Whether it is the name of an environment variable (``api_key_env = "MY_KEY"``) and no secret itself."""
+    if _words(name)[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
+        return False
+    return isinstance(value, str) and bool(_VARIABLE.fullmatch(value)) and not re.match(_TOKEN, value)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+
+
+def make_private(file: Path) -> None:
+    """Make an empty ``file`` that others cannot read; of one that exists, take the right to read it from them.
+
+    Raises ``OSError`` when it cannot be made. What belongs to somebody else is left as it is.
+    """
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _OWNER_ONLY))
+    except FileExistsError:
+        with suppress(PermissionError):
+            file.chmod(_OWNER_ONLY)

@@ -1,0 +1,136 @@
+"""What no section of a config can see alone: combinations that cannot work. Pure; one sentence per contradiction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rollover.algorithms.registry import resolve
+from rollover.engine.base import Capabilities
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import ConfigError
+from rollover.rollout.strategies import NEEDS, STRATEGIES
+
+if TYPE_CHECKING:
+    from rollover.run.config import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Raises ``ValueError`` with every contradiction in ``config``, naming the keys and the mend."""
+    if found := list(_contradictions(config)):
+        raise ValueError("; ".join(found))
+
+
+def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
+    """Raises ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
+    engine."""
+    for key in keys:
+        needed = context_needed(config, key)
+        budget = needed - config.tasks.max_prompt_tokens
+        if needed > max_context_tokens:
+            raise ConfigError(
+                f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
+                f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two, or use a"
+                " model or server with a longer context"
+            )
+
+
+def context_needed(config: RunConfig, key: str) -> int:
+    """Tokens of the longest admissible prompt and response of the section ``key``."""
+    budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
+    return config.tasks.max_prompt_tokens + budget
+
+
+def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
+    """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
+    need = NEEDS.get(config.rollout.strategy)
+    if need is not None and not getattr(capabilities, need):
+        raise ConfigError(_lacking(config, need))
+
+
+def _lacking(config: RunConfig, need: str) -> str:
+    name = config.rollout.strategy
+    purpose = {
+        "in_flight_update": "loads weights under running samples",
+        "fast_lane": "keeps a replica lightly loaded for the oldest samples",
+    }[need]
+    others = ", ".join(other for other in STRATEGIES if NEEDS.get(other) != need)
+    mend = "so far the simulator alone can; choose a strategy that does without"
+    if need == "in_flight_update":
+        mend = "set engine.kv_on_update = 'keep', or choose a strategy that does without"
+    return (
+        f"rollout.strategy {name!r} {purpose}, which this engine (engine.kind {config.engine.kind!r}) cannot:"
+        f" {mend}: {others}"
+    )
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine
+    algorithm = resolve(config.algorithm)
+    single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
+    if single and algorithm.advantage not in ("whitened", "history"):
+        yield (
+            f"rollout.{single}, but the advantage {algorithm.advantage!r} of algorithm {algorithm.name!r} compares"
+            " siblings: change that, or use algorithm.advantage = 'history' or algorithm.name = 'reinforce++'"
+        )
+    if single and algorithm.group_filter == "zero_signal":
+        yield f"algorithm.group_filter 'zero_signal' would drop every group: rollout.{single}; change one of them"
+    if algorithm.advantage == "history" and not single:
+        yield (
+            "algorithm.advantage 'history' is for samples that are trained one by one: set rollout.unit = 'sample',"
+            " or use an advantage that compares siblings"
+        )
+    if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
+        yield (
+            f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
+            f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
+        )
+    need = NEEDS.get(rollout.strategy)
+    if need == "fast_lane" or (
+        need == "in_flight_update" and isinstance(engine, VLLMConfig) and engine.kv_on_update != "keep"
+    ):
+        yield _lacking(config, need)
+    if config.deterministic:
+        yield from _nondeterminism(config)
+    if isinstance(engine, SGLangConfig) and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
+            " engine.kind 'sglang' reports log-probs from before the cut: set them to 1 and 0"
+        )
+    if isinstance(engine, EmbeddedConfig):
+        if rollout.num_running is not None and rollout.num_running > engine.max_running:
+            yield (
+                f"rollout.num_running ({rollout.num_running}) is above engine.max_running"
+                f" ({engine.max_running}): raise the latter or lower the former"
+            )
+        if (context := engine.max_context_tokens) is not None:
+            yield from _too_long(config, context, "engine.max_context_tokens")
+    if config.model.scratch is not None:
+        yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+
+
+def _nondeterminism(config: RunConfig) -> Iterator[str]:
+    if config.rollout.overlaps_training:
+        yield (
+            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy!r}, which trains and"
+            " generates at the same time: use one that stops for the trainer, such as 'april'"
+        )
+    if not isinstance(config.engine, EmbeddedConfig):
+        yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
+    elif config.engine.kv_on_update == "keep":
+        yield (
+            "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
+            " rebuilt after a restart"
+        )
+
+
+def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:
+    needed = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
+    if needed > context:
+        yield (
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) and tasks.max_prompt_tokens"
+            f" ({config.tasks.max_prompt_tokens}) make {needed} tokens, above {key} ({context}):"
+            " lower one of the first two or raise the last"
+        )

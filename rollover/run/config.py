@@ -1,0 +1,285 @@
+"""One file, one run: ``RunConfig`` composes the configs of the components and adds nothing of theirs.
+
+What is loaded here is complete and valid: every key is known, typed and in range, and no two sections
+contradict each other. It is never changed afterwards. Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+from rollover.algorithms.config import AlgorithmConfig
+from rollover.engine.config import EngineConfig
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.errors import ConfigError, nearest
+from rollover.report.config import LoggingConfig
+from rollover.rollout.config import RolloutConfig
+from rollover.run import checks
+from rollover.settings import toml
+from rollover.settings.changes import Changeable, Fixed, OnResume
+from rollover.settings.schema import ByKind, build, parse_overrides
+from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
+
+_VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+"""The packaged experiments, each ``NAME.toml``."""
+
+
+RUN_FILES = (
+    *("config.json", "config.partial", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"),
+    *("tensorboard", "model", "model-untrained", "checkpoints", "weights", "logs", "report.html", "lock", "wandb"),
+)
+"""What stands in a run directory, where each variant has its own directory too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy: a model that exists, or one built from nothing. Give exactly one of the two."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    path: Changeable[str | None] = None
+    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A run that goes on may find it in another
+    place."""
+    scratch: ScratchConfig | None = None
+    """A small decoder with random weights, and a tokenizer made for the tasks."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.scratch is None):
+            seen = "neither" if self.path is None else "both"
+            raise ValueError(f"give either model.path or a table model.scratch, got {seen}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig(SFTConfig):
+    """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Whose solutions; those of ``tasks.train`` when left out."""
+    bare_answers: float = 0.0
+    """Share of the examples that show the last line of the solution alone. The model then learns to guess as well as to
+    work things out, and reinforcement learning has something to choose."""
+
+    def __post_init__(self) -> None:
+        SFTConfig.__post_init__(self)
+        if not 0 <= self.bare_answers < 1:
+            raise ValueError(f"sft.bare_answers must lie in [0, 1), got {self.bare_answers}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Accuracy on held-out prompts, before the first step, during training and after the last."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    every_steps: int = 0
+    """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
+    num_prompts: Fixed[int] = 200
+    """Prompts of each evaluation source. At 200, an accuracy of 50 % has a standard error of 3.5 points."""
+    samples_per_prompt: int = 1
+    """Responses to each prompt; at least the largest of ``k``."""
+    k: tuple[int, ...] = (1,)
+    """Which pass@k to report: the chance that one of k responses is right."""
+    temperature: float = 1.0
+    """1 measures the policy that is trained; 0 is greedy, with one sample per prompt."""
+    max_new_tokens: int | None = None
+    """Budget of a response, in tokens; the rollout's when left out."""
+
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("every_steps", 0),
+            ("num_prompts", 1),
+            ("samples_per_prompt", 1),
+            ("temperature", 0),
+        ):
+            if getattr(self, key) < least:
+                raise ValueError(f"eval.{key} must be at least {least}, got {getattr(self, key)}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"eval.max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.k or min(self.k) < 1 or max(self.k) > self.samples_per_prompt:
+            raise ValueError(
+                f"eval.k must list numbers from 1 to eval.samples_per_prompt ({self.samples_per_prompt}), "
+                f"got {list(self.k)}"
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"eval.samples_per_prompt is {self.samples_per_prompt}, but at eval.temperature 0 "
+                "all samples of a prompt are the same: raise the temperature or take one sample"
+            )
+
+
+def _stays_when_scheduled(before: RunConfig, after: RunConfig) -> str | None:
+    if before.trainer.schedule == "constant":
+        return None
+    return f"the learning rate of trainer.schedule {before.trainer.schedule!r} depends on it"
+
+
+def _stays_undone(before: RunConfig, after: RunConfig) -> str | None:
+    return "what has been done was not repeatable" if after.deterministic else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    model: ModelConfig
+    seed: int = 0
+    """Of everything random: prompts, sampling noise, weights from scratch."""
+    steps: Annotated[
+        int, OnResume(_stays_when_scheduled, "may change on resume, unless the learning rate has a schedule")
+    ] = 100
+    """Training steps; each trains one batch and makes one policy version."""
+    deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
+    """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sft: WarmupConfig | None = None
+    """Supervised warm-up before the first step; none when left out."""
+    checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
+    eval: Changeable[EvalConfig] = field(default_factory=EvalConfig)
+    logging: Changeable[LoggingConfig] = field(default_factory=LoggingConfig)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Runs to compare, by name: what each changes of this config, as in ``[variants.april.rollout]`` followed
+    by ``strategy = "april"``. All start from the same initial policy."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        self._check_variants()
+        checks.check(self)
+
+    def _check_variants(self) -> None:
+        for name in self.variants:
+            if not _VARIANT_NAME.fullmatch(name) or name in RUN_FILES:
+                raise ValueError(
+                    f"variants: {name!r} cannot name a variant, whose run gets a directory of that name: take up to 64"
+                    f" letters, digits, '_', '-' and '.', and none of {', '.join(RUN_FILES)}"
+                )
+        if len(self.variants) == 1:
+            raise ValueError(
+                f"variants: {min(self.variants)!r} is alone, and a comparison needs two: add another variant"
+                " (an empty table is this config unchanged), or write its changes into the config"
+            )
+
+
+def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a TOML file or of a packaged experiment, with ``--section.key value`` laid over it.
+
+    A file may begin with ``extends = "..."``, another file (seen from its own folder) or a packaged experiment: it then
+    says only what differs.
+
+    Raises ``ConfigError`` listing every mistake with its line.
+    """
+    document = _read(find(config), str(config), ())
+    loaded = build(RunConfig, document, parse_overrides(overrides))
+    for name in loaded.variants:
+        _build_variant(loaded, name, document)
+    return loaded
+
+
+def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
+    """A file laid over the one it extends; line numbers are those of ``file`` itself."""
+    document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
+    if "extends" not in document.data:
+        return document
+    data = dict(document.data)
+    base = data.pop("extends")
+    where = f"{document.name}:{document.lines.get(('extends',), 1)}: extends"
+    if not isinstance(base, str):
+        raise ConfigError(f"{where}: must be the name of a file or experiment, got {base!r}")
+    beside = file.parent / base
+    below = find(beside if beside.is_file() else base)
+    if below in (*extending, file):
+        raise ConfigError(f"{where}: {base} extends this file in turn; break the circle")
+    inherited = _read(below, str(below), (*extending, file))
+    return toml.Document(name=document.name, data=_merged(inherited.data, data), lines=document.lines)
+
+
+def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:
+    """The run that ``[variants.<name>]`` of ``config`` stands for, starting from the policy in ``model``."""
+    made = _build_variant(config, name, toml.Document(name=f"variants.{name}", data={}))
+    return dataclasses.replace(made, model=ModelConfig(path=str(model)), sft=None)
+
+
+def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunConfig:
+    """``written`` is what messages refer to."""
+    data = _merged({**resolved(config), "variants": {}}, config.variants[name])
+    head = ("variants", name)
+    lines = {path[2:]: line for path, line in written.lines.items() if path[:2] == head and path != head}
+    return build(RunConfig, toml.Document(name=written.name, data=data, lines=lines))
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Table by table; one whose ``kind`` changes takes nothing over."""
+    merged = dict(base)
+    for key, change in changes.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(change, Mapping) and change.get("kind") in (None, old.get("kind")):
+            merged[key] = _merged(old, change)
+        else:
+            merged[key] = change
+    return merged
+
+
+def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The inverse of ``resolved``, with overrides laid over it; ``source`` names it in messages."""
+    return build(RunConfig, toml.Document(name=source, data=dict(data)), parse_overrides(overrides))
+
+
+def find(config: str | Path) -> Path:
+    """The file that ``config`` names: a path, or a packaged experiment without ``.toml``."""
+    path = Path(config)
+    try:
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{config}: cannot be looked for: {error.strerror}") from None
+    if path.suffix == ".toml" or is_file:
+        return path
+    if is_dir:
+        raise ConfigError(f"{config} is a directory; to go on with a run: rollover train --resume {config}")
+    packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
+    if str(config) not in packaged:
+        hint = nearest(str(config), packaged)
+        raise ConfigError(f"{config}: neither a .toml file nor a packaged experiment{hint}")
+    return packaged[str(config)]
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """A config with all its defaults as plain dicts, lists and scalars; unset keys are ``None``."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_toml(config: RunConfig) -> str:
+    """A file that loads as ``config``."""
+    return toml.dumps(resolved(config))

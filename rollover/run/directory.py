@@ -1,0 +1,374 @@
+"""The run directory: everything one run leaves behind, owned by one process at a time.
+
+::
+
+    RUN/config.json       the resolved config, and under "meta" what ran it and where
+        began_with.json   fingerprint of the model that the run began with
+        journal.sqlite    every rollout event
+        metrics.jsonl     one line per step
+        tensorboard/
+        model/            the policy that training starts from, where the run makes it
+        checkpoints/      what --resume goes on from
+        report.html
+        lock              held while a process works here
+
+A directory belongs to one config for good: when a run is resumed, only settings may differ that say so (``changes``).
+The lock is the kernel's (flock), so a process that dies, however it dies, leaves none behind.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import rollover
+from rollover.errors import ResourceError, RunError
+from rollover.privacy import make_private, redacted_command
+from rollover.run.config import RunConfig, resolved, restore
+from rollover.settings.schema import on_resume, types_at
+from rollover.settings.toml import KeyPath
+
+_MAX_NAME_CHARACTERS = 50
+"""Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
+_LEFT_UNBEGUN = ("lock", "config.partial")
+"""What a run leaves that is killed while it makes its directory; the next one can have that."""
+_PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard", "model-untrained")
+
+MIN_FREE_BYTES = 256 * 2**20
+"""Free disk below which no run is started: room for the journal and reports of a small one."""
+
+
+class RunDir:
+    """A run directory, locked by this process until ``close``. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
+        self.path = path
+        self.made: tuple[Path, ...] = ()
+        """Directories made for this run: its own, then those it lies in."""
+        self.is_new = False
+        """Whether the run is: its directory can be cleared again."""
+        self._unsettled: tuple[Mapping[str, Any], str] | None = None
+        """The config that a resumed run shall go on under, and what is recorded of the resume."""
+        self._lock: int | None = _locked(path / "lock")
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def began_with(self) -> Path:
+        return self.path / "began_with.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def resume_command(self) -> str:
+        """What the user types to go on with this run."""
+        return f"rollover train --resume {shlex.quote(str(self.path))}"
+
+    def require_free(self, num_bytes: int, purpose: str) -> None:
+        """Raise ``ResourceError`` unless the disk has room for ``num_bytes`` more."""
+        free_bytes = shutil.disk_usage(self.path).free
+        if free_bytes < num_bytes:
+            raise ResourceError(
+                f"{self.path}: {purpose} needs {num_bytes / 1e9:.1f} GB of disk, but "
+                f"{free_bytes / 1e9:.1f} GB are free; make room or choose another place with --run-dir"
+            )
+
+    def noted(self, fact: str) -> Any:
+        """What ``note`` has added under this name; ``None`` when it has not."""
+        return _read(self.path)[1].get(fact)
+
+    def note(self, **facts: Any) -> None:
+        """Add to "meta" in ``config.json`` what is known only once the run is up (its device, say)."""
+        config, meta = _read(self.path)
+        _write(self, config, {**meta, **facts})
+
+    def settle(self) -> None:
+        """Record the config that the run goes on under, now that it can: every part of it is open. A resume that fails
+        before leaves the run with the settings that it had."""
+        if self._unsettled is not None:
+            config, resumed = self._unsettled
+            meta = _read(self.path)[1]
+            earlier = f"{meta['resumed']}; " if "resumed" in meta else ""
+            _write(self, config, {**meta, "resumed": earlier + resumed})
+            self._unsettled = None
+
+    def identity(self) -> str:
+        """A name that no other run has, the same when it is resumed."""
+        config, meta = _read(self.path)
+        if "identity" not in meta:
+            name = "".join(c if (c.isalnum() and c.isascii()) or c in "-_." else "-" for c in self.path.resolve().name)
+            meta = {**meta, "identity": f"{name[:40]}-{secrets.token_hex(4)}"}
+            _write(self, config, meta)
+        return str(meta["identity"])
+
+    def discard_unless_begun(self) -> None:
+        """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the
+        directory. Does nothing to a run that is resumed, nor once there is a journal, a model or anything else that
+        cost work."""
+        if not self.is_new or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
+            return
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in self.made:
+            with suppress(OSError):  # others may have put something there meanwhile
+                folder.rmdir()
+
+    def close(self) -> None:
+        """Release the lock. Does nothing the second time."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
+    """Make and lock a new run directory and write ``config.json``.
+
+    Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
+    """
+    try:
+        made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
+    run = RunDir(path)
+    run.made, run.is_new = made, True
+    try:
+        if run.config_file.is_file():
+            raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
+        if any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
+            raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
+        run.require_free(MIN_FREE_BYTES, "a new run")
+        started = {"started": _now(), "command": redacted_command(argv), "seed": config.seed}
+        _write(run, resolved(config), {**started, **_environment()})
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def _held(path: Path, config: RunConfig) -> str:
+    """How the config of the run in ``path`` compares with ``config``, and whether one can go on with the other."""
+    before = restore(_read(path)[0], str(path / "config.json"))
+    if not (changed := differences(resolved(before), resolved(config))):
+        return f"this config: go on with it by --resume {path}, or "
+    able = "" if refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
+    return f"another config (it differs in {', '.join(changed[:3])}): {able}"
+
+
+def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
+    """Lock an existing run directory. ``RunDir.settle`` records there the config that ``saved_config`` gives.
+
+    Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
+    """
+    config = saved_config(path, overrides)
+    return config, reopen(config, path, argv)
+
+
+def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
+    """Lock an existing run directory. ``RunDir.settle`` records there that its run goes on under ``config``."""
+    run = RunDir(path)
+    try:
+        run.require_free(MIN_FREE_BYTES, "a resumed run")
+        meta = _read(path)[1]
+        changed = [f"{key} {value}" for key, value in _environment().items() if meta.get(key) != value]
+        resumed = f"{_now()} by {redacted_command(argv)}" + (f" under {', '.join(changed)}" if changed else "")
+        run._unsettled = resolved(config), resumed
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of the run in ``path``, with ``overrides`` laid over it.
+
+    Raises ``RunError`` when there is no run, or when an override changes what may not change.
+    """
+    before, source = _read(path)[0], str(path / "config.json")
+    config = restore(before, source, overrides)
+    if overrides:
+        check_changes(path, restore(before, source), config)
+    return config
+
+
+def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
+    """Raises ``RunError`` when the run in ``path`` cannot go on under ``after``, saying which setting is in the way and
+    why."""
+    refused = refusals(before, after)
+    for key, reason in refused.items():
+        raise RunError(
+            f"{path}: {key} cannot change when a run is resumed: {reason}; leave it as it was, or start a new run"
+        )
+
+
+def refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
+    """Settings that differ and may not, with the reason."""
+    found = {}
+    for key in _differing(resolved(before), resolved(after)):
+        data = resolved(after if types_at(RunConfig, key, resolved(after)) else before)
+        if (reason := on_resume(RunConfig, key, data).refusal(before, after)) is not None:
+            found[".".join(map(str, key))] = reason
+    return found
+
+
+def derived_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config of the run in ``path`` as the start of another run: anything may be overridden."""
+    return restore(_read(path)[0], str(path / "config.json"), overrides)
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run directory."""
+    return (path / "config.json").is_file()
+
+
+def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
+    """``runs/<experiment>-<date-time>``, numbered when several start within a second."""
+    stem = f"{experiment[:_MAX_NAME_CHARACTERS]}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
+    names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, sys.maxsize))
+    return next(path for name in names if not (path := Path("runs") / name).exists())
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ between two resolved configs."""
+    return [".".join(map(str, key)) for key in _differing(before, after)]
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[KeyPath]:
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
+
+
+def _leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    items = list(inner)
+    for key, child in items:
+        yield from _leaves(child, (*prefix, key))
+    if not items:
+        yield prefix, value
+
+
+def _locked(file: Path) -> int:
+    """Descriptor of ``file``, locked; children do not inherit it."""
+    make_private(file)
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise RunError(f"{file.parent} is in use by {holder}: wait for it, or choose another directory") from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode())
+    return descriptor
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and meta of a run directory."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        meta = config.pop("meta") if isinstance(config, dict) and "meta" in config else None
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{path} is not a run directory: it has no config.json") from None
+    except ValueError:
+        meta = None
+    if not isinstance(meta, dict):
+        raise RunError(f"{file} is damaged: it is not what a run writes there")
+    return config, meta
+
+
+def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    replace_json(run.config_file, {**config, "meta": meta})
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file in one step: readers and crashes see the old one or the new one."""
+    partial = path.with_suffix(".partial")
+    make_private(partial)  # the config has all its secrets, since --resume needs them
+    with partial.open("w") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _environment() -> dict[str, str]:
+    """What a run depends on besides its config."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    environment = {
+        "rollover": rollover.__version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
+        "machine": f"{os.cpu_count()} x {_cpu_model()}, {memory_bytes >> 30} GiB, {platform.platform()}",
+    }
+    commit = _git_commit()
+    return environment if commit is None else {**environment, "git_commit": commit}
+
+
+def _git_commit() -> str | None:
+    """Commit checked out where the run was started, with ``+changes`` when files differ from it."""
+    try:
+        commit, status = (
+            subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+changes" if status.strip() else "")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

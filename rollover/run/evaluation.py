@@ -1,0 +1,157 @@
+"""Accuracy on held-out prompts: the engine generates, the scorer scores, ``tasks.evaluate`` does the sums.
+
+Every evaluation of a run draws the same noise, so two of them differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollover.clock import Clock
+from rollover.engine.base import Engine, GenerateRequest
+from rollover.engine.complete import complete
+from rollover.environments.evaluate import EvalRow, ScoredPrompt, evaluate
+from rollover.environments.scorer import Scorer
+from rollover.errors import RewardError
+from rollover.rollout.hop import sample_seed
+from rollover.tasks.source import RowSource
+from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
+
+_SEED = 0
+"""The noise of all evaluations; a run's own seed must not change what it is measured with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The outcome of one evaluation."""
+
+    rows: tuple[EvalRow, ...]
+    """One per source, and ``all`` last when there are several."""
+    lengths: tuple[int, ...]
+    """Response lengths in tokens, over all samples."""
+    num_failed: int
+    """Samples whose scoring failed; they count as reward 0."""
+
+    def metrics(self) -> dict[str, float]:
+        """``accuracy`` and ``pass@k`` over everything and, where there are several sources, ``accuracy/<source>``; each
+        with its standard error ``_se``."""
+        numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
+        for row in self.rows:
+            place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"
+            for k, estimate in row.pass_at.items():
+                name = "accuracy" if k == 1 else f"pass@{k}"
+                numbers[f"{name}{place}"] = estimate.mean
+                if estimate.standard_error is not None:
+                    numbers[f"{name}_se{place}"] = estimate.standard_error
+        return numbers
+
+
+class Evaluator:
+    """Measures whatever weights the engine holds.
+
+    Args:
+        ks: which pass@k to report; 1 is always among them.
+        on_progress: told (samples done, samples in all).
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        sources: Sequence[RowSource],
+        scorer: Scorer,
+        sampling: SamplingParams,
+        samples_per_prompt: int,
+        ks: Sequence[int],
+        clock: Clock,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._sampling = sampling
+        self._ks = sorted({1, *ks})
+        self._clock = clock
+        self._on_progress = on_progress
+        self._samples_per_prompt = samples_per_prompt
+        self._prompts: list[Prompt] = []
+        for source in sources:
+            self._prompts += [source.prompt(i) for i in range(source.num_rows)]
+        self._num_evaluations = 0
+
+    async def run(self) -> Evaluation:
+        """One evaluation.
+
+        Raises:
+            EngineError: the engine fails.
+            DataError: a reward function is wrong.
+        """
+        self._num_evaluations += 1
+        room = asyncio.Semaphore(self._engine.capabilities.max_running)
+        ids = [SampleId(p, i) for p in range(len(self._prompts)) for i in range(self._samples_per_prompt)]
+        done = 0
+
+        async def one(sample_id: SampleId) -> tuple[float, int, bool]:
+            nonlocal done
+            async with room:
+                trajectory = await self._generate(sample_id)
+            try:
+                reward, failed = await self._scorer.score(trajectory), False
+            except RewardError:
+                reward, failed = 0.0, True
+            done += 1
+            self._on_progress(done, len(ids))
+            return reward, trajectory.num_tokens, failed
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i)) for i in ids]
+        except ExceptionGroup as failed:  # they fail of one cause: the engine or a reward function
+            raise failed.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        n = self._samples_per_prompt
+        scored = [
+            ScoredPrompt(
+                source=prompt.source,
+                prompt_id=prompt.prompt_id,
+                rewards=tuple(reward for reward, _, _ in results[p * n : (p + 1) * n]),
+            )
+            for p, prompt in enumerate(self._prompts)
+        ]
+        pass_scores = {p.source: self._scorer.pass_score(p.source) for p in self._prompts}
+        return Evaluation(
+            rows=evaluate(scored, pass_scores, self._ks),
+            lengths=tuple(length for _, length, _ in results),
+            num_failed=sum(failed for _, _, failed in results),
+        )
+
+    async def _generate(self, sample_id: SampleId) -> Trajectory:
+        prompt = self._prompts[sample_id.group]
+        key = f"eval{self._num_evaluations}/{sample_id}."
+        trajectory = Trajectory(sample_id=sample_id, prompt=prompt)
+        request = GenerateRequest(
+            request_id=key,
+            sample_key=key,
+            prompt_key=f"eval{self._num_evaluations}/g{sample_id.group}.",
+            prompt_ids=prompt.token_ids,
+            params=self._sampling,
+            seed=sample_seed(_SEED, sample_id),
+        )
+        start_s = self._clock.now_s()
+        async for chunk in complete(self._engine, request):
+            end_s = self._clock.now_s()
+            trajectory = trajectory.extended(
+                Segment(
+                    policy_version=chunk.policy_version,
+                    token_ids=chunk.token_ids,
+                    rollout_logprobs=chunk.logprobs,
+                    finish_reason=chunk.finish_reason,
+                    kv_version=chunk.kv_version,
+                    start_s=start_s,
+                    end_s=end_s,
+                )
+            )
+            start_s = end_s
+        return trajectory

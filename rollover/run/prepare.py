@@ -1,0 +1,226 @@
+"""The initial policy: an existing model, or a small one built from nothing; where asked for, a supervised warm-up.
+
+What it keeps true: the folder it returns is an ordinary Hugging Face model folder, whole or absent, so a run killed
+in its warm-up does it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.errors import ModelError, RunError
+from rollover.hf.architecture import Architecture
+from rollover.hf.companions import fingerprint
+from rollover.report.metrics import MetricsWriter
+from rollover.report.progress import Progress
+from rollover.run.checks import context_needed
+from rollover.run.config import RunConfig
+from rollover.run.directory import RunDir, replace_json
+from rollover.tasks.config import SourceConfig
+from rollover.tasks.examples import Solutions, examples
+from rollover.tasks.source import eval_sources, held_out_texts, train_source
+
+NUM_TOKENIZER_TEXTS = 2000
+"""Prompts with their solutions that a tokenizer from scratch is made of."""
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
+    """Folder of the policy that training starts from: the user's own, or ``folder``, made here unless it is there.
+
+    Raises:
+        ModelError: the model cannot be had or is of an unsupported architecture.
+        DataError: a source cannot be read or has no solutions to warm up on.
+    """
+    from rollover.trainer.models import read_model_config, resolve_model
+
+    if config.model.scratch is None:
+        assert config.model.path is not None
+        base = resolve_model(config.model.path)
+        read_model_config(base)  # says what is wrong with it before anything else stumbles over it
+    check_engine(config)
+    if config.model.scratch is None:
+        load_tokenizer(base)
+    if config.model.scratch is None and config.sft is None:
+        return base
+    if not (folder / "config.json").is_file():
+        if config.model.scratch is not None:
+            base = _build(config, folder.with_name(f"{folder.name}-untrained"), progress)
+        if config.sft is None:
+            return base
+        _warm_up(config, base, folder, progress, metrics)
+    return folder
+
+
+def check_engine(config: RunConfig) -> None:
+    """Raises ``ModelError`` and ``ConfigError`` for a device that is not there and a model that the embedded engine
+    would refuse, as far as that is known without its weights: after the warm-up is late."""
+    from rollover.trainer.models import pick_device
+
+    if config.trainer.device not in ("auto", "cpu"):
+        pick_device(config.trainer.device)
+    if not isinstance(config.engine, EmbeddedConfig):
+        return
+    from rollover.engine.embedded.core import check
+
+    check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+
+
+def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
+    """With room for the longest prompt and response of the run, where the user names no length."""
+    needed = max(context_needed(config, key) for key in ("rollout", "eval"))
+    if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
+        return engine
+    return replace(engine, max_context_tokens=needed)
+
+
+def _architecture(config: RunConfig) -> Architecture:
+    from rollover.trainer.models import resolve_model
+
+    if config.model.scratch is not None:
+        return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
+    assert config.model.path is not None
+    return Architecture.from_folder(resolve_model(config.model.path, weights=False))
+
+
+def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
+    """That ``folder`` holds the model that the run began with; a run that begins records it. Its weights are not needed
+    any more once there is a checkpoint, but for the algorithm's reference.
+
+    Raises ``ModelError`` naming what is different.
+    """
+    found = fingerprint(folder)
+    if not run.began_with.is_file():  # the run begins, or goes on from an earlier version
+        replace_json(run.began_with, {"model": found})
+        return
+    try:
+        began_with = dict(json.loads(run.began_with.read_text())["model"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"{run.began_with} is damaged: delete it if {folder} is the model that the run began with"
+        ) from None
+    for name in sorted(found.keys() | began_with.keys()):
+        if found.get(name) != began_with.get(name) and (name != "weights" or needs_weights):
+            what = "its weights are" if name == "weights" else f"{name} is"
+            raise ModelError(
+                f"{folder} is not the model that the run began with: {what} different; name that model with"
+                " --model.path, or start a new run"
+            )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
+    from transformers import AutoTokenizer
+
+    # Without its files, transformers makes up an empty tokenizer for some model types.
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
+    _listed_stop_ids(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # the tokenizers library raises plain Exception
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files beside the model") from e
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
+    return tokenizer
+
+
+def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token, and those of the model's configs."""
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
+
+
+def _listed_stop_ids(folder: Path) -> list[int]:
+    ids: list[int] = []
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+        more = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        for token in more:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {listed!r}")
+        ids += more
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; mend or delete it") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no table of keys; mend or delete it")
+    return content
+
+
+def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
+    from rollover.trainer.scratch import build_scratch_model, build_tokenizer
+
+    assert config.model.scratch is not None
+    shape = config.model.scratch
+    progress.message("building a tokenizer and a model from scratch")
+    configs = _warmup_sources(config)
+    # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
+    plain = replace(config.tasks, train=configs, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
+    source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
+    solutions = Solutions(source, configs)
+    prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
+    texts = [f"{p.text}\n{solutions.of(p)}" for p in prompts]
+    tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
+    build_scratch_model(folder, tokenizer, shape, seed=config.seed)
+    return folder
+
+
+def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, metrics: MetricsWriter) -> None:
+    from rollover.trainer.sft import SFTProgress, run_sft
+
+    warmup = config.sft
+    assert warmup is not None
+    tokenizer = load_tokenizer(base)
+    configs = _warmup_sources(config)
+    evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+    held_out = held_out_texts(config.tasks, evaluation)
+    tasks = replace(config.tasks, train=configs)
+    source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out)
+
+    def on_progress(done: SFTProgress) -> None:
+        progress.warmup(done.step + 1, warmup.num_steps, done.loss)
+        values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
+        metrics.write("warmup", done.step, done.elapsed_s, values)
+
+    wanted = warmup.num_steps * warmup.batch_size
+    supervised = islice(examples(source, configs, tokenizer, bare_answers=warmup.bare_answers), wanted)
+    run_sft(base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress)
+
+
+def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:
+    if config.sft is not None and config.sft.sources:
+        return config.sft.sources
+    return config.tasks.train
+
+
+def _warmup_seed(config: RunConfig) -> int:
+    """Far from the run's own, so that warm-up and training draw different items of a generated task."""
+    return config.seed + 2**20
+
+
+class _PlainText:
+    """Stands in for a tokenizer that is not made yet: one id per character."""
+
+    chat_template: Any = None
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(c) for c in t] for t in text]}
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise AssertionError("plain text has no chat template")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))

@@ -1,0 +1,413 @@
+"""A schema is a tree of frozen dataclasses; building one from TOML and command-line overrides.
+
+Types are strict: nothing is converted but an integer to a float where one is expected. Numbers are finite unless a
+field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, be it of the file, of an
+override or of a dataclass's own ``__post_init__``, becomes one line that names its place, and all of a kind are
+reported together. Secrets are not repeated in any of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rollover.errors import ConfigError, nearest
+from rollover.privacy import HIDDEN, Redactor
+from rollover.settings.changes import FIXED, OnResume, said_by
+from rollover.settings.toml import Document, KeyPath
+from rollover.types import UNBOUNDED
+
+T = TypeVar("T")
+
+
+class ByKind:
+    """Annotates a union of dataclasses that each have a literal ``kind``: it tells which of them a table makes, and
+    where it is missing the first is meant."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        choices = {kind: handler(option) for option in get_args(source) for kind in _kinds(option)}
+        return {"type": "tagged-union", "discriminator": "kind", "choices": choices}
+
+
+def _kinds(annotation: Any) -> tuple[str, ...]:
+    """The values of ``kind`` that stand for a dataclass; none where it has no such key."""
+    if not is_dataclass(annotation):
+        return ()
+    kind = get_type_hints(annotation).get("kind")
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One ``--section.key value`` of the command line."""
+
+    path: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return "--" + ".".join(self.path)
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """``["--a.b", "1", "--c=2"]`` as overrides. Dashes within a key mean underscores."""
+    overrides = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(f"command line: unexpected {argument!r}; overrides are --section.key value")
+        name, has_value, text = argument[2:].partition("=")
+        if not has_value:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                raise ConfigError(f"command line: --{name} needs a value: --{name} VALUE")
+        path = tuple(name.replace("-", "_").split("."))
+        if not all(path):
+            raise ConfigError(f"command line: {argument!r} is no key; overrides are --section.key value")
+        overrides.append(Override(path=path, text=text))
+    return overrides
+
+
+def build(schema: type[T], document: Document, overrides: Sequence[Override] = ()) -> T:
+    """An instance of ``schema`` from a document, with overrides laid over it.
+
+    Raises ``ConfigError`` with one line for each mistake.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    data = copy.deepcopy(document.data)
+    for override in overrides:
+        _change_kind(data, schema, override)
+    overridden = {_lay(data, schema, override) for override in overrides}
+    _fill_kinds(data, schema)
+    report = _Report(schema, document, data, overridden)
+    if wrong := list(_impossible(data, schema, data)):
+        raise ConfigError(report.render(wrong))
+    try:
+        # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
+        return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(report.render(error.errors(include_url=False))) from None
+
+
+def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:
+    """The values that no setting can have whatever its type, in the form of pydantic's own findings."""
+    match value:
+        case dict() | list():
+            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in list(items):
+                yield from _impossible(inner, schema, data, (*path, key))
+            return
+        case bool():
+            return
+        case int() if not -(2**63) <= value < 2**63:
+            message = "whole numbers have 64 bits here"
+        case float() if not math.isfinite(value) and float in types_at(schema, path, data):
+            if value == math.inf and _is_unbounded(schema, path, data):
+                return
+            message = "this must be a finite number"
+        case str() if not _is_utf8(value):
+            message = "this is not text in UTF-8"
+        case str() if "\0" in value:
+            message = "this text holds the character of code 0, which no file or program takes"
+        case str() if HIDDEN in value:
+            message = "a secret was hidden where this was copied from: write it again"
+        case _:
+            return
+    yield {"type": "impossible", "loc": path, "input": value, "msg": message}
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
+    """Whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
+    for depth, name in enumerate(path):
+        for parent in types_at(schema, path[:depth], data):
+            hint = get_type_hints(parent, include_extras=True).get(str(name)) if is_dataclass(parent) else None
+            if UNBOUNDED in getattr(hint, "__metadata__", ()):
+                return True
+    return False
+
+
+def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
+    """Put an override's value in its place; tables on the way are made, arrays are indexed."""
+    here: Any = data
+    path: KeyPath = ()
+    for depth, part in enumerate(override.path):
+        key: str | int = part
+        if isinstance(here, list):
+            key = _index(override, part, len(here), ".".join(map(str, path)))
+            here.extend([{}] * (key == len(here)))
+        elif not isinstance(here, dict):
+            raise ConfigError(f"command line: {override}: {'.'.join(map(str, path))} has no keys of its own")
+        path += (key,)
+        if depth == len(override.path) - 1:
+            here[key] = _value(override.text, types_at(schema, path))
+        elif isinstance(here, list):
+            here = here[int(key)]
+        else:
+            here = here.setdefault(part, [] if override.path[depth + 1].isdigit() else {})
+    return path
+
+
+def _fill_kinds(table: dict[str, Any], schema: Any) -> None:
+    """Write down the ``kind`` of each table that may be of several and does not say."""
+    for name, annotation in get_type_hints(schema).items():
+        inner = table.get(name)
+        options = [option for option in _members(annotation) if is_dataclass(option)]
+        if not isinstance(inner, dict) or not options:
+            continue
+        if len(options) > 1 and all(map(_kinds, options)):
+            inner.setdefault("kind", _kinds(options[0])[0])
+        for option in _of_kind(options, inner)[:1]:
+            _fill_kinds(inner, option)
+
+
+def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
+    """An override that makes a table one of another kind empties it: what it held belonged to the old one."""
+    *head, last = override.path
+    table: Any = data
+    for key in head:
+        table = table.get(key) if isinstance(table, dict) else None
+    options = [option for option in types_at(schema, head) if _kinds(option)]
+    if last == "kind" and isinstance(table, dict) and len(options) > 1:
+        now = table.get("kind", _kinds(options[0])[0])
+        if override.text.strip("'\"") != now:
+            table.clear()
+
+
+def _index(override: Override, part: str, length: int, array: str) -> int:
+    if not (part.isascii() and part.isdigit()) or len(part) > 9 or int(part) > length:
+        raise ConfigError(
+            f"command line: {override}: {array} is a list of {length}; "
+            f"write an index from 0 to {length} ({length} appends) in place of {part!r}"
+        )
+    return int(part)
+
+
+def _value(text: str, expected: Sequence[Any]) -> object:
+    """The text as a TOML literal, or as it stands where it is none or where only a string will do."""
+    if text == "none" and types.NoneType in expected:
+        return None
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if table.keys() != {"value"} or (not isinstance(table["value"], str) and expected and all(map(_is_text, expected))):
+        return text
+    return table["value"]
+
+
+def _is_text(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return all(isinstance(value, str) for value in get_args(annotation))
+    return annotation is types.NoneType or (isinstance(annotation, type) and issubclass(annotation, str))
+
+
+def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[Any]:
+    """The types that a value at ``path`` may have, unions taken apart; none when there is no such key. With the
+    ``data`` that the schema describes, only those of the kinds it names."""
+    here = _members(schema)
+    for key in path:
+        here = [member for annotation in _of_kind(here, data) for member in _inner(annotation, key)]
+        data = data.get(key) if isinstance(data, dict) else None
+    return _of_kind(here, data)
+
+
+def _of_kind(annotations: list[Any], data: Any) -> list[Any]:
+    """Those that ``data`` can be by its ``kind``."""
+    if len(annotations) < 2 or not isinstance(data, dict) or "kind" not in data:
+        return annotations
+    chosen = [annotation for annotation in annotations if data["kind"] in _kinds(annotation)]
+    return chosen or annotations
+
+
+def _members(annotation: Any) -> list[Any]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for option in get_args(annotation) for member in _members(option)]
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        return _members(annotation.__origin__)
+    return [annotation]
+
+
+def _inner(annotation: Any, key: str | int) -> list[Any]:
+    if is_dataclass(annotation):
+        hints = get_type_hints(annotation)
+        return _members(hints[key]) if key in hints else []
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple and isinstance(key, int):
+        if arguments[-1] is Ellipsis:
+            return _members(arguments[0])
+        return _members(arguments[key]) if key < len(arguments) else []
+    if get_origin(annotation) in (dict, Mapping) and isinstance(key, str):
+        return _members(arguments[1])
+    return []
+
+
+def field_names(annotations: Iterable[Any]) -> list[str]:
+    """Keys of the tables that these types describe."""
+    return [f.name for annotation in annotations if is_dataclass(annotation) for f in fields(annotation)]
+
+
+def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the schema's tables, tables themselves included; not those inside arrays."""
+    for name in field_names(types_at(schema, prefix)):
+        yield (*prefix, name)
+        yield from keys(schema, (*prefix, name))
+
+
+def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
+    """What is said of the key at ``path`` in ``data``: by itself, or else by the innermost table around it that says
+    something. Of an element of a list, the list says it."""
+    found = FIXED
+    here = _members(schema)
+    for key in path:
+        options = _of_kind(here, data)
+        for option in options:
+            if is_dataclass(option) and key in (hints := get_type_hints(option, include_extras=True)):
+                found = said_by(hints[key]) or found
+        here = [member for option in options for member in _inner(option, key)]
+        inside = isinstance(data, dict) or (isinstance(data, list) and isinstance(key, int) and key < len(data))
+        data = (data.get(key) if isinstance(data, dict) else data[key]) if inside else None
+    return found
+
+
+class _Report:
+    """Turns what pydantic found into lines a user can act on."""
+
+    def __init__(self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]) -> None:
+        self.schema = schema
+        self.document = document
+        self.data = data
+        self.overridden = overridden
+        self.redactor = Redactor(data)
+
+    def render(self, found: Iterable[Mapping[str, Any]]) -> str:
+        lines: dict[str, int] = {}
+        for error in found:
+            line, text = self._describe(error)
+            lines.setdefault(text, line)
+        return "\n".join(self.redactor.text(text) for text in sorted(lines, key=lambda text: lines[text]))
+
+    def _describe(self, error: Mapping[str, Any]) -> tuple[int, str]:
+        path = self._path(error["loc"])
+        seen, context = self.redactor.value(error["input"], _dotted(path)), error.get("ctx", {})
+        match error["type"]:
+            case "value_error":
+                return self._place_of_message(path, str(context["error"]))
+            case "missing":
+                message = "this key is required"
+            case "unexpected_keyword_argument" | "extra_forbidden":
+                message = f"unknown key{self._suggestion(path)}"
+            case "literal_error" | "enum":
+                message = f"{seen!r} is not allowed{nearest(str(seen), _quoted(context['expected']))}"
+            case "union_tag_invalid":
+                path += (context["discriminator"].strip("'"),)
+                tag, tags = context["tag"], _quoted(context["expected_tags"])
+                message = f"{tag!r} is not allowed{nearest(tag, tags)}"
+            case kind if kind.endswith("_type") or kind == "int_from_float":
+                expected = dict.fromkeys(map(_name, types_at(self.schema, path, self.data)))
+                message = f"expected {' or '.join(expected)}, got {_show(seen)}"
+            case _:
+                message = f"{error['msg']}, got {_show(seen)}"
+        return self._at(path, f"{_dotted(path)}: {message}")
+
+    def _path(self, loc: Sequence[str | int]) -> KeyPath:
+        """pydantic's place without the names of union members that it inserts."""
+        path: KeyPath = ()
+        here: Any = self.data
+        for key in loc:
+            if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
+                path, here = (*path, key), here[key]  # type: ignore[index]
+            elif isinstance(here, dict) and key in field_names(types_at(self.schema, path, self.data)):
+                return (*path, key)
+        return path
+
+    def _suggestion(self, path: KeyPath) -> str:
+        others = [a for a in types_at(self.schema, path[:-1]) if path[-1] in field_names([a])]
+        if others:
+            kinds = " or ".join(repr(kind) for a in others for kind in _kinds(a))
+            here: Any = functools.reduce(lambda table, key: table[key], path[:-1], self.data)  # type: ignore[index]
+            return f" of kind {here['kind']!r}; it belongs to kind {kinds}"
+        elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]
+        if elsewhere:
+            return f"; did you mean {_dotted(min(elsewhere, key=len))!r}?"
+        return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
+
+    def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
+        """A dataclass complained: point at the first key it mentions, an overridden one before all others."""
+        words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
+        mentioned = [path for word in words if (path := self._mention(section, word))]
+        text = f"{_dotted(section)}: {message}" if section else message
+        if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
+            text = _dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
+        written = [path for path in mentioned if path in self.overridden or path in self.document.lines]
+        written.sort(key=lambda path: path not in self.overridden)
+        return self._at(written[0] if written else section, text)
+
+    def _mention(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
+        """The key that a word of a message names: one of its own section or, dotted, of one around it."""
+        candidates = [(*section[:depth], *word) for depth in range(len(section), -1, -1)]
+        candidates = candidates if len(word) > 1 else candidates[:1]
+        return next((path for path in candidates if types_at(self.schema, path)), None)
+
+    def _at(self, path: KeyPath, text: str) -> tuple[int, str]:
+        """The line to sort by, and the text headed by the place where the key or its table was written."""
+        for written in (path[:end] for end in range(len(path), 0, -1)):
+            line = self.document.lines.get(written)
+            inside = line is None and any(p[: len(written)] == written for p in self.overridden)
+            if inside or written in self.overridden:
+                return 1 << 30, f"command line: --{text}"
+            if line is not None:
+                return line, f"{self.document.name}:{line}: {text}"
+        return 0, f"{self.document.name}: {text}"
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r"'([^']*)'", text)
+
+
+def _name(annotation: Any) -> str:
+    """A type as a user of TOML knows it."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "nothing"}
+    if annotation in names:
+        return names[annotation]
+    if is_dataclass(annotation) or get_origin(annotation) in (dict, Mapping):
+        return "a table"
+    if get_origin(annotation) is tuple:
+        return "a list"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(annotation)))
+    return "a string"
+
+
+def _show(value: object) -> str:
+    """A value as a user of TOML knows it, its secrets hidden before it is cut."""
+    kinds = {
+        bool: "",
+        int: "the whole number ",
+        float: "the number ",
+        str: "the string ",
+        list: "the list ",
+        dict: "the table ",
+    }
+    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    text = text.encode(errors="backslashreplace").decode()
+    return kinds.get(type(value), "") + (text if len(text) <= 60 else text[:57] + "...")

@@ -1,0 +1,30 @@
+"""A machine is measured from end to end, small; how well it predicts is a matter for an idle machine."""
+
+from __future__ import annotations
+
+from rollover.devices.fit import fit
+from rollover.devices.measure import Sizes, measure
+from rollover.devices.measurements import Measurements
+from rollover.trainer.config import ScratchConfig
+
+
+def test_every_quantity_is_measured_and_makes_a_device() -> None:
+    sizes = Sizes(
+        scratch=ScratchConfig(max_position=256),
+        batches=(1, 2, 4),
+        context_tokens=16,
+        prompts=(16, 32),
+        sequences=(2, 4),
+        response_tokens=8,
+        matrix=128,
+        copy_bytes=2**20,
+        repeats=3,
+    )
+    found = measure(device="cpu", sizes=sizes)
+    assert [d.batch for d in found.decodes] == [1, 2, 4]
+    assert [p.tokens for p in found.prefills] == [16, 32]
+    assert [s.sequences for s in found.steps] == [2, 4]
+    assert all(point.seconds > 0 for point in (*found.decodes, *found.prefills, *found.steps))
+    assert min(found.flops, found.copy_bytes_per_s, found.link_bytes_per_s, found.memory_bytes) > 0
+    assert Measurements.from_dict(found.to_dict()) == found
+    assert fit(found, "here").device.hbm_bytes == found.memory_bytes

@@ -1,0 +1,114 @@
+"""What reward functions give back, in the types of Python, numpy and torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollover.environments.returns import MisshapenReward, RefusedReward, single_reward, usable_reward
+from rollover.errors import RewardError
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [0.5],
+        (0.5,),
+        [Fraction(1, 2)],
+        [Decimal("0.5")],
+        [np.float32(0.5)],
+        [np.array(0.5)],
+        [np.array([0.5])],
+        np.array([0.5]),
+        np.array([0.5], dtype=np.float16),
+        [torch.tensor(0.5)],
+        [torch.tensor([0.5])],
+        torch.tensor([0.5]),
+        torch.tensor([0.5], dtype=torch.bfloat16),
+        torch.tensor([0.5], requires_grad=True),
+    ],
+    ids=repr,
+)
+def test_a_list_array_or_tensor_of_one_number_is_that_number(returned: Any) -> None:
+    reward = single_reward(returned, "f")
+    assert (reward, type(reward)) == (0.5, float)
+
+
+@pytest.mark.parametrize(
+    "returned", [[True], [1], [np.bool_(True)], [np.int64(1)], np.array([1]), np.array([True]), torch.tensor([True])]
+)
+def test_booleans_and_whole_numbers_are_numbers(returned: Any) -> None:
+    assert single_reward(returned, "f") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (0.5, "got float 0.5"),
+        (np.float32(0.5), "got float32 np.float32(0.5)"),
+        (torch.tensor(0.5), "got Tensor tensor(0.5000)"),
+        (None, "got NoneType None"),
+        ("0.5", "got str '0.5'"),
+        ([], "got list []"),
+        ([0.5, 0.5], "got list [0.5, 0.5]"),
+        (np.array([[0.5]]), "got a list of list [0.5]"),
+        (np.array([0.5, 0.5]), "got ndarray array([0.5, 0.5])"),
+        (["0.5"], "got a list of str '0.5'"),
+        ([[0.5]], "got a list of list [0.5]"),
+        ([1j], "got a list of complex 1j"),
+        ([torch.zeros(2)], "got a list of Tensor tensor([0., 0.])"),
+        ({"a": 0.5}, "got dict {'a': 0.5}"),
+        ((x for x in [0.5]), "got generator <generator"),
+        (["x" * 10**6], "got a list of str 'xxx"),
+    ],
+)
+def test_anything_else_names_the_function_what_it_gave_and_what_is_expected(returned: Any, shown: str) -> None:
+    with pytest.raises(MisshapenReward) as caught:
+        single_reward(returned, "reward function m:f")
+    assert str(caught.value).startswith("reward function m:f must return a list of 1 number, " + shown)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "f returned None (does not apply)"),
+        (math.nan, "f returned nan, which is not finite"),
+        (-math.inf, "f returned -inf, which is not finite"),
+        (np.float32("nan"), "f returned nan"),
+        (torch.tensor(math.inf), "f returned inf"),
+        (1e308, "f returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
+        (-1e19, "f returned -1e+19, which the trainer's float32"),
+        (10**400, "f returned int 1000"),
+        (10**5000, "f returned int, which"),
+        (Decimal("1e400"), "f returned inf"),
+    ],
+    ids=lambda value: str(type(value)),
+)
+def test_a_number_that_cannot_be_trained_on_is_refused_with_its_value(value: Any, message: str) -> None:
+    with pytest.raises(RefusedReward) as caught:
+        single_reward([value], "f")
+    assert message in str(caught.value)
+    assert not isinstance(caught.value, MisshapenReward)
+    assert isinstance(caught.value, RewardError)
+
+
+def test_the_squares_of_a_million_of_the_largest_rewards_have_a_finite_sum_in_float32() -> None:
+    largest = usable_reward(1e15, "f")
+    assert torch.isfinite(torch.full((10**6,), largest, dtype=torch.float32).square().sum())
+
+
+def test_reading_a_return_imports_neither_numpy_nor_torch() -> None:
+    code = (
+        "import sys; from rollover.environments.returns import single_reward; single_reward([1], 'f');"
+        "print([m for m in ('numpy', 'torch') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

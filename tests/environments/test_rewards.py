@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from rollover.environments.rewards import RewardSample, RewardSpec, build_reward, extract_answer
+from rollover.errors import DataError, RewardError
+from rollover.tasks.config import RewardConfig
+from rollover.tasks.gym import GymDataset, freeze
+
+FUNCTIONS = "tests.environments.functions"
+
+
+def scored(config: RewardConfig, completion: str, columns: dict[str, Any], **spec: Any) -> float:
+    """The reward of one completion, by a reward that has travelled as JSON."""
+    defaults = {"answer_column": "answer"} if config.needs_answer else {}
+    made = RewardSpec(source="s", config=config, columns=tuple(columns), **(defaults | spec))
+    reward = build_reward(RewardSpec.from_json(json.loads(json.dumps(made.to_json()))))
+    sample = RewardSample(prompt="p", columns=columns, completion=completion, completion_ids=(4, 5))
+    return asyncio.run(reward.score(sample))
+
+
+def function(name: str, **fields: Any) -> RewardConfig:
+    return RewardConfig(kind="function", function=f"{FUNCTIONS}:{name}", **fields)
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "answer"),
+    [
+        ("whole", "  a b \n", "a b"),
+        ("hashes", "1 + 1 = 2\n#### 2\nso", "2"),
+        ("hashes", "#### 1\n#### 2", "2"),
+        ("hashes", "####\n 7", "7"),
+        ("hashes", "1 + 1 = 2", None),
+        ("tag", "<answer>1</answer> no: <answer>\n2 </answer>.", "2"),
+        ("tag", "<answer>2", None),
+        ("last_line", "a\n\n b \n\n", "b"),
+        ("last_line", " \n", None),
+    ],
+)
+def test_the_last_answer_is_found_where_it_is_looked_for(how: Any, text: str, answer: str | None) -> None:
+    assert extract_answer(text, how) == answer
+
+
+def test_a_pattern_gives_its_first_group_or_the_whole_match() -> None:
+    assert extract_answer("x = 1, x = 2", "pattern", r"x = (\d)") == "2"
+    assert extract_answer("1 22 3x", "pattern", r"\d+") == "3"
+    assert extract_answer("none", "pattern", r"\d+") is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("<answer> Paris,  France </answer>", "Paris, France", 1.0),
+        ("<answer>paris, France</answer>", "Paris, France", 0.0),
+        ("Paris, France", "Paris, France", 0.0),
+        ("<answer>7</answer>", 7, 1.0),
+        ("<answer>b</answer>", ["a", "b"], 1.0),
+        ("<answer>c</answer>", ["a", "b"], 0.0),
+    ],
+)
+def test_exact_means_equal_up_to_white_space(completion: str, answer: Any, reward: float) -> None:
+    assert scored(RewardConfig(kind="exact"), completion, {"answer": answer}) == reward
+
+
+def test_the_reference_may_end_a_worked_solution() -> None:
+    config = RewardConfig(kind="exact", extract="hashes", reference_extract="hashes")
+    assert scored(config, "so\n#### 72", {"answer": "24 * 3 = 72\n#### 72"}) == 1.0
+    with pytest.raises(RewardError, match="'24' has no '####'"):
+        scored(config, "#### 72", {"answer": "24"})
+    with pytest.raises(RewardError, match="is a dict, not text"):
+        scored(config, "#### 72", {"answer": {}})
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"So it is $\boxed{\frac{1}{2}}$.", "0.5", 1.0),
+        (r"So it is $\boxed{0.5}$.", r"\frac{1}{2}", 1.0),
+        ("The answer is 1/2", "$0.5$", 1.0),
+        (r"$\boxed{(x+1)^2}$", "x^2 + 2x + 1", 1.0),
+        (r"$\boxed{x^2}$", "x^2 + 2x + 1", 0.0),
+        (r"$\boxed{\{2, 1\}}$", r"\{1, 2\}", 1.0),
+        (r"$\boxed{1{,}000}$", "1000", 1.0),
+        (r"$\boxed{3}$", "4", 0.0),
+        ("I do not know.", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_math_verify_judges_by_meaning(completion: str, answer: str, reward: float) -> None:
+    assert scored(RewardConfig(kind="math_verify"), completion, {"answer": answer}) == reward
+
+
+def test_the_verifier_is_the_librarys() -> None:
+    entry = GymDataset("chain_sum", {"min_terms": 1, "max_terms": 1}, seed=1).entry(0)
+    config = RewardConfig(extract="hashes")
+
+    def score(completion: str) -> float:
+        return scored(config, completion, freeze(entry), gym_dataset="chain_sum")
+
+    assert score(f"steps\n#### {entry['answer']}") == 1.0
+    assert score(f"steps\n#### +0{entry['answer']}.0") == 1.0
+    assert score(entry["answer"]) == 0.0
+    assert score("#### 99999999") == 0.0
+
+
+def test_a_function_gets_lists_of_one_and_the_columns() -> None:
+    assert scored(function("length"), "abc", {"answer": "x"}) == 3.0
+    assert scored(function("awaited"), "abc", {}) == 0.25
+    assert scored(function("narrow", params={"bonus": 2.0}), "xay", {"label": "a", "other": 1}) == 3.0
+
+
+def test_a_column_never_takes_the_place_of_the_response() -> None:
+    columns = {"completions": "of the dataset", "prompts": "x", "completion_ids": [1]}
+    assert scored(function("length"), "abc", columns) == 3.0
+
+
+def test_a_conversation_reaches_the_function_as_messages() -> None:
+    columns = {"messages": [{"role": "user", "content": "hi"}], "level": 1}
+    assert scored(function("conversation"), "yo", columns, prompt_column="messages") == 9.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("undecided", "functions:undecided returned None (does not apply)"),
+        ("infinite", "functions:infinite returned inf, which is not finite"),
+        ("bare", "functions:bare must return a list of 1 number, got float 1.0"),
+    ],
+)
+def test_a_reward_that_is_no_number_names_its_function(name: str, message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        scored(function(name), "abc", {})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", "cannot import 'no_such_module' (ModuleNotFoundError"),
+        (f"{FUNCTIONS}:lenght", "no function 'lenght' in tests.environments.functions; did you mean 'length'?"),
+        (f"{FUNCTIONS}:wants_more", "wants_more asks for 'rubric', which is neither prompts"),
+        (f"{FUNCTIONS}:narrow", "narrow asks for 'label'"),
+        (f"{FUNCTIONS}:by_position", "takes 'prompts' by position only"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_before_the_first_sample(path: str, message: str) -> None:
+    spec = RewardSpec(source="s", config=RewardConfig(kind="function", function=path), columns=("answer",))
+    with pytest.raises(DataError) as caught:
+        build_reward(spec)
+    assert message in str(caught.value)
+
+
+def test_a_parameter_no_one_takes_is_told() -> None:
+    spec = RewardSpec(source="s", config=function("narrow", params={"bonsu": 1}), columns=("label",))
+    with pytest.raises(DataError, match=r"takes no 'bonsu' .*did you mean 'bonus'"):
+        build_reward(spec)

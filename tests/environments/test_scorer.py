@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.environments.outcome import outcome
+from rollover.environments.rewards import RewardSample, RewardSpec, build_reward
+from rollover.environments.scorer import Scorer
+from rollover.errors import DataError, RewardError
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.source import train_source
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from tests.environments.words import char_tokenizer, ids
+
+FUNCTIONS = "tests.environments.functions"
+
+
+def trajectory(prompt: Prompt, text: str) -> Trajectory:
+    token_ids = (*ids(text), 1)
+    segment = Segment(
+        policy_version=0,
+        token_ids=token_ids,
+        rollout_logprobs=(0.0,) * len(token_ids),
+        finish_reason=FinishReason.STOP,
+        kv_version=0,
+        start_s=0.0,
+        end_s=1.0,
+    )
+    return Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(segment,))
+
+
+def prompt(source: str = "s", **columns: Any) -> Prompt:
+    return Prompt(prompt_id=f"{source}/0@0", token_ids=(0,), text="p", source=source, columns=columns)
+
+
+def spec(name: str, source: str = "s", columns: tuple[str, ...] = (), **fields: Any) -> RewardSpec:
+    config = RewardConfig(kind="function", function=f"{FUNCTIONS}:{name}", **({"workers": 1} | fields))
+    return RewardSpec(source=source, config=config, columns=columns)
+
+
+def with_scorer(specs: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        scorer = Scorer(specs, char_tokenizer())
+        try:
+            await use(scorer)
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+
+
+def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
+    async def use(scorer: Scorer) -> None:
+        for text, reward in ((f"#### {answer}", 1.0), ("#### x", 0.0), ("", 0.0)):
+            assert await scorer.score(trajectory(asked, text)) == reward
+
+    for workers in (0, 1):
+        config = SourceConfig(
+            kind="reasoning_gym", name="chain_sum", reward=RewardConfig(extract="hashes", workers=workers)
+        )
+        source = train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0)
+        asked = source.prompt(5)
+        answer = asked.columns["answer"]
+        with_scorer(list(source.reward_specs), use)
+
+
+def test_special_tokens_are_not_part_of_the_response() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "four")) == 4.0
+
+    with_scorer([spec("length")], use)
+
+
+def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), "hang"))
+        assert f"reward {FUNCTIONS}:hangs of source 's': timed out after 0.3 s" in str(caught.value)
+        assert scorer.num_processes == 0
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+        stats = scorer.stats
+        assert (stats.num_scored, stats.num_failed, stats.num_retried) == (2, 1, 0)
+
+    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
+
+
+def test_a_reward_frozen_in_c_is_killed_too() -> None:
+    async def use(scorer: Scorer) -> None:
+        async with asyncio.timeout(60.0):
+            with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
+                await scorer.score(trajectory(prompt(), "x"))
+
+    with_scorer([spec("freezes", timeout_s=0.3, retries=0)], use)
+
+
+def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "ok"))
+        hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
+        turns = 0
+        while not hanging.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert isinstance(hanging.exception(), RewardError)
+        assert turns > 100
+
+    with_scorer([spec("hangs", timeout_s=0.3, retries=0)], use)
+
+
+def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "ok"))
+        hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
+        await asyncio.sleep(0)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert scorer.num_processes == 0
+        assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
+
+    with_scorer([spec("hangs", timeout_s=60.0)], use)
+
+
+def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
+    async def use(scorer: Scorer) -> None:
+        asked = prompt(path=str(tmp_path / "called"))
+        assert await scorer.score(trajectory(asked, "x")) == 1.0
+        assert scorer.stats.num_retried == 1
+
+    with_scorer([spec("once_bad", columns=("path",))], use)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "KeyError: 'nothing here' (functions.py, line "),
+        ("dies", "the reward process died (exit code 7)"),
+        ("out_of_its_own_time", "TimeoutError: the judge did not answer (functions.py, line "),
+    ],
+)
+def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), "x"))
+        text = str(caught.value)
+        assert text.startswith(f"reward {FUNCTIONS}:{name} of source 's': ")
+        assert message in text and "(prompt s/0@0)" in text
+        assert (scorer.stats.num_failed, scorer.stats.num_retried) == (1, 1)
+
+    with_scorer([spec(name)], use)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[None]", "returned None (does not apply)"),
+        ("[float('nan')]", "returned nan, which is not finite"),
+        ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_for_again(
+    workers: int, text: str, message: str
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), text))
+        assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
+        assert await scorer.score(trajectory(prompt(), "[2]")) == 2.0
+        assert (scorer.stats.num_failed, scorer.stats.num_retried) == (1, 0)
+
+    with_scorer([spec("evaluated", workers=workers, retries=3)], use)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': 1.0}", "None", "[[1.0]]"])
+def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sample(workers: int, text: str) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(DataError) as caught:
+            await scorer.score(trajectory(prompt(), text))
+        assert not isinstance(caught.value, RewardError)
+        assert f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got " in str(caught.value)
+
+    with_scorer([spec("evaluated", workers=workers)], use)
+
+
+def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_not() -> None:
+    async def use(scorer: Scorer) -> None:
+        assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
+        with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
+            await scorer.score(trajectory(prompt(), "[]"))
+
+    with_scorer([spec("evaluated")], use)
+
+
+def test_a_function_that_cannot_be_built_in_its_process_is_the_user_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(scorer: Scorer) -> None:
+        monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
+        with pytest.raises(
+            DataError, match=r"cannot import 'tests.environments.only_once' \(RuntimeError: once was enough\)"
+        ):
+            await scorer.score(trajectory(prompt(), "x"))
+
+    config = RewardConfig(kind="function", function="tests.environments.only_once:reward", workers=1)
+    with_scorer([RewardSpec(source="s", config=config)], use)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
+    retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """math-verify, in a process whose library hangs on one response."""
+    (tmp_path / "math_verify.py").write_text(
+        "def parse(text, parsing_timeout):\n"
+        "    while 'hang' in text: pass\n"
+        "    if 'raise' in text: raise ValueError('digits')\n"
+        "    return [text.strip('$')]\n"
+        "def verify(gold, answer, timeout_seconds): return gold == answer\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def use(scorer: Scorer) -> None:
+        asked = prompt(answer="4")
+        assert await scorer.score(trajectory(asked, "4")) == 1.0
+        assert await scorer.score(trajectory(prompt("late", answer="4"), "hang")) == 0.0
+        assert await scorer.score(trajectory(asked, "raise")) == 0.0
+        assert await scorer.score(trajectory(asked, "4")) == 1.0
+        stats = scorer.stats
+        assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (4, 1, 0, retries)
+
+    config = RewardConfig(kind="math_verify", workers=1, timeout_s=60.0, retries=retries)
+    near = replace(config, timeout_s=0.3)
+    with_scorer(
+        [RewardSpec(source=s, config=c, answer_column="answer") for s, c in (("s", config), ("late", near))], use
+    )
+
+
+ODD_REASONS = [
+    ("GeneratorExit", "GeneratorExit: by the function (functions.py, line "),
+    ("SystemExit", "SystemExit: by the function (functions.py, line "),
+    ("BaseException", "BaseException: by the function (functions.py, line "),
+    ("CancelledError", "it cancelled itself"),
+    ("Nameless", "Nameless (functions.py, line "),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "workers"),
+    [
+        *((kind, reason, workers) for kind, reason in ODD_REASONS for workers in (0, 1)),
+        ("KeyboardInterrupt", "KeyboardInterrupt: by the function (functions.py, line ", 1),
+    ],
+)
+def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_nothing(
+    kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(), kind))
+        assert reason in str(caught.value) and "\n" not in str(caught.value)
+        assert scorer.num_processes == workers, "the process lives on"
+
+    name = "raises_anything" if workers else "raises_anything_async"
+    with_scorer([spec(name, workers=workers, retries=0)], use)
+    out, err = capfd.readouterr()
+    assert out + err == ""
+
+
+def test_ctrl_c_ends_the_run_also_while_a_function_is_called_in_its_process() -> None:
+    async def use(scorer: Scorer) -> None:
+        await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
+
+    with pytest.raises(KeyboardInterrupt):
+        with_scorer([spec("raises_anything_async", workers=0)], use)
+
+
+def test_a_scoring_that_is_closed_from_outside_ends() -> None:
+    reward = build_reward(spec("awaited_forever", workers=0))
+    sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
+
+    async def use() -> None:
+        scoring = outcome(reward, sample)
+
+        async def give_up() -> None:
+            scoring.throw(GeneratorExit)
+
+        scoring.send(None)
+        with pytest.raises(GeneratorExit):
+            await asyncio.create_task(give_up())
+
+    asyncio.run(use())
+
+
+def test_sources_share_one_pool_of_the_largest_size() -> None:
+    specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
+
+    async def use(scorer: Scorer) -> None:
+        rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc"))
+        assert rewards == [3.0, 0.25, 0.25] * 3
+        assert 1 <= scorer.num_processes <= 2
+
+    with_scorer(specs, use)
+
+
+def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> None:
+    async def use(scorer: Scorer) -> None:
+        with pytest.raises(RewardError, match=r"timed out after 0.05 s"):
+            await scorer.score(trajectory(prompt(), "x"))
+        assert scorer.num_processes == 0
+
+    with_scorer([spec("awaited_forever", workers=0, timeout_s=0.05, retries=1)], use)
+
+
+def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
+    with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
+        Scorer([spec("length", workers=0)], char_tokenizer())
+
+
+def test_a_wrong_function_is_told_when_the_scorer_is_made() -> None:
+    with pytest.raises(DataError, match="asks for 'rubric'"):
+        Scorer([spec("wants_more")], char_tokenizer())
+
+
+def test_pass_scores_are_the_sources_own() -> None:
+    scorer = Scorer([spec("length", pass_score=0.5)], char_tokenizer())
+    assert scorer.pass_score("s") == 0.5
+    assert math.isfinite(scorer.stats.busy_s)
+
+
+def test_the_package_loads_without_its_heavy_friends() -> None:
+    heavy = ("torch", "transformers", "reasoning_gym", "datasets", "pyarrow", "math_verify", "numpy")
+    code = f"import sys, rollover.tasks; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,109 @@
+"""A reward process whose parent is gone ends without a word, at whatever point it notices."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollover.environments.channel import LOST
+from rollover.environments.rewards import RewardSample, RewardSpec
+from rollover.tasks.config import RewardConfig
+
+_PATIENCE_S = 120.0
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+CONFIG = RewardConfig(kind="function", function="tests.environments.functions:length")
+SPECS = line({"specs": [RewardSpec(source="s", config=CONFIG).to_json()]})
+SAMPLE = RewardSample(prompt="p", columns={}, completion="abc", completion_ids=(1,))
+JOB = line({"id": 0, "source": "s", "sample": SAMPLE.to_json()})
+
+
+def before_it_is_asked(parent: socket.socket) -> None:
+    parent.close()
+
+
+def in_the_middle_of_the_specs(parent: socket.socket) -> None:
+    parent.sendall(SPECS[:20])
+    parent.close()
+
+
+def before_it_says_that_it_is_ready(parent: socket.socket) -> None:
+    parent.shutdown(socket.SHUT_RD)
+    parent.sendall(SPECS)
+
+
+def when_it_is_ready_and_nobody_has_read_that(parent: socket.socket) -> None:
+    parent.sendall(SPECS)
+    assert parent.recv(1, socket.MSG_PEEK) == b"{"
+    parent.close()
+
+
+def before_it_answers(parent: socket.socket) -> None:
+    parent.sendall(SPECS)
+    assert parent.makefile("rb").readline() == b'{"ready": true}\n'
+    parent.shutdown(socket.SHUT_RD)
+    parent.sendall(JOB)
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [
+        (before_it_is_asked, 0),
+        (in_the_middle_of_the_specs, LOST),
+        (before_it_says_that_it_is_ready, LOST),
+        (when_it_is_ready_and_nobody_has_read_that, LOST),
+        (before_it_answers, LOST),
+    ],
+)
+def test_a_worker_whose_parent_has_gone_ends_silently(leave: Callable[[socket.socket], None], code: int) -> None:
+    assert worker_left_by(leave) == (code, b"", b"")
+
+
+def worker_left_by(leave: Callable[[socket.socket], None]) -> tuple[int, bytes, bytes]:
+    """Exit code, standard output and standard error."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(_PATIENCE_S)
+        command = [sys.executable, "-m", "rollover.environments.worker", str(theirs.fileno())]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(theirs.fileno(),)
+        ) as worker:
+            theirs.close()
+            leave(ours)
+            assert worker.stdout is not None and worker.stderr is not None
+            out, err = worker.stdout.read(), worker.stderr.read()
+            return worker.wait(_PATIENCE_S), out, err
+
+
+OUTPUT_GONE = """
+import io, os, sys
+from rollover.environments.keeper import keep
+
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+
+def work():
+    print("words that nobody reads")
+
+readable, writable = os.pipe()
+os.dup2(writable, 1)
+os.close(writable)
+os.close(readable)
+keep(work)
+"""
+
+
+def test_work_whose_output_nobody_reads_ends_silently() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUTPUT_GONE], stdin=subprocess.PIPE, capture_output=True, timeout=_PATIENCE_S
+    )
+    assert done.stderr == b""

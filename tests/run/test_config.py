@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.engine.config import EmbeddedConfig, SGLangConfig, VLLMConfig
+from rollover.errors import ConfigError
+from rollover.run import config as module
+from rollover.run.config import (
+    EXPERIMENTS,
+    EvalConfig,
+    ModelConfig,
+    RunConfig,
+    find,
+    load,
+    resolved,
+    restore,
+    to_toml,
+    variant,
+)
+from rollover.run.jobs import plan
+
+TEXT = """\
+steps = 12
+[model]
+path = "models/tiny"
+[[tasks.train]]
+kind = "reasoning_gym"
+name = "chain_sum"
+config = { min_terms = 2, operators = ["+"] }
+[rollout]
+rollout_batch_size = 4
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT))
+    assert restore(json.loads(json.dumps(resolved(config))), "config.json") == config
+
+
+def test_the_toml_of_a_config_loads_as_that_config(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
+    assert load(written(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
+    assert load(file.stem) == load(file)
+
+
+def test_an_unknown_experiment_gets_the_nearest_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart.toml").write_text(TEXT)
+    monkeypatch.setattr(module, "EXPERIMENTS", tmp_path)
+    assert find("quickstart") == tmp_path / "quickstart.toml"
+    with pytest.raises(ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"):
+        find("quikstart")
+
+
+def test_a_file_of_the_user_goes_before_a_packaged_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text(TEXT)
+    assert load("quickstart").steps == 12
+
+
+def test_a_directory_given_as_config_is_told_how_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"rollover train --resume {tmp_path}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "seen"),
+    [("", "neither"), ('path = "x"\n[model.scratch]', "both")],
+)
+def test_a_run_has_exactly_one_model(tmp_path: Path, model: str, seen: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.toml:\d: model: give either .*, got {seen}$"):
+        load(written(tmp_path, f"[model]\n{model}"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": ()},
+        {"k": (0,)},
+        {"k": (2,), "samples_per_prompt": 1},
+        {"num_prompts": 0},
+        {"samples_per_prompt": 0},
+        {"every_steps": -1},
+        {"temperature": -0.1},
+        {"temperature": 0.0, "samples_per_prompt": 2},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_an_evaluation_that_cannot_be_made_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"eval.{next(reversed(wrong))}"):
+        EvalConfig(**wrong)  # type: ignore[arg-type]
+
+
+VARIANTS = """
+[variants.sync.rollout]
+strategy = "sync"
+[variants.april]
+seed = 3
+rollout.max_staleness = 2
+"""
+
+
+def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT + VARIANTS))
+    alone = load(written(tmp_path, TEXT))
+    model = ModelConfig(path="policy")
+    assert variant(config, "sync", model=Path("policy")) == replace(
+        alone, model=model, rollout=replace(alone.rollout, strategy="sync")
+    )
+    assert variant(config, "april", model=Path("policy")) == replace(
+        alone, model=model, seed=3, rollout=replace(alone.rollout, max_staleness=2)
+    )
+
+
+def test_a_mistake_in_a_variant_is_found_before_anything_runs_and_has_its_line(tmp_path: Path) -> None:
+    text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n[variants.april]\n"
+    with pytest.raises(ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"):
+        load(written(tmp_path, text))
+
+
+def test_a_config_cannot_be_changed(tmp_path: Path) -> None:
+    config = load(written(tmp_path, TEXT))
+    with pytest.raises(AttributeError):
+        config.steps = 3  # type: ignore[misc]
+
+
+def test_no_run_has_less_than_one_step() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        RunConfig(model=ModelConfig(path="x"), steps=0)
+
+
+ENGINE = TEXT + "[engine]\n"
+
+
+def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
+    assert load(written(tmp_path, TEXT)).engine == EmbeddedConfig()
+    assert load(written(tmp_path, f"{ENGINE}max_running = 3")).engine == EmbeddedConfig(max_running=3)
+    chosen = load(written(tmp_path, TEXT), ["--engine.kind", "vllm", "--engine.launch", "true"])
+    assert chosen.engine == VLLMConfig(launch=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("kind = 'vlm'", r"run\.toml:11: engine\.kind: 'vlm' is not allowed; did you mean 'vllm'\?$"),
+        (
+            "kind = 'vllm'\nlaunch = true\nkv_cache_bytes = 3",
+            r"run\.toml:13: engine\.kv_cache_bytes: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
+        ),
+        (
+            "launch = true",
+            r"run\.toml:11: engine\.launch: unknown key of kind 'embedded'; it belongs to kind 'vllm'",
+        ),
+        (
+            "kind = 'vllm'\nlaunch = true\nmax_runing = 3",
+            r"run\.toml:13: engine\.max_runing: unknown key; did you mean 'max_running'\?$",
+        ),
+        (
+            "kind = 'vllm'\nlaunch = true\nmax_running = 'x'",
+            r"run\.toml:13: engine\.max_running: expected a whole number or a list, got the string",
+        ),
+        ("kind = 'vllm'", r"run\.toml:1[012]: engine\.urls or launch = true: .*got neither$"),
+        (
+            "kind = 'vllm'\nurls = ['http://u:p@h']",
+            r"run\.toml:12: engine\.urls must look like 'http://host:8000'",
+        ),
+        (
+            "kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2",
+            r"run\.toml:13: engine\.num_servers has no effect without launch",
+        ),
+    ],
+)
+def test_a_mistake_in_an_engine_is_judged_by_its_kind(tmp_path: Path, lines: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, ENGINE + lines))
+
+
+def test_a_variant_of_another_engine_takes_nothing_over_from_the_first(tmp_path: Path) -> None:
+    text = f"{ENGINE}max_running = 3\n[variants.v.engine]\nkind = 'vllm'\nlaunch = true\n[variants.w.engine]\nblock_size_tokens = 8\n"
+    config = load(written(tmp_path, text))
+    assert variant(config, "v", model=Path("policy")).engine == VLLMConfig(launch=True)
+    assert variant(config, "w", model=Path("policy")).engine == EmbeddedConfig(max_running=3, block_size_tokens=8)
+
+
+def test_a_file_says_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('steps = 7\n[model]\npath = "m"\n[rollout]\ngroup_size = 4\n')
+    (tmp_path / "run.toml").write_text('extends = "base.toml"\nseed = 3\n[rollout]\nrollout_batch_size = 5\n')
+    loaded = load(tmp_path / "run.toml")
+    assert (loaded.steps, loaded.seed, loaded.model.path) == (7, 3, "m")
+    assert (loaded.rollout.group_size, loaded.rollout.rollout_batch_size) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends = 3\n", "run.toml:1: extends: must be the name of a file or experiment, got 3"),
+        ('seed = 1\nextends = "run.toml"\n', "run.toml:2: extends: run.toml extends this file in turn"),
+        ('extends = "quickstrat"\n', "did you mean 'quickstart'"),
+    ],
+)
+def test_what_cannot_be_extended_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path / "run.toml")
+
+
+def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -> None:
+    file = written(tmp_path, f"{ENGINE}kv_cache_bytes = 1048576")
+    assert load(file, ["--engine.kind", "vllm", "--engine.launch", "true"]).engine == VLLMConfig(launch=True)
+    assert load(file, ["--engine.kind", "embedded"]).engine == EmbeddedConfig(kv_cache_bytes=1048576)
+    assert load(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
+
+
+@pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]])
+def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_uncut_one(
+    tmp_path: Path, cut: list[str]
+) -> None:
+    file = written(tmp_path, f"{ENGINE}kind = 'sglang'\nlaunch = true")
+    assert load(file).engine == SGLangConfig(launch=True)
+    with pytest.raises(ConfigError, match=r"rollout\.top_k .* cut the distribution, but engine\.kind 'sglang'"):
+        load(file, cut)
+
+
+def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"
+    ):
+        load(written(tmp_path, f"deterministic = true\n{ENGINE}kind = 'vllm'\nlaunch = true"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "strategy april: 48 groups in flight at the start of a round, staleness at most 4 versions"),
+        (("--rollout.strategy", "rollover"), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
+        (("--rollout.strategy", "rollover", "--rollout.lag_target", "0.5"), "rollover: a lag of 0.5 in the mean"),
+        (
+            ("--rollout.strategy", "sync"),
+            "strategy sync: 24 groups in flight at the start of a round, staleness at most 0",
+        ),
+        (("--rollout.strategy", "inflight"), "strategy inflight: as many samples in flight as fit"),
+        (("--rollout.strategy", "concurrency", "--rollout.num_running", "99"), "concurrency: 99 samples in flight"),
+    ],
+)
+def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) -> None:
+    assert any(said in line for line in plan(load("quickstart", list(options))))
+
+
+def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
+    def warned(*options: str) -> bool:
+        lines = plan(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
+        return any("strategy april mixes them" in line for line in lines)
+
+    assert warned("--rollout.strategy", "rollover")
+    assert not warned()
+    assert not warned("--rollout.strategy", "rollover", "--algorithm.name", "grpo")

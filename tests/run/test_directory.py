@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import ConfigError, ResourceError, RunError
+from rollover.rollout.config import RolloutConfig
+from rollover.run import directory
+from rollover.run.config import ModelConfig, RunConfig, resolved
+from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.trainer.config import TrainerConfig
+
+CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
+
+
+@pytest.fixture(autouse=True)
+def _roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "MIN_FREE_BYTES", 0)
+
+
+def test_a_run_has_a_name_of_its_own_that_a_resume_does_not_change(tmp_path: Path) -> None:
+    names = []
+    for parent in ("a", "b"):
+        path = tmp_path / parent / "my run: ü"
+        with directory.create(CONFIG, path) as run:
+            names.append(run.identity())
+        with directory.RunDir(path) as run:
+            assert run.identity() == names[-1]
+    assert len(set(names)) == 2
+    assert all(name.startswith("my-run---") and ":" not in name and " " not in name for name in names)
+
+
+def test_a_new_run_leaves_its_resolved_config_and_what_ran_it(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path / "a" / "b", ["rollover", "train", "x y.toml"]) as run:
+        saved = json.loads(run.config_file.read_text())
+    meta = saved.pop("meta")
+    assert saved == resolved(CONFIG)
+    assert meta["command"] == "rollover train 'x y.toml'"
+    assert meta["seed"] == 5
+    assert {"started", "rollover", "python", "torch", "transformers", "machine"} <= meta.keys()
+
+
+def test_a_directory_in_use_is_refused_naming_who_uses_it(tmp_path: Path) -> None:
+    with (
+        directory.create(CONFIG, tmp_path / "run"),
+        pytest.raises(RunError, match=f"is in use by pid {os.getpid()} on "),
+    ):
+        directory.open_for_resume(tmp_path / "run")
+
+
+def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path / "run").close()
+    script = (
+        "import os, sys, signal; from pathlib import Path; from rollover.run.directory import RunDir\n"
+        "run = RunDir(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)
+    assert killed.returncode == -9
+    directory.open_for_resume(tmp_path / "run")[1].close()
+
+
+def test_a_child_process_does_not_hold_the_lock(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path / "run"):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        directory.open_for_resume(tmp_path / "run")[1].close()
+    finally:
+        child.communicate(b"\n", timeout=60)
+
+
+def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    config, run = directory.open_for_resume(tmp_path, ["--steps", "7", "--logging.tensorboard", "false"], ["r"])
+    with run:
+        assert (config.steps, config.logging.tensorboard, config.seed) == (7, False, 5)
+        assert json.loads((tmp_path / "config.json").read_text())["steps"] == CONFIG.steps, "it may still fail"
+        run.settle()
+        run.settle()
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 7
+
+
+def resumed(path: Path, command: str) -> None:
+    with directory.open_for_resume(path, [], [command])[1] as run:
+        run.settle()
+
+
+def test_each_resume_is_on_record_with_what_had_changed_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    resumed(tmp_path, "one")
+    monkeypatch.setattr(directory.rollover, "__version__", "9.9")
+    resumed(tmp_path, "two")
+    first, second = json.loads((tmp_path / "config.json").read_text())["meta"]["resumed"].split("; ")
+    assert first.endswith(" by one")
+    assert second.endswith(" by two under rollover 9.9")
+
+
+def test_what_was_learned_under_one_setting_does_not_go_on_under_another(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    with pytest.raises(RunError, match=r"rollout\.group_size cannot change when a run is resumed"):
+        directory.open_for_resume(tmp_path, ["--rollout.group_size", "2"])
+    with pytest.raises(ConfigError, match=r"command line: --rollout\.group_sise: unknown key"):
+        directory.open_for_resume(tmp_path, ["--rollout.group_sise", "2"])
+    directory.open_for_resume(tmp_path, ["--rollout.group_size", str(CONFIG.rollout.group_size)])[1].close()
+
+
+CHANGES = {
+    "what may change at any time": (
+        *("--steps", "7", "--checkpoint.keep_last", "1", "--eval.samples_per_prompt", "2", "--logging.progress", "off"),
+        *("--rollout.stall_timeout_s", "5", "--rollout.max_retries", "9", "--engine.command_timeout_s", "3"),
+        *("--model.path", "elsewhere", "--tasks.train.0.path", "b.jsonl", "--tasks.train.0.reward.timeout_s", "1"),
+        *("--tasks.train.0.reward.workers", "0", "--engine.max_context_tokens", "4000"),
+    ),
+    "what may change where bits are not promised": (
+        *("--trainer.micro_batch_tokens", "9", "--trainer.gradient_checkpointing", "true", "--trainer.device", "cpu"),
+        *("--engine.kv_cache_bytes", "9000000", "--engine.max_running", "9", "--engine.device", "cpu"),
+        *("--engine.prefill_chunk_tokens", "64", "--engine.cpu_kernels", "torch"),
+    ),
+    "what stays": (
+        *("--seed", "6", "--rollout.group_size", "2", "--rollout.strategy", "sync", "--rollout.max_new_tokens", "9"),
+        *("--rollout.temperature", "0.5", "--algorithm.name", "dapo", "--trainer.learning_rate", "1e-3"),
+        *("--trainer.mini_batches", "2", "--trainer.dtype", "bfloat16", "--tasks.train.0.weight", "2"),
+        *("--tasks.train.0.name", "b", "--tasks.max_prompt_tokens", "9"),
+        *("--eval.num_prompts", "9", "--engine.dtype", "bfloat16"),
+    ),
+}
+SOURCE = SourceConfig(kind="jsonl", name="a", path="a.jsonl", reward=RewardConfig(kind="exact"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_setting_may_change_on_resume_where_what_is_learned_does_not_depend_on_it(
+    tmp_path: Path, kind: str, deterministic: bool
+) -> None:
+    config = replace(CONFIG, deterministic=deterministic, tasks=TasksConfig(train=(SOURCE,)))
+    directory.create(config, tmp_path).close()
+    for key, value in zip(CHANGES[kind][::2], CHANGES[kind][1::2], strict=True):
+        if kind == "what stays" or (deterministic and kind == "what may change where bits are not promised"):
+            reason = "what the run has learned depends on it" if kind == "what stays" else "promises the same bits"
+            with pytest.raises(RunError, match=rf"{key[2:]}.* cannot change when a run is resumed: .*{reason}"):
+                directory.saved_config(tmp_path, [key, value])
+        else:
+            assert directory.saved_config(tmp_path, [key, value]) != config, key
+
+
+SERVERS = (
+    *("--engine.urls", '["http://b:1"]', "--engine.token_timeout_s", "5", "--engine.logprob_tolerance", "0.3"),
+    *("--engine.max_running", "3", "--engine.weights_dir", "w", "--engine.served_model", "m"),
+)
+
+
+def test_servers_may_be_others_when_a_run_is_resumed(tmp_path: Path) -> None:
+    directory.create(replace(CONFIG, engine=VLLMConfig(urls=("http://a:1",))), tmp_path).close()
+    assert directory.saved_config(tmp_path, SERVERS).engine.urls == ("http://b:1",)  # type: ignore[union-attr]
+    launched = directory.saved_config(tmp_path, ["--engine.urls", "[]", "--engine.launch", "true"])
+    assert launched.engine == VLLMConfig(launch=True)
+    with pytest.raises(RunError, match=r"engine\.kv_on_update cannot change"):
+        directory.saved_config(tmp_path, ["--engine.kv_on_update", "keep"])
+
+
+def test_the_number_of_steps_stays_where_the_learning_rate_depends_on_it(tmp_path: Path) -> None:
+    directory.create(replace(CONFIG, trainer=TrainerConfig(schedule="cosine")), tmp_path).close()
+    with pytest.raises(RunError, match=r"steps cannot change .* trainer\.schedule 'cosine' depends on it"):
+        directory.saved_config(tmp_path, ["--steps", "7"])
+
+
+def test_the_promise_of_the_same_bits_can_be_given_up_but_not_made_later(tmp_path: Path) -> None:
+    directory.create(replace(CONFIG, deterministic=True), tmp_path / "a").close()
+    freed = ["--deterministic", "false", "--trainer.micro_batch_tokens", "9"]
+    assert directory.saved_config(tmp_path / "a", freed).trainer.micro_batch_tokens == 9
+    directory.create(CONFIG, tmp_path / "b").close()
+    with pytest.raises(RunError, match=r"deterministic cannot change .* what has been done was not repeatable"):
+        directory.saved_config(tmp_path / "b", ["--deterministic", "true"])
+
+
+def test_a_run_that_an_earlier_version_began_goes_on_though_it_lacks_a_setting(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path) as run:
+        saved = json.loads(run.config_file.read_text())
+        del saved["rollout"]["unit"], saved["algorithm"]["advantage"]
+        run.config_file.write_text(json.dumps(saved))
+    assert directory.saved_config(tmp_path, ["--steps", "7"]) == replace(CONFIG, steps=7)
+
+
+def test_the_same_run_with_settings_that_may_change_is_offered_to_go_on(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    other = replace(CONFIG, trainer=TrainerConfig(micro_batch_tokens=9))
+    with pytest.raises(RunError, match=f"differs in trainer.micro_batch_tokens.: go on with it by --resume {tmp_path}"):
+        directory.create(other, tmp_path)
+
+
+def test_a_resumed_run_that_fails_before_its_journal_keeps_its_directory(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    with directory.open_for_resume(tmp_path)[1] as run:
+        run.discard_unless_begun()
+    assert directory.saved_config(tmp_path) == CONFIG
+
+
+def test_a_new_run_that_cannot_begin_leaves_no_directory_it_made(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path / "runs" / "deep" / "run") as run:
+        (run.path / "model-untrained").mkdir()
+        run.discard_unless_begun()
+    assert list(tmp_path.iterdir()) == []
+    with directory.create(CONFIG, tmp_path / "runs" / "one") as one:
+        directory.create(CONFIG, tmp_path / "runs" / "two").close()
+        one.discard_unless_begun()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
+
+
+def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    with pytest.raises(RunError, match=f"holds a run of this config: go on with it by --resume {tmp_path}"):
+        directory.create(CONFIG, tmp_path)
+    other = RunConfig(model=ModelConfig(path="models/tiny"), rollout=RolloutConfig(group_size=2), seed=5)
+    with pytest.raises(RunError, match=r"of another config \(it differs in rollout\.group_size\)"):
+        directory.create(other, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rollout"]["group_size"] == 8
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match="neither empty nor a run directory"):
+        directory.create(CONFIG, tmp_path)
+    with pytest.raises(RunError, match="cannot be made into a run directory"):
+        directory.create(CONFIG, tmp_path / "thesis.tex")
+
+
+@pytest.mark.parametrize("moment", ["dump", "fsync", "replace"])
+def test_a_directory_whose_run_was_killed_while_it_was_made_can_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Killed when ``config.json`` is half written, written but not flushed, and flushed but not in its place."""
+    owner = {"dump": json, "fsync": os, "replace": Path}[moment]
+
+    def killed(*arguments: object, **options: object) -> None:
+        if moment == "dump":
+            arguments[1].write('{"see')  # type: ignore[attr-defined]
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, moment, killed)
+        directory.create(CONFIG, tmp_path / "run")
+    assert (tmp_path / "run" / "config.partial").exists()
+    directory.create(CONFIG, tmp_path / "run").close()
+    assert directory.saved_config(tmp_path / "run") == CONFIG
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: nothing tidies up behind it."""
+
+
+def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    for _ in range(2):
+        with pytest.raises(RunError, match="neither empty"):
+            directory.create(CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "3", '{"seed": 1}'])
+def test_what_is_no_run_directory_cannot_be_resumed(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RunError, match="is not a run dir" if content is None else "is damaged"):
+        directory.open_for_resume(tmp_path)
+
+
+def test_a_full_disk_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "MIN_FREE_BYTES", 10**18)
+    with pytest.raises(ResourceError, match=r"a new run needs 1000000000\.0 GB of disk, but .* are free"):
+        directory.create(CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_the_config_may_be_read_while_the_run_is_at_work(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path):
+        assert directory.saved_config(tmp_path) == CONFIG
+        assert directory.derived_config(tmp_path, ["--seed", "6"]).seed == 6
+
+
+def test_a_note_is_added_to_what_is_known_of_the_run(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path) as run:
+        run.note(device="cpu")
+        meta = json.loads(run.config_file.read_text())["meta"]
+        assert (meta["device"], meta["seed"]) == ("cpu", 5)
+        assert directory.saved_config(tmp_path) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--logging.api_key", "s3cret"], ["--engine.auth_token=s3cret"], ["--url", "http://me:s3cret@host/"]],
+)
+def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path, argv: list[str]) -> None:
+    with directory.create(CONFIG, tmp_path, ["rollover", "train", *argv, "--rollout.max_new_tokens", "9"]) as run:
+        text = run.config_file.read_text()
+    assert "s3cret" not in text
+    assert "--rollout.max_new_tokens 9" in text
+
+
+def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    first = directory.default_path("quickstart", now)
+    assert first == Path("runs/quickstart-20260102-030405")
+    first.mkdir(parents=True)
+    assert directory.default_path("quickstart", now) == Path("runs/quickstart-20260102-030405-2")

@@ -1,0 +1,113 @@
+"""``rollover train`` with servers in place of the embedded engine: real sockets, real weights, a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.run.directory import RunDir
+from tests import runs
+from tests.engine.model_server import ModelServer, serving
+
+CONTEXT = 80
+
+
+def train(*urls: str, steps: int = 3) -> int:
+    engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps(urls), "--engine.max_running", "24"]
+    return cli.main(["train", "run.toml", "--run-dir", "out", "--steps", str(steps), *engine])
+
+
+def test_a_run_on_two_servers_trains_what_each_version_really_sampled(experiment: Path) -> None:
+    one, two = (ModelServer(experiment / "model", context=CONTEXT) for _ in range(2))
+    with serving(one) as first, serving(two) as second:
+        assert train(first, second) == 0
+    out = Path("out")
+    ledger = runs.ledger(out)
+    assert ledger.next_step == 3
+    versions = {v for batch in runs.batches(out) for t in batch.trajectories for v in t.policy_versions}
+    assert versions == {0, 1, 2}
+    assert sorted(p.name for p in (out / "weights").iterdir()) == ["v2", "v3"]
+    with RunDir(out) as run:
+        name = run.identity()
+    assert {one.version, two.version} == {f"rollover:{name}:3:free"}
+    assert min(sum(path == "/v1/completions" for _, path, _, _ in server.log) for server in (one, two)) > 5
+    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+    # Later batches hold tokens of older versions, how many depends on timing; the first holds none.
+    assert abs(runs.rows(out)[0]["kl/rollout_proximal_k1"]) < 1e-5
+
+
+def test_a_server_that_reloads_only_part_of_the_weights_stops_the_run(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ModelServer(experiment / "model", context=CONTEXT, stale_head=True)
+    config = (experiment / "run.toml").read_text().replace("learning_rate = 3e-3", "learning_rate = 0.3")
+    (experiment / "run.toml").write_text(config)
+    with serving(server) as url:
+        assert train(url, steps=20) == 2
+    assert "does not sample from the trainer's policy" in capsys.readouterr().err
+
+
+def test_a_server_that_reports_log_probs_before_temperature_stops_the_run(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Raw(ModelServer):
+        def _decode(self, name, running):  # type: ignore[no-untyped-def]
+            temperature, running.body["temperature"] = running.body["temperature"], 1.0
+            super()._decode(name, running)
+            running.body["temperature"] = temperature
+
+    with serving(Raw(experiment / "model", context=CONTEXT)) as url:
+        assert train(url) == 2
+    assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_an_update_that_hangs_ends_the_run_soon_and_leaves_no_server_standing_still(experiment: Path) -> None:
+    class Hanging(ModelServer):
+        async def _post_collective_rpc(self, query, body):  # type: ignore[no-untyped-def]
+            if body["kwargs"]["weights_path"].endswith("v2"):
+                hung.set()
+                while not over.is_set():
+                    await asyncio.sleep(0.05)
+            return await super()._post_collective_rpc(query, body)
+
+    hung, over = threading.Event(), threading.Event()
+    server = Hanging(experiment / "model", context=CONTEXT)
+    with serving(server) as url, (experiment / "out.txt").open("wb") as out:
+        engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url]), "--engine.max_running", "24"]
+        command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", "out", "--steps", "9", *engine]
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), str(experiment)])
+        training = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths})
+        try:
+            assert hung.wait(120.0)
+            assert server.paused
+            training.send_signal(signal.SIGINT)
+            assert training.wait(100.0) == 130
+        finally:
+            training.kill()
+            training.wait()
+            over.set()
+        assert not server.paused
+    assert runs.ledger(Path("out")).next_step == 2
+
+
+def test_evaluation_measures_the_runs_own_model_whatever_the_server_held(
+    experiment: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = runs.save_model(tmp_path_factory.mktemp("other") / "model", seed=9)
+    server = ModelServer(other, context=CONTEXT)
+    source = (experiment / "run.toml").read_text().split("[[tasks.train]]")[1].split("[tasks]")[0]
+    with (experiment / "run.toml").open("a") as file:
+        file.write(f"[[tasks.eval]]{source.replace('tasks.train', 'tasks.eval')}")
+    with serving(server) as url:
+        engine = ["--engine.kind", "vllm", "--engine.urls", json.dumps([url])]
+        assert cli.main(["eval", "run.toml", "--run-dir", "out", *engine]) == 0
+    assert Path(server.weights).resolve() == (experiment / "model").resolve()

@@ -31,10 +31,11 @@ from workload import lognormal_lengths
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
+from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig, load
-from rollover.run.prepare import initial_policy, load_tokenizer, stop_token_ids
+from rollover.run.prepare import initial_policy
 from rollover.tasks.source import train_source
 from rollover.types import SamplingParams
 

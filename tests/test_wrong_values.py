@@ -168,7 +168,7 @@ def test_a_model_that_the_engine_would_refuse_is_refused_before_the_warm_up(
 
 
 def test_several_end_tokens_of_the_models_configs_all_end_a_response(experiment: Path) -> None:
-    from rollover.run.prepare import load_tokenizer, stop_token_ids
+    from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 
     shutil.copytree("model", "several")
     changed(eos_token_id=[0, 5])(Path("several"))

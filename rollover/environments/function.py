@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rollover.environments.config import RewardConfig
 from rollover.errors import DataError, nearest
-from rollover.tasks.config import RewardConfig
 
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 

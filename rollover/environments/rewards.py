@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from rollover.environments.columns import REPLY, read_messages, read_reference
+from rollover.environments.config import Extraction, RewardConfig
 from rollover.environments.function import accepted_names, load_function
+from rollover.environments.reasoning_gym import GymDataset, thaw
 from rollover.environments.returns import single_reward, usable_reward
 from rollover.errors import DataError, RewardError
-from rollover.tasks.columns import REPLY, read_messages, read_reference
-from rollover.tasks.config import Extraction, RewardConfig
-from rollover.tasks.gym import GymDataset, thaw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from rollover.environments.pool import WorkerPool
 from rollover.environments.returns import MisshapenReward, RefusedReward
 from rollover.environments.rewards import FunctionReward, Reward, RewardSample, RewardSpec, build_reward
 from rollover.errors import DataError, RewardError
-from rollover.tasks.prompts import Tokenizer
+from rollover.hf.tokenizer import Tokenizer
 from rollover.types import Trajectory
 
 

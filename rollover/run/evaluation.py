@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: the engine generates, the scorer scores, ``tasks.evaluate`` does the sums.
+"""Accuracy on held-out prompts: the engine generates, the scorer scores, ``environments.pass_at_k`` does the sums.
 
 Every evaluation of a run draws the same noise, so two of them differ by the weights alone.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rollover.clock import Clock
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.environments.evaluate import EvalRow, ScoredPrompt, evaluate
+from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import Scorer
 from rollover.errors import RewardError
 from rollover.rollout.hop import sample_seed

@@ -177,7 +177,8 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import Scorer
-    from rollover.run.prepare import initial_policy, load_tokenizer, stop_token_ids
+    from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.run.prepare import initial_policy
     from rollover.run.session import open_engine, open_evaluator
     from rollover.tasks.source import eval_sources
 
@@ -277,7 +278,7 @@ def _model_line(config: RunConfig) -> str:
 
 def _tokenizer(config: RunConfig) -> Any:
     """The model's, checked; ``None`` where it is yet to be made."""
-    from rollover.run.prepare import load_tokenizer
+    from rollover.hf.tokenizer import load_tokenizer
     from rollover.trainer.models import resolve_model
 
     if config.model.path is None:

@@ -17,6 +17,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ModelError, RunError
 from rollover.hf.architecture import Architecture
 from rollover.hf.companions import fingerprint
+from rollover.hf.tokenizer import load_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run.checks import context_needed
@@ -28,8 +29,6 @@ from rollover.tasks.source import eval_sources, held_out_texts, train_source
 
 NUM_TOKENIZER_TEXTS = 2000
 """Prompts with their solutions that a tokenizer from scratch is made of."""
-
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
@@ -113,51 +112,6 @@ def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
                 f"{folder} is not the model that the run began with: {what} different; name that model with"
                 " --model.path, or start a new run"
             )
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
-    from transformers import AutoTokenizer
-
-    # Without its files, transformers makes up an empty tokenizer for some model types.
-    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
-    _listed_stop_ids(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as e:  # the tokenizers library raises plain Exception
-        reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files beside the model") from e
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
-    return tokenizer
-
-
-def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token, and those of the model's configs."""
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
-
-
-def _listed_stop_ids(folder: Path) -> list[int]:
-    ids: list[int] = []
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        listed = _read_json(path).get("eos_token_id") if path.is_file() else None
-        more = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        for token in more:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {listed!r}")
-        ids += more
-    return ids
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; mend or delete it") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no table of keys; mend or delete it")
-    return content
 
 
 def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:

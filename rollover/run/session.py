@@ -29,6 +29,7 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.environments.scorer import Scorer
 from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.hf.architecture import Architecture
+from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report import throughput
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -45,7 +46,7 @@ from rollover.run.checks import check_capabilities, check_context
 from rollover.run.config import RunConfig, resolved
 from rollover.run.directory import RunDir
 from rollover.run.evaluation import Evaluator
-from rollover.run.prepare import check_model, fitted, initial_policy, load_tokenizer, stop_token_ids
+from rollover.run.prepare import check_model, fitted, initial_policy
 from rollover.run.trust import Trust, open_trust
 from rollover.tasks.fingerprint import same_datasets
 from rollover.tasks.source import RowSource, eval_sources, held_out_texts, train_source

@@ -10,13 +10,13 @@ an answer column is there too; the column counts as both, prompt and answer.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollover.environments.columns import REPLY, has_value, is_there, read_column
+from rollover.environments.conversation import ends_with_reply, is_messages, split_conversation
 from rollover.errors import DataError
 from rollover.tasks.config import SourceConfig
-from rollover.tasks.conversation import ends_with_reply, is_messages, split_conversation
 
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages")
 ANSWER_COLUMNS = (
@@ -27,9 +27,6 @@ ANSWER_COLUMNS = (
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
 )
-
-REPLY = "answer"
-"""What a reward function calls the reply where it is the reference."""
 
 
 class ColumnMap:
@@ -52,7 +49,7 @@ class ColumnMap:
         self._prompt = prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
         self._replies = ends_with_reply(_require(first, self._prompt, key=self._prompt_key, where=where))
         self._answer = answer
-        if answer is None and self._replies and not any(_has(first, name) for name in ANSWER_COLUMNS):
+        if answer is None and self._replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
             self._answer = self._prompt
         elif answer is None and config.reward.needs_answer:
             self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
@@ -121,42 +118,12 @@ class ColumnMap:
         return (*self._travelling, REPLY) if self._replies and self._answer == self._prompt else self._travelling
 
 
-def read_column(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path. Raises ``KeyError`` when a part is missing."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping):
-            raise KeyError(path)
-        value = value[part]
-    return value
-
-
-def read_reply(row: Mapping[str, Any], path: str | None) -> str | None:
-    """The assistant's turn that ends the messages at ``path``; ``None`` where there is none."""
-    content = _messages_at(row, path)
-    return split_conversation(content, "the row").reply if content else None
-
-
-def read_messages(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
-    """The messages at ``path`` without a reply; ``None`` where there is text or nothing."""
-    content = _messages_at(row, path)
-    return split_conversation(content, "the row").prompt if content else None
-
-
-def read_reference(row: Mapping[str, Any], *, answer: str, prompt: str | None) -> Any:
-    """The reference answer at the path ``answer``, which may be that of the prompt."""
-    reply = read_reply(row, prompt) if answer == prompt else None
-    return read_column(row, answer) if reply is None else reply
-
-
 def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str | None:
     """The only candidate that ``row`` holds; ``None`` when it holds none.
 
     Raises ``DataError`` when it holds several; ``key`` names the setting that chooses among them.
     """
-    present = [name for name in candidates if _has(row, name)]
+    present = [name for name in candidates if has_value(row, name)]
     if len(present) > 1:
         raise DataError(
             f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; set {key} to one of them"
@@ -164,18 +131,11 @@ def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, 
     return present[0] if present else None
 
 
-def _messages_at(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
-    if path is None or not _has(row, path):
-        return None
-    content = read_column(row, path)
-    return content if is_messages(content) else None
-
-
 def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str:
     found = find_column(row, candidates, key=key, where=where)
     if found is None:
         for name in candidates:
-            if _is_there(row, name):
+            if is_there(row, name):
                 raise _lacking(row, name, "null", key=key, where=where)
         raise DataError(
             f"{where}: none of the columns {', '.join(candidates)} is there; "
@@ -185,8 +145,8 @@ def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, wher
 
 
 def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:
-    if not _has(row, path):
-        raise _lacking(row, path, "null" if _is_there(row, path) else "missing", key=key, where=where)
+    if not has_value(row, path):
+        raise _lacking(row, path, "null" if is_there(row, path) else "missing", key=key, where=where)
     return read_column(row, path)
 
 
@@ -194,23 +154,6 @@ def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: 
     return DataError(
         f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; mend the row or change {key}"
     )
-
-
-def _is_there(row: Mapping[str, Any], path: str) -> bool:
-    """Whether the row holds it, be it null."""
-    try:
-        read_column(row, path)
-    except KeyError:
-        return False
-    return True
-
-
-def _has(row: Mapping[str, Any], path: str) -> bool:
-    """Whether the row holds a value for it."""
-    if not _is_there(row, path):
-        return False
-    value = read_column(row, path)
-    return value is not None and not (isinstance(value, float) and math.isnan(value))  # NaN stands for null in tables
 
 
 def _top(row: Mapping[str, Any], path: str) -> str:

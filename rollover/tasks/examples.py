@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from rollover.environments.columns import read_column, read_reply
+from rollover.environments.reasoning_gym import thaw
 from rollover.errors import DataError
-from rollover.tasks.columns import ANSWER_COLUMNS, find_column, read_column, read_reply
+from rollover.tasks.columns import ANSWER_COLUMNS, find_column
 from rollover.tasks.config import SourceConfig
-from rollover.tasks.gym import thaw
 from rollover.tasks.source import PromptSource
 from rollover.tasks.worked import worked_solution
 from rollover.types import Prompt

@@ -7,23 +7,12 @@ after it the tokenizer adds none; plain text gets those the tokenizer adds by it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from rollover.environments.conversation import is_messages
 from rollover.errors import DataError
+from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.conversation import is_messages
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that tasks need."""
-
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 class Encoded(NamedTuple):

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollover.environments.function import function_columns
+from rollover.environments.reasoning_gym import MAX_ROWS, GymDataset, freeze, gym_seed
 from rollover.environments.rewards import RewardSpec, build_reward
 from rollover.errors import DataError
+from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import SourceConfig, TasksConfig
-from rollover.tasks.gym import MAX_ROWS, GymDataset, freeze, gym_seed
 from rollover.tasks.mixture import MixtureSource, PromptSource
-from rollover.tasks.prompts import Encoded, PromptEncoder, Tokenizer
+from rollover.tasks.prompts import Encoded, PromptEncoder
 from rollover.tasks.rows import Rows, open_rows
 from rollover.types import Prompt
 

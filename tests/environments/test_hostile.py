@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.environments.keeper import describe_exit
 from rollover.environments.rewards import RewardSpec
 from rollover.environments.scorer import Scorer
 from rollover.errors import RewardError
-from rollover.tasks.config import RewardConfig
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
 

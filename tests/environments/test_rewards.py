@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.config import RewardConfig
+from rollover.environments.reasoning_gym import GymDataset, freeze
 from rollover.environments.rewards import RewardSample, RewardSpec, build_reward, extract_answer
 from rollover.errors import DataError, RewardError
-from rollover.tasks.config import RewardConfig
-from rollover.tasks.gym import GymDataset, freeze
 
 FUNCTIONS = "tests.environments.functions"
 

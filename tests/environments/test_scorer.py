@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.environments.outcome import outcome
 from rollover.environments.rewards import RewardSample, RewardSpec, build_reward
 from rollover.environments.scorer import Scorer
 from rollover.errors import DataError, RewardError
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.source import train_source
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.environments.words import char_tokenizer, ids

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rollover.environments.channel import LOST
+from rollover.environments.config import RewardConfig
 from rollover.environments.rewards import RewardSample, RewardSpec
-from rollover.tasks.config import RewardConfig
 
 _PATIENCE_S = 120.0
 

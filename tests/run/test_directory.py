@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.environments.config import RewardConfig
 from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
 from rollover.run.config import ModelConfig, RunConfig, resolved
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.trainer.config import TrainerConfig
 
 CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.environments.config import RewardConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 
 GYM: dict[str, Any] = {"kind": "reasoning_gym", "name": "chain_sum"}
 FILE: dict[str, Any] = {"kind": "jsonl", "name": "f", "path": "f.jsonl", "reward": RewardConfig(kind="exact")}

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.environments.rewards import RewardSample, build_reward
 from rollover.errors import DataError
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.examples import examples
 from rollover.tasks.mixture import PromptSource
 from rollover.tasks.source import check_source, eval_sources, train_source

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.errors import DataError
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.examples import examples
 from rollover.tasks.source import train_source
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.errors import DataError
 from rollover.tasks import data_file as data_files
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.data_file import DataFile
 from rollover.tasks.fingerprint import Fingerprint, same_datasets
 from rollover.tasks.rows import open_rows

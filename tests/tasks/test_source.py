@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollover.environments.config import RewardConfig
 from rollover.errors import DataError
-from rollover.tasks.config import RewardConfig, SourceConfig, TasksConfig
+from rollover.tasks.config import SourceConfig, TasksConfig
 from rollover.tasks.mixture import PromptSource
 from rollover.tasks.source import eval_sources, held_out_texts, train_source
 from tests.environments.words import CHAT, char_tokenizer, ids

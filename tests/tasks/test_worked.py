@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.reasoning_gym import GymDataset, freeze, thaw
 from rollover.environments.rewards import extract_answer
 from rollover.errors import DataError
-from rollover.tasks.gym import GymDataset, freeze, thaw
 from rollover.tasks.worked import worked_solution
 
 LINE = re.compile(r"(-?\d+) ([-+*%]) (-?\d+) = (-?\d+)")

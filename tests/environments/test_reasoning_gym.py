@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollover.environments.reasoning_gym import CHUNK, MAX_ROWS, GymDataset, freeze, gym_seed, thaw
 from rollover.errors import DataError
-from rollover.tasks.gym import CHUNK, MAX_ROWS, GymDataset, freeze, gym_seed, thaw
 
 SMALL = {"max_terms": 3, "max_digits": 1}
 

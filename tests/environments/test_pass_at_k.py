@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.environments.evaluate import ScoredPrompt, evaluate, pass_at_k
+from rollover.environments.pass_at_k import ScoredPrompt, evaluate, pass_at_k
 
 
 @given(n=st.integers(1, 8), data=st.data())

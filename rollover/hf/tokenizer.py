@@ -1,0 +1,68 @@
+"""The tokenizer of a Hugging Face folder, and the tokens that end a response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollover.errors import ModelError
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer(Protocol):
+    """Covers the part of a Hugging Face tokenizer that Rollover uses."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
+    from transformers import AutoTokenizer
+
+    # Without its files, transformers makes up an empty tokenizer for some model types.
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
+    _listed_stop_ids(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # the tokenizers library raises plain Exception
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files beside the model") from e
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
+    return tokenizer
+
+
+def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token, and those of the model's configs."""
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
+
+
+def _listed_stop_ids(folder: Path) -> list[int]:
+    ids: list[int] = []
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+        more = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        for token in more:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {listed!r}")
+        ids += more
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; mend or delete it") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no table of keys; mend or delete it")
+    return content

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Mismatch:
     """From log-probs at temperature 1."""
 
 
-def proving_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, ...], ...]:
+def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, ...], ...]:
     """Random ones of several lengths that leave room for a token."""
     drawn = random.Random(0)
     return tuple(
@@ -76,7 +77,7 @@ def default_tolerance(*number_formats: str) -> float:
     return FLOAT32_TOLERANCE if set(number_formats) == {"float32"} else HALF_TOLERANCE
 
 
-async def prove_logprobs(
+async def check_logprobs(
     engine: Engine,
     reference: Reference,
     *,
@@ -111,7 +112,7 @@ async def prove_logprobs(
 
 async def _draw(engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int) -> tuple[int, float]:
     """A token and the log-prob that the engine reports."""
-    name = f"prove-logprobs-{seed}."
+    name = f"logprob-check-{secrets.token_hex(8)}-{seed}."  # no other check, of whatever version, may have this id
     request = GenerateRequest(
         request_id=name,
         sample_key=name,

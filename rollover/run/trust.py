@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover.engine.base import Engine
-from rollover.engine.logprob_check import TEMPERATURES, Reference, default_tolerance, prove_logprobs, proving_prompts
+from rollover.engine.logprob_check import TEMPERATURES, Reference, check_logprobs, check_prompts, default_tolerance
 from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.pool import EnginePool
@@ -83,7 +83,7 @@ class Trust:
         self._engine = engine
         self._pool = engine if isinstance(engine, EnginePool) else None
         self._policy = policy
-        self._prompts = proving_prompts(min(num_tokens, policy.vocab_size), engine.capabilities.max_context_tokens)
+        self._prompts = check_prompts(min(num_tokens, policy.vocab_size), engine.capabilities.max_context_tokens)
         self._later = (temperature,)
         self._tolerance = tolerance
         self._remedy = remedy
@@ -94,7 +94,7 @@ class Trust:
         self.has_begun = False
         """Whether all have proved themselves once."""
         if self._pool is not None:
-            self._pool.prove_with(self._prove)
+            self._pool.check_logprobs_with(self._prove)
 
     async def expect(self, version: int) -> None:
         """Note what the trainer's weights, of this version, say of the proving prompts. They must rest meanwhile."""
@@ -113,7 +113,7 @@ class Trust:
         """
         failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
-            failed = await self._pool.prove(strict=not self.has_begun)
+            failed = await self._pool.check_logprobs(strict=not self.has_begun)
         elif not self.has_begun:
             await self._prove(self._engine, version)
         self.has_begun = True
@@ -140,7 +140,7 @@ class Trust:
         reference = self._references.get(version)
         if reference is None:
             raise EngineError(f"{engine!r} cannot be proved: nothing to compare weights version {version} with")
-        await prove_logprobs(
+        await check_logprobs(
             engine,
             reference,
             tolerance=self._tolerance,

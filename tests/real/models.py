@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.engine.logprob_check import Reference, proving_prompts
+from rollover.engine.logprob_check import Reference, check_prompts
 from rollover.hf.companions import read_companions
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import load_policy, save_model
@@ -65,7 +65,7 @@ def logprobs(folder: Path, prompt: tuple[int, ...], response: tuple[int, ...], t
 def reference(folder: Path) -> Reference:
     """What transformers says of the token after each of the proving prompts."""
     model = _transformers_model(folder)
-    prompts = proving_prompts(model.config.vocab_size, model.config.max_position_embeddings)
+    prompts = check_prompts(model.config.vocab_size, model.config.max_position_embeddings)
     with torch.no_grad():
         rows = [model(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
     return Reference(version=0, prompts=prompts, logits_PV=np.stack(rows))

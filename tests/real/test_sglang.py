@@ -17,7 +17,7 @@ import pytest
 
 from rollover import cli
 from rollover.engine.base import WeightSource
-from rollover.engine.logprob_check import prove_logprobs
+from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.engine import SGLangEngine
@@ -25,7 +25,7 @@ from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.engine.vllm_kit import model_folder
+from tests.engine.servers.vllm.kit import model_folder
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
@@ -195,7 +195,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
 def test_the_log_probs_are_those_of_the_distribution_at_every_temperature(url: str, folders: tuple[Path, Path]) -> None:
     async def law() -> None:
         async with opened(url, folders[0]) as engine:
-            measured = await prove_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
+            measured = await check_logprobs(engine, reference(folders[0]), tolerance=TOLERANCE, remedy="")
             assert all(m.processed < TOLERANCE < m.raw for m in measured if m.temperature != 1)
 
     asyncio.run(law())

@@ -17,7 +17,7 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.base import WeightSource
-from rollover.engine.logprob_check import prove_logprobs
+from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
@@ -195,7 +195,7 @@ def test_log_probs_are_those_of_each_version_at_each_temperature(
         async with engine_of(servers[0], folders["first"]) as engine:
             for version, name in ((0, "first"), (1, "second"), (2, "first")):
                 await update(engine, version, folders[name])
-                measured = await prove_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
+                measured = await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
                 assert measured[1].raw > 0.05, "temperature makes a difference that would be seen"
 
     within_deadline(law)

@@ -16,7 +16,7 @@ import pytest
 from rollover import cli
 from rollover.run.directory import RunDir
 from tests import runs
-from tests.engine.model_server import ModelServer, serving
+from tests.engine.servers.model_server import ModelServer, serving
 
 CONTEXT = 80
 

@@ -20,7 +20,7 @@ from rollover import cli
 from rollover.hf import architecture
 from rollover.types import WasteCause
 from tests import runs
-from tests.engine.model_server import ModelServer, serving
+from tests.engine.servers.model_server import ModelServer, serving
 
 CONTEXT = 80
 SAMPLES = 32
@@ -185,6 +185,6 @@ def test_a_proof_leaves_no_trace_in_a_deterministic_run(
 
     args = ["--deterministic", "true", "--steps", "2", "--engine.cpu_kernels", kernels]
     assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
-    monkeypatch.setattr("rollover.run.trust.prove_logprobs", skipped)
+    monkeypatch.setattr("rollover.run.trust.check_logprobs", skipped)
     assert cli.main(["train", "run.toml", "--run-dir", "unproved", *args]) == 0
     assert runs.weights(Path("proved"), 2) == runs.weights(Path("unproved"), 2)

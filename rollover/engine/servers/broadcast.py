@@ -27,7 +27,7 @@ BUCKET_BYTES = 1 << 30
 """What is announced to a server, and held by it, at a time."""
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """Rank 0 of a group whose other ranks are a server's workers. All methods but ``close`` block."""
 
     @property

@@ -27,7 +27,7 @@ class Delta:
     """Where the server itself says which weights sampled these tokens; else the version in force."""
 
 
-class Call:
+class GenerationCall:
     """Kept true: the stream gets exactly one last item, a chunk with a finish reason or an exception; every
     token on it was checked."""
 

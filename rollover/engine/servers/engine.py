@@ -2,7 +2,7 @@
 
 ::
 
-    generate ──▶ Call.stream ◀── reader task ◀── events of the server, one stream per call
+    generate ──▶ GenerationCall.stream ◀── reader task ◀── events of the server, one stream per call
     abort ─────▶ asks the server until each call has ended; believes the ends of the calls and nothing else
     pause ─────▶ holds new calls back here, freezes running ones there, waits until the streams are silent
     load ──────▶ checks the folder, replaces the weights, reads the version back; then labels tokens with it
@@ -10,7 +10,7 @@
 What it keeps true: a token is labelled with a version only after the server has confirmed it; calls are sent
 to a server only while it serves the weights we think it does (one that has been silent for ``RESTART_S`` is
 asked first, since it may be a new process); every open call ends, whatever the server does; a server that another
-run uses is left as it is (``claim``); one that we have frozen goes on, whatever becomes of us.
+run uses is left as it is (``ownership``); one that we have frozen goes on, whatever becomes of us.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
-from rollover.engine.servers.call import Call, Delta
-from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.abort import Stopper
+from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.launch import ServerProcess
-from rollover.engine.servers.served import ServedWeights
-from rollover.engine.servers.stopping import Stopper
+from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.served_weights import ServedWeights
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason, SamplingParams
@@ -48,7 +48,7 @@ class ServerEngine(ABC):
     Args:
         folder: the model it should serve, and its weights at version 0.
         process: the server, where it was started by us; closed with the engine.
-        claim: of the run that it serves; of one that nobody else is when left out.
+        ownership: of the run that it serves; of one that nobody else is when left out.
         keeps_calls_over_update: running calls go on after a weight load.
         keeps_cache_over_update: they do so with the cache that they had.
     """
@@ -60,7 +60,7 @@ class ServerEngine(ABC):
         folder: Path,
         *,
         process: ServerProcess | None = None,
-        claim: Claim | None = None,
+        ownership: Ownership | None = None,
         keeps_calls_over_update: bool = False,
         keeps_cache_over_update: bool = False,
     ) -> None:
@@ -75,12 +75,12 @@ class ServerEngine(ABC):
         )
         self._config = config
         self._process = process
-        self._served = ServedWeights(self, client, claim or Claim(), folder)
+        self._served = ServedWeights(self, client, ownership or Ownership(), folder)
         self._keeps_calls = keeps_calls_over_update
         self._keeps_cache = keeps_cache_over_update
         self._frozen = False
         """Whether we may have stopped the server and not let it go on."""
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, GenerationCall] = {}
         self._used_ids: set[str] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._checking: asyncio.Task[None] | None = None
@@ -121,7 +121,7 @@ class ServerEngine(ABC):
         """
 
     @abstractmethod
-    def _decode(self, call: Call) -> AsyncGenerator[Delta, None]:
+    def _decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         """Send the call and stream what comes. Raises ``EngineError``."""
 
     @abstractmethod
@@ -217,7 +217,7 @@ class ServerEngine(ABC):
         await self.client.close()
         if self._process is not None:
             await self._process.stop()
-        self._served.claim.release()
+        self._served.ownership.release()
 
     async def _in_time(self, goodbye: Coroutine[Any, Any, None]) -> None:
         with suppress(EngineError, TimeoutError):
@@ -321,7 +321,7 @@ class ServerEngine(ABC):
         if self._closed:
             raise EngineError(f"{self} is closed; {what} came too late")
 
-    def _admit(self, request: GenerateRequest) -> Call:
+    def _admit(self, request: GenerateRequest) -> GenerationCall:
         self._refuse_when_closed("generate")
         if request.request_id in self._used_ids:
             raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per hop")
@@ -340,7 +340,7 @@ class ServerEngine(ABC):
         if params.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(self.model.path)
         patience = Patience(first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s)
-        call = Call(request, patience, self.model.vocab_size)
+        call = GenerationCall(request, patience, self.model.vocab_size)
         self._used_ids.add(request.request_id)
         self._calls[request.request_id] = call
         return call
@@ -353,7 +353,7 @@ class ServerEngine(ABC):
         await self._thaw()
         self._frozen = False
 
-    async def _read(self, call: Call) -> None:
+    async def _read(self, call: GenerationCall) -> None:
         """From sending a call to its end; after a stop string that only we have seen, on to the server's end
         of it."""
         try:
@@ -372,7 +372,7 @@ class ServerEngine(ABC):
         finally:
             self._calls.pop(call.request.request_id, None)
 
-    def _take(self, call: Call, delta: Delta) -> None:
+    def _take(self, call: GenerationCall, delta: Delta) -> None:
         stops = call.request.params.stop_strings
 
         def completes() -> bool:
@@ -394,17 +394,17 @@ class ServerEngine(ABC):
             if delta.finish_reason is None:  # the server does not know yet
                 self._in_background(self._finish_off(call))
 
-    def _end(self, call: Call, reason: FinishReason) -> None:
+    def _end(self, call: GenerationCall, reason: FinishReason) -> None:
         """End a call from here; nothing more of its stream is read."""
         call.end(reason, self._served.version)
         self._calls.pop(call.request.request_id, None)
         if call.reader is not None:
             call.reader.cancel()
 
-    def _sent(self) -> list[Call]:
+    def _sent(self) -> list[GenerationCall]:
         return [call for call in self._calls.values() if call.sent]
 
-    async def _finish_off(self, call: Call) -> None:
+    async def _finish_off(self, call: GenerationCall) -> None:
         """Stop in the server a call that has ended here."""
         assert call.reader is not None
         with suppress(EngineError, TimeoutError):

@@ -1,6 +1,6 @@
 """Inference servers as child processes: started, waited for, stopped, never left behind.
 
-What it keeps true: a server ends with this process, however this process ends (see ``guard``); its output is
+What it keeps true: a server ends with this process, however this process ends (see ``supervisor``); its output is
 in a log file, whose end is part of every message about a server that did not come up.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from rollover.errors import EngineError, EngineTimeout
 from rollover.privacy import Redactor, make_private
 
-_GUARD = Path(__file__).with_name("guard.py")
+_PROGRAM = Path(__file__).with_name("supervisor.py")
 _TAIL_LINES = 25
 _POLL_S = 0.5
 
@@ -47,12 +47,12 @@ class ServerProcess:
         self._ready = ready
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._guard: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.subprocess.Process | None = None
 
     @property
     def exited(self) -> bool:
         """Whether it was started and is no more."""
-        return self._guard is not None and self._guard.returncode is not None
+        return self._supervisor is not None and self._supervisor.returncode is not None
 
     async def start(self) -> None:
         """Start it and return when it is ready.
@@ -63,10 +63,10 @@ class ServerProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         make_private(self._log)  # servers print their arguments
         with self._log.open("ab") as log:
-            self._guard = await asyncio.create_subprocess_exec(
+            self._supervisor = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
-                str(_GUARD),
+                str(_PROGRAM),
                 str(self._stop_timeout_s),
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
@@ -90,17 +90,17 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """Ask it to stop, kill it if it does not; return when it is gone."""
-        guard = self._guard
-        if guard is None:
+        supervisor = self._supervisor
+        if supervisor is None:
             return
-        if guard.stdin is not None:
-            guard.stdin.close()
+        if supervisor.stdin is not None:
+            supervisor.stdin.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._stop_timeout_s + 5.0):
-                await guard.wait()
+                await supervisor.wait()
         with suppress(ProcessLookupError):
-            os.killpg(guard.pid, signal.SIGKILL)
-        await guard.wait()
+            os.killpg(supervisor.pid, signal.SIGKILL)
+        await supervisor.wait()
 
     async def _answers(self) -> None:
         while True:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.clock import Clock
-from rollover.engine.servers.claim import Claim
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.launch import ServerProcess, free_port
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout
 
@@ -28,7 +28,7 @@ _NOT_THERE = ("No module named", "cannot be started")
 class ServerKind:
     """How servers of one kind are started and spoken to."""
 
-    engine: Callable[[HTTPClient, ServerProcess | None, Claim], ServerEngine]
+    engine: Callable[[HTTPClient, ServerProcess | None, Ownership], ServerEngine]
     arguments: Callable[[int], list[str]]
     """What the command is given so that it serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
@@ -53,13 +53,13 @@ async def open_servers(
             starting = [_start(config, kind, number, run, logs, stack) for number in range(config.num_servers)]
             engines = await _all(starting)
         else:
-            claims = []
+            ownerships = []
             for url in config.urls:
-                claims.append(claim := Claim.on_this_machine(url, run))
-                stack.callback(claim.release)
+                ownerships.append(ownership := Ownership.on_this_machine(url, run))
+                stack.callback(ownership.release)
             engines = [
-                kind.engine(HTTPClient(url, config), None, claim)
-                for url, claim in zip(config.urls, claims, strict=True)
+                kind.engine(HTTPClient(url, config), None, ownership)
+                for url, ownership in zip(config.urls, ownerships, strict=True)
             ]
         for engine in engines:
             stack.push_async_callback(engine.close)
@@ -105,7 +105,7 @@ async def _start(
             f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
             f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
         ) from None
-    return kind.engine(client, process, Claim(run))
+    return kind.engine(client, process, Ownership(run))
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -6,7 +6,7 @@ left out for a while.
     generate ─▶ the member with most room, or that of its siblings
                 └─ one that fails or is taken out ends its calls with EngineError: they are resumed elsewhere
     watcher, one per member:
-        up ──a call failed, probes late──▶ down ──▶ revive, load the current weights, probe, prove ──▶ up
+        up ──a call failed, probes late──▶ down ──▶ revive, load the current weights, probe, check log-probs ──▶ up
     distrust ──▶ down for good
 
 ====================  ==========================  =========================================================
@@ -44,14 +44,14 @@ from rollover.engine.base import (
     WeightTarget,
 )
 from rollover.engine.servers.membership import Health, Membership
-from rollover.engine.servers.waiting import in_time, wait_for_any
+from rollover.engine.servers.timeouts import in_time, wait_for_any
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Prove = Callable[[Engine, int], Coroutine[Any, Any, None]]
-"""(a member, the version it serves): returns once it has proved that it samples from those weights, else raises
+LogprobCheck = Callable[[Engine, int], Coroutine[Any, Any, None]]
+"""(a member, the version it serves): returns when its log-probs are those of these weights, else raises
 ``EngineError``. Needs no more of it than ``generate``."""
 
 
@@ -68,7 +68,7 @@ class PoolMember(Engine, WeightTarget, Protocol):
         ...
 
 
-class _Call:
+class _PoolCall:
     """An open ``generate``: with a member, or waiting for one."""
 
     def __init__(self) -> None:
@@ -115,16 +115,16 @@ class EnginePool:
         )
         self._version = 0
         self._source = source
-        self._prove: Prove | None = None
-        self._unproved: set[int] = set()
-        """Members that are out because they failed their proof."""
+        self._check: LogprobCheck | None = None
+        self._mismatched: set[int] = set()
+        """Members that are out because they failed the log-prob check."""
         self._paused: set[int] | None = None
         """Members that may stand still, while the pool is paused."""
         self._stopping: set[int] = set()
         """Those of them that do not yet: they are still probed, for one that hangs never will."""
         self._out_since_s: float | None = None
         """When somebody began to wait because no member was up."""
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _PoolCall] = {}
         self._closing: dict[str, int] = {}
         """Where calls run that were closed before their end, until somebody asks for their abort."""
         self._used_ids: set[str] = set()
@@ -176,7 +176,7 @@ class EnginePool:
         if request.request_id in self._used_ids:
             raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per hop")
         self._used_ids.add(request.request_id)
-        call = self._calls[request.request_id] = _Call()
+        call = self._calls[request.request_id] = _PoolCall()
         try:
             call.index = await self._assign(request, call)
             if call.index is None:
@@ -297,18 +297,18 @@ class EnginePool:
 
     # -- which members sample what they say ------------------------------------------------------------------
 
-    def prove_with(self, prove: Prove) -> None:
-        """From now on a member that comes back gets calls only once it has proved itself."""
-        self._prove = prove
+    def check_logprobs_with(self, check: LogprobCheck) -> None:
+        """From now on a member that comes back gets calls only once it has passed the log-prob check."""
+        self._check = check
 
-    async def prove(self, *, strict: bool = False) -> dict[str, EngineError]:
-        """Have every member in service prove itself, all at once. Returns those that failed, which are taken out.
+    async def check_logprobs(self, *, strict: bool = False) -> dict[str, EngineError]:
+        """Check the log-probs of every member in service, all at once. Returns those that failed, which are taken out.
 
         Raises ``EngineMismatch`` when all are found to sample from something else; when one is, if ``strict``.
         """
-        assert self._prove is not None, "there is a way to prove it"
-        prove, version, members = self._prove, self._version, self._state.in_service
-        failed = await self._each(members, lambda index: prove(self._members[index], version))
+        assert self._check is not None, "there is a way to check them"
+        check, version, members = self._check, self._version, self._state.in_service
+        failed = await self._each(members, lambda index: check(self._members[index], version))
         mismatched = {index: e for index, e in failed.items() if isinstance(e, EngineMismatch)}
         if strict and mismatched:
             raise next(iter(mismatched.values()))
@@ -316,11 +316,11 @@ class EnginePool:
         if members and mismatched.keys() == {*members}:
             reasons = "; ".join(map(str, failed.values()))
             raise EngineMismatch(f"no engine samples from weights version {version}: {reasons}")
-        self._unproved |= mismatched.keys()
+        self._mismatched |= mismatched.keys()
         return {self._state.members[index].name: e for index, e in failed.items()}
 
     def distrust(self, name: str, reason: str) -> None:
-        """Take a member out for good: it has said what is not so, in a way that a proof would not show. Its calls end
+        """Take a member out for good: what it reported was wrong although its log-prob check passed. Its calls end
         with ``EngineError``. One that is not of this pool is none the worse.
 
         Raises ``EngineMismatch`` when no other is left that is up or may come back.
@@ -347,7 +347,7 @@ class EnginePool:
             finish_reason=FinishReason.ABORT,
         )
 
-    async def _assign(self, request: GenerateRequest, call: _Call) -> int | None:
+    async def _assign(self, request: GenerateRequest, call: _PoolCall) -> int | None:
         """The member for a call; ``None`` when it was aborted meanwhile. Waits for one to come up, since all
         may be out for a moment."""
         while not call.aborted.is_set():
@@ -482,19 +482,19 @@ class EnginePool:
                 finally:
                     await in_time(engine.resume(), switch_s, name, "go on")
                 await engine.probe(decode=True)
-                if self._prove is not None:
-                    await self._prove(engine, version)
+                if self._check is not None:
+                    await self._check(engine, version)
                 if self._paused is None and version == self._version:
                     break
         except EngineError as e:
             self._state.take_out(index, str(e), self._clock.now_s())
-            if isinstance(e, EngineMismatch) and index not in self._unproved:
-                self._unproved.add(index)
+            if isinstance(e, EngineMismatch) and index not in self._mismatched:
+                self._mismatched.add(index)
                 logger.warning("%s stays out: %s", self._state.members[index].name, e)
             return
         if self._state.members[index].is_expelled:
             return
-        self._unproved.discard(index)
+        self._mismatched.discard(index)
         logger.warning("%s is back with weights version %d", self._state.members[index].name, self._version)
         self._lost[index].clear()
         self._is_up(index)

@@ -17,7 +17,7 @@ class ModelInfo(Answer):
     preferred_sampling_params: Any = None
 
 
-class ServerInfo(Answer):
+class SGLangServerInfo(Answer):
     """The server's settings."""
 
     max_req_input_len: Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -29,21 +29,21 @@ class ServerInfo(Answer):
     pp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
 
 
-class Load(Answer):
+class SchedulerLoad(Answer):
     num_running_reqs: Count
     num_waiting_reqs: Count
 
 
-class Loads(Answer):
-    loads: list[Load]
+class SchedulerLoads(Answer):
+    loads: list[SchedulerLoad]
 
 
-class Outcome(Answer):
+class UpdateOutcome(Answer):
     success: bool
     message: Shown | None = None
 
 
-class Span(Answer):
+class WeightSpan(Answer):
     """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them."""
 
     version: str
@@ -51,7 +51,7 @@ class Span(Answer):
     end: Count
 
 
-class FinishReason(Answer):
+class ReportedEnd(Answer):
     """Why a call has ended; also that it has failed."""
 
     type: Shown
@@ -63,9 +63,9 @@ class FinishReason(Answer):
 
 class Meta(Answer):
     completion_tokens: Count | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ReportedEnd | None = None
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
     cached_tokens: Count | None = None
 
 

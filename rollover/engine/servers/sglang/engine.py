@@ -30,13 +30,19 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.broadcast import Group, TorchGroup, address_towards
-from rollover.engine.servers.call import Call, Delta
-from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.broadcast import ProcessGroup, TorchGroup, address_towards
+from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.launch import ServerProcess
-from rollover.engine.servers.sglang.answers import Generation, Loads, ModelInfo, Outcome, ServerInfo
+from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.sglang.answers import (
+    Generation,
+    ModelInfo,
+    SchedulerLoads,
+    SGLangServerInfo,
+    UpdateOutcome,
+)
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.transfer import send_weights
@@ -58,14 +64,14 @@ class SGLangEngine(ServerEngine):
         folder: Path,
         *,
         process: ServerProcess | None = None,
-        claim: Claim | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         super().__init__(
             client,
             config,
             folder,
             process=process,
-            claim=claim,
+            ownership=ownership,
             keeps_calls_over_update=True,
             keeps_cache_over_update=config.kv_on_update == "keep",
         )
@@ -146,9 +152,9 @@ class SGLangEngine(ServerEngine):
         }
         return await self.client.ask(Generation, "POST", "/generate", body=body, timeout_s=timeout_s)
 
-    async def _scheduler_answers(self, *, timeout_s: float | None = None) -> ServerInfo:
+    async def _scheduler_answers(self, *, timeout_s: float | None = None) -> SGLangServerInfo:
         """The server's settings, which it does not give without its scheduler; that one takes calls in order."""
-        return await self.client.ask(ServerInfo, "GET", "/server_info", timeout_s=timeout_s)
+        return await self.client.ask(SGLangServerInfo, "GET", "/server_info", timeout_s=timeout_s)
 
     async def _check_health(self, *, decode: bool, timeout_s: float) -> None:
         """Not by ``/health``: a paused server fails that after a while."""
@@ -158,14 +164,14 @@ class SGLangEngine(ServerEngine):
 
     # -- decoding --------------------------------------------------------------------------------------------
 
-    async def _decode(self, call: Call) -> AsyncGenerator[Delta, None]:
+    async def _decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         """Tokens that come before any weights are loaded are those of the version in force; others wait for the
         server's word."""
-        claim = self._served.claim
+        ownership = self._served.ownership
         reply = Reply(
             call.request,
             label=self._served.label,
-            version_of=claim.version,
+            version_of=ownership.version,
             incremental=self._incremental,
             shown=self.client.reader.shown,
         )
@@ -184,7 +190,7 @@ class SGLangEngine(ServerEngine):
                 for delta in deltas:
                     yield delta
 
-    def _admit(self, request: GenerateRequest) -> Call:
+    def _admit(self, request: GenerateRequest) -> GenerationCall:
         params = request.params
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             raise EngineError(
@@ -196,7 +202,7 @@ class SGLangEngine(ServerEngine):
             raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
         return super()._admit(request)
 
-    def _body(self, call: Call) -> dict[str, Any]:
+    def _body(self, call: GenerationCall) -> dict[str, Any]:
         """Every field that a server default could change is there."""
         request, params = call.request, call.request.params
         return {
@@ -226,11 +232,11 @@ class SGLangEngine(ServerEngine):
             "logprob_start_len": -1,
             "top_logprobs_num": 0,
             "return_text_in_logprobs": False,
-            "extra_key": self._served.claim.label(call.kv_version),
+            "extra_key": self._served.ownership.label(call.kv_version),
             "stream": True,
         }
 
-    def _count_cached(self, call: Call, event: Generation) -> None:
+    def _count_cached(self, call: GenerationCall, event: Generation) -> None:
         cached = min(event.meta_info.cached_tokens or 0, call.num_prompted_tokens)
         self._prefilled_tokens -= cached
         self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
@@ -264,7 +270,7 @@ class SGLangEngine(ServerEngine):
 
     async def _server_load(self) -> int:
         """Calls that the server runs or has queued, of all its ranks."""
-        answer = await self.client.ask(Loads, "GET", "/v1/loads", params={"include": "core"})
+        answer = await self.client.ask(SchedulerLoads, "GET", "/v1/loads", params={"include": "core"})
         return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in answer.loads)
 
     def _rid(self, request_id: str) -> str:
@@ -323,7 +329,7 @@ class SGLangEngine(ServerEngine):
 
     async def _have_read(self, label: str, folder: Path) -> None:
         answer = await self.client.ask(
-            Outcome,
+            UpdateOutcome,
             "POST",
             "/update_weights_from_disk",
             body={
@@ -337,7 +343,7 @@ class SGLangEngine(ServerEngine):
         if not answer.success:
             raise EngineError(f"{self} did not load {folder}: {answer.message or 'no reason given'}")
 
-    def _open_group(self, num_workers: int) -> Group:
+    def _open_group(self, num_workers: int) -> ProcessGroup:
         return TorchGroup(
             self._settings.weight_transfer,
             self._settings.transfer_host or address_towards(self.client.url),

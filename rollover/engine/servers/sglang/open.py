@@ -27,7 +27,9 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Pat
             )
         config = replace(config, urls=workers)
     kind = ServerKind(
-        engine=lambda client, process, claim: SGLangEngine(client, config, folder, process=process, claim=claim),
+        engine=lambda client, process, ownership: SGLangEngine(
+            client, config, folder, process=process, ownership=ownership
+        ),
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
         health_path="/health",

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta
-from rollover.engine.servers.sglang.answers import FinishReason as Ending
-from rollover.engine.servers.sglang.answers import Generation, Meta, Span
+from rollover.engine.servers.sglang.answers import Generation, Meta, ReportedEnd, WeightSpan
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 
@@ -77,7 +76,7 @@ class Reply:
             return self._labelled(_spans(meta, self.num_tokens, self._shown), self._finish_reason(reason))
         if not certain or not self._held:
             return []
-        return self._labelled([Span(version=self._label, start=0, end=self.num_tokens)], None)
+        return self._labelled([WeightSpan(version=self._label, start=0, end=self.num_tokens)], None)
 
     def _take(self, event: Generation) -> None:
         total, seen = event.meta_info.completion_tokens, self.num_tokens
@@ -95,7 +94,7 @@ class Reply:
         self._held += tokens
         self._last = ids[-1] if ids else self._last
 
-    def _labelled(self, spans: list[Span], reason: FinishReason | None) -> list[Delta]:
+    def _labelled(self, spans: list[WeightSpan], reason: FinishReason | None) -> list[Delta]:
         """All that is held, cut where the weights changed; ``reason`` goes with the last piece."""
         pieces = []
         for span in spans:
@@ -128,14 +127,14 @@ class Reply:
             )
         return version
 
-    def _refuse_failure(self, reason: Ending) -> None:
+    def _refuse_failure(self, reason: ReportedEnd) -> None:
         """A rejection or an inner error also has the type ``abort``; a status or an error type tells it apart."""
         if failure := reason.status_code or reason.err_type:
             raise EngineError(
                 f"{self._name}: the server ended it with {failure}: {reason.message or 'no reason given'}"
             )
 
-    def _finish_reason(self, reason: Ending) -> FinishReason:
+    def _finish_reason(self, reason: ReportedEnd) -> FinishReason:
         params, matched = self._request.params, reason.matched
         match reason.type:
             case "length":
@@ -160,7 +159,7 @@ class Reply:
         return self._request.request_id
 
 
-def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[Span]:
+def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[WeightSpan]:
     """Checked to cover the output without a gap."""
     spans = meta.weight_versions or []
     borders = [0, *(span.end for span in spans)]

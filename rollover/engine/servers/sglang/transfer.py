@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.broadcast import Bucket, Group, buckets, together
+from rollover.engine.servers.broadcast import Bucket, ProcessGroup, buckets, together
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.sglang.answers import Outcome, ServerInfo
+from rollover.engine.servers.sglang.answers import SGLangServerInfo, UpdateOutcome
 from rollover.errors import EngineError
 
 
@@ -25,7 +25,7 @@ async def send_weights(
     folder: Path,
     label: str,
     *,
-    open_group: Callable[[int], Group],
+    open_group: Callable[[int], ProcessGroup],
     flush_cache: bool,
     limit_s: float,
 ) -> None:
@@ -33,7 +33,7 @@ async def send_weights(
 
     Raises ``EngineError``; the server's weights are then neither the old nor the new ones.
     """
-    settings = await client.ask(ServerInfo, "GET", "/server_info")
+    settings = await client.ask(SGLangServerInfo, "GET", "/server_info")
     if settings.dp_size != 1 or settings.pp_size != 1:
         raise EngineError(
             f"{client} is data or pipeline parallel and takes weights from folders only: set engine.weight_transfer to"
@@ -41,7 +41,7 @@ async def send_weights(
         )
 
     async def ask(path: str, body: Any) -> None:
-        answer = await client.ask(Outcome, "POST", path, body=body, timeout_s=limit_s)
+        answer = await client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=limit_s)
         if not answer.success:
             raise EngineError(f"{client} refused POST {path}: {answer.message or 'no reason given'}")
 
@@ -82,6 +82,6 @@ def _described(piece: Bucket) -> dict[str, Any]:
     }
 
 
-def _send(group: Group, piece: Bucket) -> None:
+def _send(group: ProcessGroup, piece: Bucket) -> None:
     for tensor in piece.tensors():
         group.broadcast(tensor)

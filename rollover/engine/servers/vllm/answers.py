@@ -21,16 +21,16 @@ class Models(Answer):
     data: list[Model]
 
 
-class Device(Answer):
+class DeviceConfig(Answer):
     device: Any = None
     """A name, where it is written as one."""
 
 
 class EngineSettings(Answer):
-    device_config: Device
+    device_config: DeviceConfig
 
 
-class ServerInfo(Answer):
+class VLLMServerInfo(Answer):
     vllm_config: EngineSettings
 
 

@@ -22,20 +22,20 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.broadcast import Group
-from rollover.engine.servers.call import Call, Delta
-from rollover.engine.servers.claim import Claim
+from rollover.engine.servers.broadcast import ProcessGroup
+from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.launch import ServerProcess
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.vllm.answers import (
     Checksums,
     Choice,
     Completion,
     Models,
     PauseState,
-    ServerInfo,
     Success,
+    VLLMServerInfo,
     WeightInfo,
 )
 from rollover.engine.servers.vllm.checksums import MAX_BYTES, ChecksumRecord
@@ -60,7 +60,7 @@ class VLLMEngine(ServerEngine):
         folder: Path,
         *,
         process: ServerProcess | None = None,
-        claim: Claim | None = None,
+        ownership: Ownership | None = None,
         checksums: ChecksumRecord | None = None,
     ) -> None:
         keeps = config.kv_on_update == "keep"
@@ -69,7 +69,7 @@ class VLLMEngine(ServerEngine):
             config,
             folder,
             process=process,
-            claim=claim,
+            ownership=ownership,
             keeps_calls_over_update=keeps,
             keeps_cache_over_update=keeps,
         )
@@ -111,7 +111,7 @@ class VLLMEngine(ServerEngine):
 
     async def _bears_seeds(self) -> bool:
         params, limit_s = {"config_format": "json"}, self._settings.load_timeout_s
-        info = await self.client.ask(ServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
+        info = await self.client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
         device = info.vllm_config.device_config.device
         return isinstance(device, str) and not device.startswith("cpu")
 
@@ -145,7 +145,7 @@ class VLLMEngine(ServerEngine):
             "ignore_eos": True,
         }
 
-    async def _decode(self, call: Call) -> AsyncGenerator[Delta, None]:
+    async def _decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         stream = self.client.events(Completion, "/v1/completions", self._body(call), call.patience)
         async with aclosing(stream) as events:
             async for event in events:
@@ -153,7 +153,7 @@ class VLLMEngine(ServerEngine):
                 if event.choices:
                     yield _delta(event.choices[0])
 
-    def _body(self, call: Call) -> dict[str, Any]:
+    def _body(self, call: GenerationCall) -> dict[str, Any]:
         """Every field that a server default could change is there."""
         request, params = call.request, call.request.params
         return {
@@ -181,13 +181,13 @@ class VLLMEngine(ServerEngine):
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "cache_salt": self._served.claim.label(call.kv_version),
+            "cache_salt": self._served.ownership.label(call.kv_version),
             "stream": True,
             "stream_options": {"include_usage": True},
             "stream_interval": 1 if self._keeps_cache else self._settings.stream_interval_tokens,
         }
 
-    def _count_cached(self, call: Call, event: Completion) -> None:
+    def _count_cached(self, call: GenerationCall, event: Completion) -> None:
         """The last event of a stream may say how much of the prompt was cached."""
         details = event.usage.prompt_tokens_details if event.usage is not None else None
         if details is not None and (cached := min(details.cached_tokens or 0, call.num_prompted_tokens)):
@@ -241,7 +241,7 @@ class VLLMEngine(ServerEngine):
             return
         self._checksums.compare(folder, repr(self), found.checksums)
 
-    def _open_group(self, num_workers: int) -> Group:
+    def _open_group(self, num_workers: int) -> ProcessGroup:
         return NCCLGroup(num_workers)
 
     async def _reset_prefix_cache(self) -> None:

@@ -24,8 +24,8 @@ async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, c
     """See ``open_servers``."""
     checksums = ChecksumRecord()
     kind = ServerKind(
-        engine=lambda client, process, claim: VLLMEngine(
-            client, config, folder, process=process, claim=claim, checksums=checksums
+        engine=lambda client, process, ownership: VLLMEngine(
+            client, config, folder, process=process, ownership=ownership, checksums=checksums
         ),
         arguments=lambda port: launch_arguments(config, folder, port),
         env=launch_environment(config, folder),

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.engine.servers.broadcast import Bucket, Group, buckets, together
+from rollover.engine.servers.broadcast import Bucket, ProcessGroup, buckets, together
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.vllm.answers import WorldSize
 from rollover.errors import EngineError
@@ -33,7 +33,7 @@ async def send_weights(
     folder: Path,
     label: str,
     *,
-    open_group: Callable[[int], Group],
+    open_group: Callable[[int], ProcessGroup],
     limit_s: float,
 ) -> None:
     """Replace the weights of a paused server by those in ``folder``. ``open_group`` is given the number of its workers.
@@ -72,7 +72,7 @@ def _described(piece: Bucket) -> dict[str, Any]:
     }
 
 
-def _send(group: Group, piece: Bucket) -> None:
+def _send(group: ProcessGroup, piece: Bucket) -> None:
     for tensor in piece.tensors():
         group.broadcast(tensor)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from rollover.engine.servers.claim import Claim, how_to_free
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.ownership import Ownership, how_to_free
 from rollover.errors import EngineError
 
 
@@ -38,10 +38,10 @@ class LabelledWeights(Protocol):
 class ServedWeights:
     """``version`` and ``folder`` are what the server was given last; version 0 and the first folder until then."""
 
-    def __init__(self, server: LabelledWeights, client: HTTPClient, claim: Claim, folder: Path) -> None:
+    def __init__(self, server: LabelledWeights, client: HTTPClient, ownership: Ownership, folder: Path) -> None:
         self.version = 0
         self.folder = folder
-        self.claim = claim
+        self.ownership = ownership
         self._server = server
         self._client = client
         self._unfit: str | None = f"{client} is not open yet"
@@ -51,7 +51,7 @@ class ServedWeights:
     @property
     def label(self) -> str:
         """Of what the server was given last."""
-        return self.claim.label(self.version)
+        return self.ownership.label(self.version)
 
     def refuse_when_unfit(self) -> None:
         """Raises ``EngineError`` unless the server has the weights that it was given last."""
@@ -66,7 +66,7 @@ class ServedWeights:
         """Have the server load ``folder`` as ``version``. After an ``EngineError`` it has no weights that we know."""
         self._unfit = f"{self._client} failed while its weights were replaced; it has none that are known"
         self._num_installs += 1
-        await self._server.replace_weights(self.claim.label(version), folder)
+        await self._server.replace_weights(self.ownership.label(version), folder)
         await self._server.confirm(version, folder)
         self.version, self.folder, self._unfit = version, folder, None
         self._compare(await self._server.label())
@@ -86,7 +86,7 @@ class ServedWeights:
     async def refuse_when_taken(self) -> None:
         """Raises ``EngineError`` when the server belongs to another run, which may be alive."""
         label = await self._server.label()
-        if (owner := self.claim.owner(label)) is not None:
+        if (owner := self.ownership.owner(label)) is not None:
             shown = self._client.reader.shown
             raise EngineError(
                 f"{self._client} belongs to run {shown(owner)}: it serves weights {shown(label)!r} and was not given"
@@ -96,17 +96,17 @@ class ServedWeights:
 
     async def is_ours(self) -> bool:
         """Whether no other run has taken it from us."""
-        return self.claim.owner(await self._server.label()) is None
+        return self.ownership.owner(await self._server.label()) is None
 
     async def give_back(self) -> None:
         """Say on the server that it is free, unless it has other weights than ours by now."""
-        if self._num_installs and (version := self.claim.version(await self._server.label())) is not None:
-            await self._server.set_label(self.claim.label(version, free=True))
+        if self._num_installs and (version := self.ownership.version(await self._server.label())) is not None:
+            await self._server.set_label(self.ownership.label(version, free=True))
 
     def _compare(self, label: str) -> None:
-        if self.claim.version(label) == self.version:
+        if self.ownership.version(label) == self.version:
             return
-        owner = self.claim.owner(label)
+        owner = self.ownership.owner(label)
         cause = (
             "it has been restarted, or somebody else changes its weights" if owner is None else f"run {owner} uses it"
         )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from tests.engine.scripted_server import CONTEXT, Answer, Meeting, ScriptedServer, logprob_at, token_at
+from tests.engine.servers.scripted_server import CONTEXT, Answer, Meeting, ScriptedServer, logprob_at, token_at
 
 MODEL_TYPE = "qwen3"
 

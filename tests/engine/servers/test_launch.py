@@ -146,7 +146,7 @@ def test_no_server_outlives_us_even_when_we_are_killed(tmp_path: Path) -> None:
     import asyncio, sys
     from pathlib import Path
     sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-    from tests.engine.test_launch import READY, server
+    from tests.engine.servers.test_launch import READY, server
     async def main():
         await server(Path({str(tmp_path)!r}), READY + "time.sleep(1000)").start()
         print("up", flush=True)

@@ -1,7 +1,7 @@
-"""A program that runs a server and never outlives its parent: ``guard.py GRACE_S COMMAND...``, standard
+"""A program that runs a server and never outlives its parent: ``supervisor.py GRACE_S COMMAND...``, standard
 library only.
 
-The server runs in the guard's own process group. When the guard's standard input ends, because the parent
+The server runs in the supervisor's own process group. When the supervisor's standard input ends, because the parent
 closed it or has died in whatever way, or when the server exits, the whole group is asked to stop and after
 ``GRACE_S`` seconds killed. What a server leaves behind (its workers) goes with it.
 """
@@ -24,14 +24,14 @@ def main(grace_s: float, command: list[str]) -> None:
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
-        print(f"guard: {command[0]!r} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"supervisor: {command[0]!r} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         sys.exit(127)
     while server.poll() is None:
         readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 1):
             break
     else:
-        print(f"guard: the server exited with code {server.returncode}", file=sys.stderr, flush=True)
+        print(f"supervisor: the server exited with code {server.returncode}", file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGTERM)
     give_up_s = time.monotonic() + grace_s
     while server.poll() is None and time.monotonic() < give_up_s:

@@ -19,10 +19,11 @@ from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, SamplingParams
-from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import collect, request, tokens
 from tests.engine.fake import FakeEngine
-from tests.engine.vllm_kit import model_folder
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
 from tests.virtual_time import VirtualClock, run
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.engine.scripted_server import Answer, ScriptedVLLM, _Running, serve
+from tests.engine.servers.scripted_server import Answer, ScriptedVLLM, _Running, serve
 
 
 class ModelServer(ScriptedVLLM):

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollover.engine.logprob_check import Reference, prove_logprobs, proving_prompts
+from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.engine import VLLMEngine, hop_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
-from tests.engine.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
-from tests.engine.vllm_kit import label, make_engine, model_folder, opened
+from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
+from tests.engine.servers.vllm.kit import label, make_engine, model_folder, opened
 from tests.virtual_time import run
 
 Law = Callable[[VLLMEngine, ScriptedVLLM], Awaitable[None]]
@@ -644,7 +644,7 @@ def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
 
 
 def test_log_probs_are_proved_before_training(folder: Path) -> None:
-    prompts = proving_prompts(64, 512)
+    prompts = check_prompts(64, 512)
     logits_PV = np.full((len(prompts), 64), -1e9, dtype=np.float32)
     for number in range(len(prompts)):  # two tokens of which one has the log-prob that the server will report
         seed = hop_seed(number, 0)
@@ -655,7 +655,7 @@ def test_log_probs_are_proved_before_training(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         server.raw_logprobs = True
         with pytest.raises(EngineMismatch, match="--logprobs-mode processed_logprobs"):
-            await prove_logprobs(engine, reference, tolerance=1e9, remedy="")
+            await check_logprobs(engine, reference, tolerance=1e9, remedy="")
 
     check(folder, law)
 

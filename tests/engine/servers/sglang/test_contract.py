@@ -11,9 +11,9 @@ import pytest
 
 from rollover.engine.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine
-from tests.engine.scripted_sglang import ScriptedSGLang
-from tests.engine.sglang_kit import opened
-from tests.engine.vllm_kit import model_folder
+from tests.engine.servers.sglang.kit import opened
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.engine.servers.vllm.kit import model_folder
 from tests.virtual_time import run
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollover.engine.servers.claim import Claim
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.engine import VLLMEngine
-from tests.engine.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
+from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"
 Server = ScriptedVLLM
@@ -57,7 +57,7 @@ def make_engine(server: ScriptedVLLM, folder: Path, url: str = "http://one", **c
     config = settings(url, **changes)
     host = url.removeprefix("http://")
     client = HTTPClient(url, config, transport=ScriptedTransport({host: server}))
-    return VLLMEngine(client, config, folder, claim=Claim(RUN))
+    return VLLMEngine(client, config, folder, ownership=Ownership(RUN))
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ _LABEL = re.compile(r"rollover:([^:]+):(\d{1,15})(:free)?")
 _MAX_NOTE_BYTES = 1000
 
 
-class Claim:
+class Ownership:
     """A run's claim on one server.
 
     Args:

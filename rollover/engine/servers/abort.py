@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 
-from rollover.engine.servers.call import Call
+from rollover.engine.servers.call import GenerationCall
 from rollover.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ class Stopper:
         *,
         ask: Callable[[Collection[str]], Awaitable[None]],
         ask_all: Callable[[], Awaitable[None]],
-        open_calls: Callable[[], Collection[Call]],
-        end: Callable[[Call], None],
+        open_calls: Callable[[], Collection[GenerationCall]],
+        end: Callable[[GenerationCall], None],
         timeout_s: float,
     ) -> None:
         self._server = server
@@ -47,7 +47,7 @@ class Stopper:
         self._end = end
         self._timeout_s = timeout_s
 
-    async def stop(self, calls: Collection[Call]) -> None:
+    async def stop(self, calls: Collection[GenerationCall]) -> None:
         """Return when each of ``calls`` has ended, after ``timeout_s`` at the latest."""
         for call in calls:
             call.asked_to_stop = True
@@ -69,7 +69,7 @@ class Stopper:
             for call in late:
                 self._end(call)
 
-    async def ask_by_id(self, calls: Collection[Call]) -> None:
+    async def ask_by_id(self, calls: Collection[GenerationCall]) -> None:
         """A call that is still on its way to the server cannot be stopped there: ask again until all have
         ended."""
         wait_s = _FIRST_RESEND_S
@@ -83,7 +83,7 @@ class Stopper:
                     await _all_ended(late)
             wait_s = min(2 * wait_s, _MAX_RESEND_S)
 
-    async def ask_for_all(self, calls: Collection[Call]) -> None:
+    async def ask_for_all(self, calls: Collection[GenerationCall]) -> None:
         for call in self._open_calls():
             call.asked_to_stop = True
         with suppress(EngineError):
@@ -91,10 +91,10 @@ class Stopper:
         await _all_ended(calls)
 
 
-def _still_open(calls: Iterable[Call]) -> list[Call]:
+def _still_open(calls: Iterable[GenerationCall]) -> list[GenerationCall]:
     return [call for call in calls if not call.ended.is_set()]
 
 
-async def _all_ended(calls: Iterable[Call]) -> None:
+async def _all_ended(calls: Iterable[GenerationCall]) -> None:
     for call in calls:
         await call.ended.wait()

@@ -19,10 +19,10 @@ from rollover.engine.servers.sglang.router import worker_urls
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
-from tests.engine.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, serve, token_at
-from tests.engine.scripted_sglang import ScriptedSGLang
-from tests.engine.sglang_kit import make_engine, opened, settings
-from tests.engine.vllm_kit import label, model_folder
+from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, serve, token_at
+from tests.engine.servers.sglang.kit import make_engine, opened, settings
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.engine.servers.vllm.kit import label, model_folder
 from tests.virtual_time import run
 
 Law = Callable[[SGLangEngine, ScriptedSGLang], Awaitable[None]]

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.servers.claim import Claim
 from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import EngineError
-from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import LONG, collect, request, tokens
-from tests.engine.scripted_server import ScriptedServer, ScriptedVLLM, serve
-from tests.engine.vllm_kit import label, model_folder, settings
+from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import label, model_folder, settings
 from tests.virtual_time import run
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
@@ -35,10 +36,10 @@ def folder(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def engine_of(
-    kind: ModuleType, server: ScriptedServer, folder: Path, claim: Claim
+    kind: ModuleType, server: ScriptedServer, folder: Path, ownership: Ownership
 ) -> AsyncIterator[ServerEngine]:
     engine = kind.make_engine(server, folder)
-    engine._served.claim = claim
+    engine._served.ownership = ownership
     try:
         yield engine
     finally:
@@ -53,27 +54,27 @@ def name(server: Any, weights: str) -> None:
 
 
 def test_a_label_tells_whose_weights_a_server_has_and_whether_it_was_given_back() -> None:
-    claim = Claim("ours", predecessor="before")
-    assert claim.label(7) == "rollover:ours:7"
-    assert [claim.version(x) for x in ("rollover:ours:7", "rollover:ours:7:free", "rollover:theirs:7", "7")] == [
+    ownership = Ownership("ours", predecessor="before")
+    assert ownership.label(7) == "rollover:ours:7"
+    assert [ownership.version(x) for x in ("rollover:ours:7", "rollover:ours:7:free", "rollover:theirs:7", "7")] == [
         *(7, 7),
         *(None, None),
     ]
     free = ("default", "", "7", "rollover:ours:7", "rollover:theirs:7:free", "rollover:before:3", "rollover:x")
-    assert [claim.owner(x) for x in free] == [None] * len(free)
-    assert claim.owner("rollover:theirs:7") == "theirs"
+    assert [ownership.owner(x) for x in free] == [None] * len(free)
+    assert ownership.owner("rollover:theirs:7") == "theirs"
 
 
 # -- the lock of a machine ----------------------------------------------------------------------------------
 
 
 def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path: Path) -> None:
-    first = Claim.on_this_machine("http://gpu:8000", "first", tmp_path)
+    first = Ownership.on_this_machine("http://gpu:8000", "first", tmp_path)
     with pytest.raises(EngineError, match=r"^http://gpu:8000/ is in use by run first \(pid \d+ on .*\): wait for it"):
-        Claim.on_this_machine("http://gpu:8000/", "second", tmp_path)
-    Claim.on_this_machine("http://gpu:8001", "second", tmp_path).release()
+        Ownership.on_this_machine("http://gpu:8000/", "second", tmp_path)
+    Ownership.on_this_machine("http://gpu:8001", "second", tmp_path).release()
     first.release()
-    second = Claim.on_this_machine("http://gpu:8000", "second", tmp_path)
+    second = Ownership.on_this_machine("http://gpu:8000", "second", tmp_path)
     assert second.owner("rollover:first:9") is None, "it was on this machine, and is over"
     assert second.owner("rollover:third:9") == "third"
     second.release()
@@ -81,24 +82,24 @@ def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path
 
 def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from rollover.engine.servers.claim import Claim\n"
-        "claim = Claim.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
+        "import os, signal, sys; from pathlib import Path; from rollover.engine.servers.ownership import Ownership\n"
+        "ownership = Ownership.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == -9
-    claim = Claim.on_this_machine("http://gpu:8000", "next", tmp_path)
-    assert claim.owner("rollover:killed:3") is None
-    claim.release()
+    ownership = Ownership.on_this_machine("http://gpu:8000", "next", tmp_path)
+    assert ownership.owner("rollover:killed:3") is None
+    ownership.release()
 
 
 def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
-    Claim.on_this_machine("http://gpu:8000", "first", tmp_path).release()
+    Ownership.on_this_machine("http://gpu:8000", "first", tmp_path).release()
     (lock,) = tmp_path.iterdir()
     lock.unlink()
     (tmp_path / "precious").write_text("kept")
     lock.symlink_to(tmp_path / "precious")
     with pytest.raises(EngineError, match="the lock of a server, cannot be opened"):
-        Claim.on_this_machine("http://gpu:8000", "second", tmp_path)
+        Ownership.on_this_machine("http://gpu:8000", "second", tmp_path)
     assert (tmp_path / "precious").read_text() == "kept"
 
 
@@ -113,7 +114,7 @@ def test_a_server_of_another_run_is_left_as_it_is_and_the_message_says_how_to_fr
         server = kind.Server()
         name(server, "rollover:theirs:4")
         server.paused, server.weights = True, "theirs"
-        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
             with pytest.raises(
                 EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"
             ):
@@ -121,7 +122,7 @@ def test_a_server_of_another_run_is_left_as_it_is_and_the_message_says_how_to_fr
         assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
         assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
         await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
-        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
             await engine.open()
             assert (server.paused, server.version) == (False, "rollover:ours:0")
 
@@ -133,7 +134,7 @@ def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleT
     async def main() -> None:
         server = kind.Server()
         for owner in ("first", "second"):
-            async with engine_of(kind, server, folder, Claim(owner)) as engine:
+            async with engine_of(kind, server, folder, Ownership(owner)) as engine:
                 await engine.open()
                 assert server.version == f"rollover:{owner}:0"
             assert server.version == f"rollover:{owner}:0:free"
@@ -149,7 +150,7 @@ def test_a_server_that_a_killed_run_left_is_taken_by_its_resumption_and_by_its_m
     async def main() -> None:
         server = kind.Server()
         name(server, left)
-        async with engine_of(kind, server, folder, Claim("ours", predecessor="dead")) as engine:
+        async with engine_of(kind, server, folder, Ownership("ours", predecessor="dead")) as engine:
             await engine.open()
             assert server.version == label(0)
 
@@ -162,7 +163,7 @@ def test_a_server_that_another_run_takes_from_us_gets_nothing_from_us_any_more(
 ) -> None:
     async def main() -> None:
         server = kind.Server()
-        async with engine_of(kind, server, folder, Claim("ours")) as engine:
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
             await engine.open()
             name(server, "rollover:theirs:0")  # the same version number
             server.weights = "theirs"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.logprob_check import Reference, default_tolerance, prove_logprobs, proving_prompts
+from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts, default_tolerance
 from rollover.errors import EngineMismatch
 from tests.engine.fake import FakeEngine
 from tests.virtual_time import run
 
 VOCAB = 64
-PROMPTS = proving_prompts(VOCAB, 512)
+PROMPTS = check_prompts(VOCAB, 512)
 REFERENCE = Reference(
     version=3,
     prompts=PROMPTS,
@@ -42,7 +42,7 @@ class Reporting(FakeEngine):
 
 
 def prove(engine: Reporting, tolerance: float) -> tuple[float, ...]:
-    measured = run(prove_logprobs(engine, REFERENCE, tolerance=tolerance, remedy=REMEDY))
+    measured = run(check_logprobs(engine, REFERENCE, tolerance=tolerance, remedy=REMEDY))
     assert [m.temperature for m in measured] == [1.0, 0.5]
     assert measured[1].raw > 0.5
     return tuple(m.processed for m in measured)
@@ -79,9 +79,9 @@ def test_log_probs_that_are_no_numbers_are_refused() -> None:
 
 
 def test_prompts_leave_room_for_a_token_in_the_smallest_context() -> None:
-    assert {len(p) for p in proving_prompts(VOCAB, 512)} == {4, 8, 16, 32, 64}
-    assert {len(p) for p in proving_prompts(VOCAB, 2)} == {1}
-    assert proving_prompts(VOCAB, 512) == PROMPTS
+    assert {len(p) for p in check_prompts(VOCAB, 512)} == {4, 8, 16, 32, 64}
+    assert {len(p) for p in check_prompts(VOCAB, 2)} == {1}
+    assert check_prompts(VOCAB, 512) == PROMPTS
 
 
 def test_where_all_is_float32_the_tolerance_is_below_the_rounding_of_half_precision() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from rollover.engine.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine
-from tests.engine.scripted_server import ScriptedVLLM
-from tests.engine.vllm_kit import model_folder, opened
+from tests.engine.servers.scripted_server import ScriptedVLLM
+from tests.engine.servers.vllm.kit import model_folder, opened
 from tests.virtual_time import run
 
 

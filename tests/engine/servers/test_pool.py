@@ -4,107 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 import pytest
 
-from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource
+from rollover.engine.base import Engine, WeightSource
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.engine.fake import FakeEngine
-from tests.virtual_time import VirtualClock, run
-
-WEIGHTS = {"w": 1}
-FOREVER = 10**6
-
-
-class Flaky(FakeEngine):
-    """A fake that can be ill: ``failing`` raises from every call, ``hanging`` never returns from any."""
-
-    def __init__(self, name: str, **settings: Any) -> None:
-        super().__init__(lambda _: FOREVER, auto=True, clock=VirtualClock(), tick_s=0.01, **settings)
-        self.name = name
-        self.failing: str | None = None
-        self.hanging = False
-        self.hanging_in: set[str] = set()
-        """Names of the calls that never return, where not all do."""
-        self.probe_s = 0.0
-        self.num_revivals = 0
-
-    def __repr__(self) -> str:
-        return self.name
-
-    async def _ill(self) -> None:
-        if self.hanging:
-            await asyncio.get_running_loop().create_future()
-        if self.failing is not None:
-            raise EngineError(f"{self.name}: {self.failing}")
-
-    async def probe(self, *, decode: bool = False) -> None:
-        await asyncio.sleep(self.probe_s)
-        try:
-            async with asyncio.timeout(1.0):
-                await self._ill()
-        except TimeoutError:
-            raise EngineError(f"{self.name}: no answer") from None
-
-    async def revive(self) -> None:
-        self.num_revivals += 1
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        await self._ill()
-        async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                await self._ill()
-                yield chunk
-
-    async def _hang(self, call: str) -> None:
-        if call in self.hanging_in:
-            await asyncio.get_running_loop().create_future()
-
-    async def pause(self) -> None:
-        await self._ill()
-        await self._hang("pause")
-        await super().pause()
-
-    async def resume(self) -> None:
-        await self._hang("resume")
-        await super().resume()
-
-    async def load(self, version: int, source: WeightSource) -> None:
-        await self._ill()
-        await self._hang("load")
-        await super().load(version, source)
-
-    async def abort(self, request_ids: Any) -> None:
-        if self.hanging:
-            await self._ill()
-        await super().abort(request_ids)
-
-    async def close(self) -> None:
-        await FakeEngine.abort(self, list(self._calls))
-        self._closed = True
-
-
-@asynccontextmanager
-async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0, **limits: float) -> AsyncIterator[EnginePool]:
-    pool = EnginePool(
-        members,
-        WEIGHTS,
-        VirtualClock(),
-        probe_interval_s=2.0,
-        max_retry_after_s=16.0,
-        all_down_timeout_s=all_down_timeout_s,
-        **limits,
-    )
-    await pool.open()
-    try:
-        yield pool
-    finally:
-        await pool.close()
+from tests.engine.servers.pool_kit import Flaky, pool_of
+from tests.virtual_time import run
 
 
 class Pool(EngineContract):
@@ -352,9 +262,9 @@ def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pyt
     async def main() -> None:
         members = [Flaky(f"e{i}") for i in range(3)]
         async with pool_of(*members) as pool:
-            pool.prove_with(prover := Prover("e2"))
+            pool.check_logprobs_with(prover := Prover("e2"))
             await publish(pool, 1)
-            failed = await pool.prove()
+            failed = await pool.check_logprobs()
             assert sorted(prover.asked) == [("e0", 1), ("e1", 1), ("e2", 1)]
             assert {name: str(e) for name, e in failed.items()} == {"e2": "e2 is 0.5 nats off"}
             assert pool.capabilities.max_running == 128
@@ -372,9 +282,9 @@ def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pyt
 def test_a_strict_proof_takes_nobody_out_and_names_the_first_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with pool_of(Flaky("one"), Flaky("two")) as pool:
-            pool.prove_with(Prover("two"))
+            pool.check_logprobs_with(Prover("two"))
             with pytest.raises(EngineMismatch, match=r"^two is 0\.5 nats off$"):
-                await pool.prove(strict=True)
+                await pool.check_logprobs(strict=True)
             assert pool.capabilities.max_running == 128 and not caplog.records
 
     run(main())
@@ -383,9 +293,9 @@ def test_a_strict_proof_takes_nobody_out_and_names_the_first_that_fails(caplog: 
 def test_when_no_member_proves_itself_all_are_named() -> None:
     async def main() -> None:
         async with pool_of(Flaky("one"), Flaky("two")) as pool:
-            pool.prove_with(Prover("one", "two"))
+            pool.check_logprobs_with(Prover("one", "two"))
             with pytest.raises(EngineMismatch, match=r"weights version 0: one is 0\.5 nats off; two is 0\.5 nats off"):
-                await pool.prove()
+                await pool.check_logprobs()
 
     run(main())
 
@@ -394,7 +304,7 @@ def test_a_member_that_comes_back_gets_calls_only_once_it_has_proved_itself() ->
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two) as pool:
-            pool.prove_with(prover := Prover("two"))
+            pool.check_logprobs_with(prover := Prover("two"))
             two.failing = "ill"
             await asyncio.sleep(30.0)
             await publish(pool, 1)
@@ -415,10 +325,10 @@ def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two) as pool:
-            pool.prove_with(Prover())
+            pool.check_logprobs_with(Prover())
             two.hanging = True
             start_s = asyncio.get_running_loop().time()
-            failed = await pool.prove()
+            failed = await pool.check_logprobs()
             assert failed.keys() == {"two"}
             assert asyncio.get_running_loop().time() - start_s < 9.0
 

@@ -22,8 +22,8 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.engine import VLLMEngine
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from tests.engine.contract import collect, request, tokens
-from tests.engine.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
-from tests.engine.vllm_kit import make_engine, model_folder, settings
+from tests.engine.servers.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
+from tests.engine.servers.vllm.kit import make_engine, model_folder, settings
 from tests.virtual_time import run
 
 SECRET = "sk-very-secret-0123"

@@ -24,11 +24,12 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.engine.servers.vllm.transfer import NCCLGroup
 from rollover.errors import EngineError, EngineTimeout
-from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import FullEngine, collect, request
-from tests.engine.scripted_server import Answer, ScriptedServer, ScriptedVLLM
-from tests.engine.scripted_sglang import ScriptedSGLang
-from tests.engine.vllm_kit import label
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import label
 
 
 class Meeting:

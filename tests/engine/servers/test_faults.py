@@ -12,15 +12,15 @@ from types import ModuleType
 
 import pytest
 
-from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.pool import EnginePool
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, FinishReason, SamplingParams
-from tests.engine import sglang_kit, vllm_kit
-from tests.engine.scripted_server import Answer, ScriptedTransport
-from tests.engine.vllm_kit import model_folder
+from tests.engine.servers.pool_kit import new_pool, scripted_engines
+from tests.engine.servers.scripted_server import Answer
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
 from tests.virtual_time import VirtualClock, run
 
@@ -34,30 +34,20 @@ class Fleet:
     def __init__(self, folder: Path, kind: ModuleType, *, strategy: str, kv_on_update: str) -> None:
         self.folder = folder
         self.servers = {f"s{i}": kind.Server(tick_s=0.02) for i in range(3)}
-        transport = ScriptedTransport(self.servers)
-        self.engines = []
-        for host in self.servers:
-            config = kind.settings(
-                f"http://{host}",
-                max_running=6,
-                kv_on_update=kv_on_update,
-                token_timeout_s=3.0,
-                first_token_timeout_s=6.0,
-                control_timeout_s=5.0,
-                abort_timeout_s=1.0,
-                health_timeout_s=1.0,
-                stream_interval_tokens=4,
-            )
-            client = HTTPClient(f"http://{host}", config, transport=transport)
-            self.engines.append(kind.Engine(client, config, folder))
-        self.pool = EnginePool(
-            self.engines,
+        self.engines = scripted_engines(
+            kind,
+            self.servers,
             folder,
-            VirtualClock(),
-            probe_interval_s=1.0,
-            max_retry_after_s=4.0,
-            all_down_timeout_s=100.0,
+            max_running=6,
+            kv_on_update=kv_on_update,
+            token_timeout_s=3.0,
+            first_token_timeout_s=6.0,
+            control_timeout_s=5.0,
+            abort_timeout_s=1.0,
+            health_timeout_s=1.0,
+            stream_interval_tokens=4,
         )
+        self.pool = new_pool(self.engines, folder)
         self.ledger = Ledger()
         self.scorer = ParityScorer()
         self.sampling = SamplingParams(max_new_tokens=MAX_TOKENS, stop_token_ids=(7, 9))

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.publisher import Publisher
-from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import collect, request, tokens
-from tests.engine.scripted_server import Answer, ScriptedTransport
-from tests.engine.test_pool import Flaky, pool_of
-from tests.engine.vllm_kit import model_folder
-from tests.virtual_time import VirtualClock, run
+from tests.engine.servers.pool_kit import Flaky, new_pool, pool_of, scripted_engines
+from tests.engine.servers.scripted_server import Answer
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder
+from tests.virtual_time import run
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 LOADS = {vllm_kit: "_post_collective_rpc", sglang_kit: "_post_update_weights_from_disk"}
@@ -140,22 +139,15 @@ class Fleet:
     def __init__(self, kind: ModuleType, folder: Path, **changes: Any) -> None:
         self.kind, self.folder = kind, folder
         self.servers = [kind.Server(), kind.Server()]
-        transport = ScriptedTransport({f"s{i}": server for i, server in enumerate(self.servers)})
-        self.engines = []
         limits = {"control_timeout_s": 10.0, "load_timeout_s": 40.0, "abort_timeout_s": 4.0, "health_timeout_s": 2.0}
-        for i in range(2):
-            config = kind.settings(f"http://s{i}", **{**limits, **changes})
-            self.engines.append(kind.Engine(HTTPClient(f"http://s{i}", config, transport=transport), config, folder))
-        self.config = config
-        self.pool = EnginePool(
+        limits |= changes
+        self.config = kind.settings(**limits)
+        self.engines = scripted_engines(kind, dict(zip(("s0", "s1"), self.servers, strict=True)), folder, **limits)
+        self.pool = new_pool(
             self.engines,
             folder,
-            VirtualClock(),
-            probe_interval_s=1.0,
-            max_retry_after_s=4.0,
-            all_down_timeout_s=100.0,
-            switch_timeout_s=config.switch_timeout_s,
-            load_timeout_s=config.install_timeout_s,
+            switch_timeout_s=self.config.switch_timeout_s,
+            load_timeout_s=self.config.install_timeout_s,
         )
 
     async def open(self) -> None:

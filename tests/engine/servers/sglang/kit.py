@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.claim import Claim
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.engine import SGLangEngine
-from tests.engine.scripted_server import ScriptedServer, ScriptedTransport
-from tests.engine.scripted_sglang import ScriptedSGLang
-from tests.engine.vllm_kit import RUN
+from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.engine.servers.vllm.kit import RUN
 
 Server = ScriptedSGLang
 Engine = SGLangEngine
@@ -27,7 +27,7 @@ def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:
 def make_engine(server: ScriptedServer, folder: Path, url: str = "http://one", **changes: Any) -> SGLangEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return SGLangEngine(client, config, folder, claim=Claim(RUN))
+    return SGLangEngine(client, config, folder, ownership=Ownership(RUN))
 
 
 @asynccontextmanager

@@ -18,10 +18,11 @@ from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.sse import MAX_EVENT_CHARS
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.errors import ConfigError, EngineError
-from tests.engine import sglang_kit, vllm_kit
 from tests.engine.contract import collect, request, tokens
-from tests.engine.scripted_server import Answer, ScriptedServer, ScriptedTransport, ScriptedVLLM
-from tests.engine.vllm_kit import model_folder, settings
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedTransport, ScriptedVLLM
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder, settings
 from tests.virtual_time import run
 
 SECRET = "sk-very-secret-0123"

@@ -17,7 +17,7 @@ half of its peak, an iteration's arithmetic takes as long as its weights at some
 told with ``--acceptance`` and ``--guess-cost``: 0.33 and 1 are those of this project's engine on a CPU (``drafts.py``).
 
 Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Of strategies that train
-several batches from one collection (`windowed`, `sorted`, `rollover`), whole bursts are measured.
+several batches from one collection (`windowed`, `sorted`, `rollover`), whole rounds are measured.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
-from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_bursts
+from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
 from rollover.types import FinishReason, Prompt, Trajectory
@@ -75,7 +75,7 @@ class Run:
     """Account of the whole run."""
 
     def after(self, warmup: int) -> Window:
-        return Window(whole_bursts(self.steps, warmup))
+        return Window(whole_rounds(self.steps, warmup))
 
 
 def read_lengths(file: Path, group_size: int, scale: float, prompt_tokens: int) -> Trace:

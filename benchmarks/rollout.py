@@ -10,7 +10,7 @@ steps of equal lengths tell how long iterations take below the driver under thes
 from the strategies' runs, is what the simulator is told: once as the line c0 (1 + B / B0), once as the measured
 times. Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL (arXiv
 2509.18521). Throughput is trained tokens per second of rollout and weight swap, training left out, from the first
-step after the warm-up, over whole bursts.
+step after the warm-up, over whole rounds.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from rollover.rollout.burst import Lengths, best_burst
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.round import Lengths, best_round
 from rollover.rollout.strategies import STRATEGIES
 from rollover.sim.models import ReplicaModel
 from rollover.sim.run import simulate
@@ -62,7 +62,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
     )
     scenario = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL),))
     strategy = STRATEGIES[name].from_config(config, scenario.capabilities)
-    scale = 3 if name == "rollover" else 1  # whose bursts are of several steps
+    scale = 3 if name == "rollover" else 1  # whose rounds are of several steps
     simulation = simulate(strategy, PRESETS[preset].workload(), scenario, steps=scale * STEPS)
     window = simulation.after(scale * WARM_UP)
     return Point(
@@ -77,18 +77,18 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
 
 def points_of(preset: str) -> dict[str, list[Point]]:
     """Runs by strategy."""
-    bursts = [play(preset, "april", f"r = {r:g}", over_sampling_batch_size=int(r * BATCH)) for r in RATIOS]
+    rounds = [play(preset, "april", f"r = {r:g}", over_sampling_batch_size=int(r * BATCH)) for r in RATIOS]
     refills = [play(preset, "concurrency", f"C = {c}", num_running=c) for c in CONCURRENCIES]
     ours = [play(preset, "rollover", f"{lag:g}", unit="sample", lag_target=lag) for lag in LAGS]
-    return {"sync": [play(preset, "sync", "sync")], "april": bursts, "concurrency": refills, "rollover": ours}
+    return {"sync": [play(preset, "sync", "sync")], "april": rounds, "concurrency": refills, "rollover": ours}
 
 
-def burst_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[float]:
-    """Gains of the best bursts of single samples, caches kept."""
+def round_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[float]:
+    """Gains of the best rounds of single samples, caches kept."""
     workload = PRESETS[preset].workload()
     lengths = Lengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
-    bursts = [best_burst(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
-    return [model.gain(burst.iterations_per_batch) for burst in bursts]
+    rounds = [best_round(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
+    return [model.gain(found.iterations_per_batch) for found in rounds]
 
 
 def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
@@ -101,11 +101,11 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
         axis.plot(lags, by_sample, color="#334", ls=":", label="closed form, single samples")
         axis.step(
             lags,
-            burst_gains(preset, model, lags.tolist()),
+            round_gains(preset, model, lags.tolist()),
             color="#393",
             lw=1,
             where="post",
-            label="bursts, single samples",
+            label="rounds, single samples",
         )
         axis.axhline(model.ceiling, color="#999", lw=1, ls="--", label="ceiling")
         sync = runs[preset]["sync"][0]

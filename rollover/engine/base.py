@@ -30,21 +30,21 @@ WeightSource = Path | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One hop of one sample."""
+    """One generation call: a sample decodes until it ends, reaches its limit or is aborted."""
 
     request_id: str
-    """Unique per hop."""
+    """Unique per generation call."""
     sample_key: str
-    """The same for all hops of a sample; an engine that keeps the cache on abort finds it by this key."""
+    """The same for all generation calls of a sample; an engine that keeps the cache on abort finds it by this key."""
     prompt_key: str
     """The same for all siblings of a prompt; an engine may prefill the prompt once for all of them."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
-    """What has been decoded in earlier hops. Its length is below ``params.max_new_tokens``."""
+    """What has been decoded in earlier calls. Its length is below ``params.max_new_tokens``."""
     params: SamplingParams
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
-    (seed, p) alone, so the same seed is sent on every hop of a sample."""
+    (seed, p) alone, so the same seed is sent on every generation call of a sample."""
     fast_lane: bool = False
     """Run it where few others run; sent only to engines that declare ``fast_lane``."""
 
@@ -124,7 +124,7 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Stream one hop. Raises ``EngineError`` when the engine fails; the chunks seen so far stay valid.
+        """Stream one generation call. Raises ``EngineError`` when the engine fails; the chunks seen so far stay valid.
         Closing the iterator early aborts the call."""
         ...
 

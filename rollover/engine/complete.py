@@ -32,11 +32,11 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
     ids = list(request.response_ids)
     failures = 0
     last: Chunk | None = None
-    for hop in itertools.count():
+    for number in itertools.count():
         if last is not None and (reason := _reached_end(request, ids)) is not None:  # the engine died before it said so
             yield replace(last, token_ids=(), logprobs=(), finish_reason=reason, num_prefilled_tokens=0)
             return
-        call = replace(request, request_id=f"{name}#{hop}.", response_ids=tuple(ids))
+        call = replace(request, request_id=f"{name}#{number}.", response_ids=tuple(ids))
         try:
             async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""A few steps of some settings, for timelines: whole bursts, the same steps of each.
+"""A few steps of some settings, for timelines: whole rounds, the same steps of each.
 
 A strategy that trains several batches from one collection decodes nothing between them. A stretch that is cut anywhere
 may hold nothing but trained batches, so it begins with a collection and ends before the next.
@@ -32,13 +32,13 @@ class Picture:
 
 
 def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, ...]:
-    """The same steps of each setting, whole bursts of all; where there are none such, of the last one."""
+    """The same steps of each setting, whole rounds of all; where there are none such, of the last one."""
     num_steps = WARMUP_STEPS + LEAST_STEPS + 1
     while True:
         timelines, starts = zip(*(_simulated(setup, config, num_steps) for config in configs), strict=True)
-        shown = whole_bursts(set.intersection(*starts))
+        shown = whole_rounds(set.intersection(*starts))
         if shown is None and num_steps >= _MOST_STEPS:
-            shown = whole_bursts(starts[-1]) or (WARMUP_STEPS, WARMUP_STEPS + LEAST_STEPS - 1)
+            shown = whole_rounds(starts[-1]) or (WARMUP_STEPS, WARMUP_STEPS + LEAST_STEPS - 1)
         if shown is not None:
             first, last = shown
             return tuple(
@@ -48,8 +48,8 @@ def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, .
         num_steps *= 2
 
 
-def whole_bursts(starts: set[int]) -> tuple[int, int] | None:
-    """First and last step of the first bursts after the warm-up that hold at least ``LEAST_STEPS`` batches."""
+def whole_rounds(starts: set[int]) -> tuple[int, int] | None:
+    """First and last step of the first rounds after the warm-up that hold at least ``LEAST_STEPS`` batches."""
     first = min((s for s in starts if s >= WARMUP_STEPS), default=None)
     after = None if first is None else min((s for s in starts if s >= first + LEAST_STEPS), default=None)
     return None if first is None or after is None else (first, after - 1)

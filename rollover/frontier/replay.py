@@ -102,7 +102,7 @@ def _replica(
     path: Path, timeline: Timeline, config: dict[str, Any], rows: Sequence[MetricRow], num_prompt_tokens: int
 ) -> tuple[ReplicaModel, str]:
     timed = [
-        (span.start_s, span.end_s, span.num_tokens, _begins_hop(sample, place))
+        (span.start_s, span.end_s, span.num_tokens, _begins_call(sample, place))
         for sample in timeline.samples
         for place, span in enumerate(sample.spans)
         if span.num_tokens and span.end_s > span.start_s
@@ -134,7 +134,7 @@ def _replica(
     )
 
 
-def _begins_hop(sample: SampleTrace, place: int) -> bool:
+def _begins_call(sample: SampleTrace, place: int) -> bool:
     return place == 0 or sample.spans[place - 1].finish_reason is FinishReason.ABORT
 
 

@@ -1,8 +1,8 @@
 """How long an iteration takes, from segments of a run: c0 and B0 from when each began and ended and what ran meanwhile.
 
 A segment of n tokens took n iterations of ``c0 (1 + B / B0)``, B changing under it. So the integral of
-``1 / (1 + B(t) / B0)`` over its time is ``c0 n``, and for a hop's first segment more by what came before its first
-token: linear in all but B0, which is searched for.
+``1 / (1 + B(t) / B0)`` over its time is ``c0 n``, and for the first segment of a generation call more by what came
+before its first token: linear in all but B0, which is searched for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Segments:
     end_s: Floats
     tokens: Floats
     begins: Floats
-    """1 where a hop begins, else 0."""
+    """1 where a generation call begins, else 0."""
     times_s: Floats
     running: Floats
     """From each of ``times_s`` on."""
@@ -38,7 +38,8 @@ class Segments:
     def of(
         cls, rows: Sequence[tuple[float, float, int, bool]], active: Sequence[tuple[float, int]], end_s: float
     ) -> Segments:
-        """``rows``: start, end, tokens, whether it begins a hop; ``active``: (time, running samples from then on)."""
+        """``rows``: start, end, tokens, whether a generation call begins with it; ``active``: (time, running samples
+        from then on)."""
         start, end, tokens, begins = (np.array(column, float) for column in zip(*rows, strict=True))
         times, running = (np.array(column, float) for column in zip(*active, strict=True))
         last = max(end_s, float(end.max()), float(times[-1]))
@@ -65,7 +66,7 @@ class IterationFit:
     b0: float
     """Infinite where iterations do not slow down with the batch."""
     start_s: float
-    """Until a hop's first token beside its iterations: its prefill, and that of those that start with it."""
+    """Until a call's first token, beside its iterations: its prefill, and that of those that start with it."""
     error: float
     """Mean relative error of the segments' times, weighted by tokens."""
 

@@ -14,7 +14,7 @@
 task                  consumes                 waits for                        is unblocked by
 ====================  =======================  ===============================  ==============================
 ``next_batch``        ready groups             a full batch                     a group settled; the stall limit
-``_hop``, a sample    chunks of one call       the engine                       chunks; abort; the engine's error
+``_generate``, each   chunks of one call       the engine                       chunks; abort; the engine's error
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 ====================  =======================  ===============================  ==============================
 
@@ -41,7 +41,7 @@ from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.hop import OpenCall, OpenSegment, back_off_s, check_chunk, hop_request, reached_end
+from rollover.rollout.generation import OpenCall, OpenSegment, back_off_s, check_chunk, generation_request, reached_end
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler, Source, Start
@@ -108,14 +108,14 @@ class RolloutDriver:
         self._turn = asyncio.Lock() if lockstep else None
         self._name = secrets.token_hex(4)
         """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
-        self._hops: dict[SampleId, asyncio.Task[None]] = {}
+        self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._calls: dict[SampleId, OpenCall] = {}
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._abort: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         """A group was settled, or something broke."""
         self._last_progress_s = clock.now_s()
-        self._num_hops = 0
+        self._num_calls = 0
         self._retries: dict[SampleId, int] = {}
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
@@ -149,7 +149,7 @@ class RolloutDriver:
         load where the engine can, else parked before and resumed after it."""
         collecting = self._scheduler.collecting
         try:
-            if self._hops and not self._engine.capabilities.in_flight_update:
+            if self._tasks and not self._engine.capabilities.in_flight_update:
                 self._scheduler.collecting = False
                 await asyncio.sleep(0)  # see stop
                 await self._abort_running()
@@ -185,7 +185,7 @@ class RolloutDriver:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
                 await self._abort_running()
         finally:
-            pending = [*self._hops.values(), *self._scoring.values()]
+            pending = [*self._tasks.values(), *self._scoring.values()]
             if pending:
                 for task in pending:
                     task.cancel()
@@ -213,9 +213,9 @@ class RolloutDriver:
         if stop:
             self._abort = asyncio.create_task(self._abort_early())
         for start in starts:
-            self._num_hops += 1
-            self._calls[start.sample_id] = OpenCall(f"{self._name}.{start.sample_id}#{self._num_hops}.")
-            self._hops[start.sample_id] = asyncio.create_task(self._hop(start))
+            self._num_calls += 1
+            self._calls[start.sample_id] = OpenCall(f"{self._name}.{start.sample_id}#{self._num_calls}.")
+            self._tasks[start.sample_id] = asyncio.create_task(self._generate(start))
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -225,7 +225,7 @@ class RolloutDriver:
             idle_s = self._clock.now_s() - self._last_progress_s
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
-            assert self._hops or self._scoring, "no batch, and nothing is running or being scored"
+            assert self._tasks or self._scoring, "no batch, and nothing is running or being scored"
             try:
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
                     await self._changed.wait()
@@ -239,7 +239,7 @@ class RolloutDriver:
 
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
-            f" {len(self._hops)} samples decoding: {names(self._hops)};"
+            f" {len(self._tasks)} samples decoding: {names(self._tasks)};"
             f" {len(self._scoring)} being scored: {names(self._scoring)}"
         )
 
@@ -248,7 +248,7 @@ class RolloutDriver:
             case OnFull.KEEP:
                 return
             case OnFull.WAIT:
-                await self._until(lambda: not (self._hops or self._scoring))
+                await self._until(lambda: not (self._tasks or self._scoring))
             case OnFull.PARK | OnFull.DISCARD:
                 self._scheduler.collecting = False
                 await (self._abort or self._abort_running())
@@ -269,22 +269,22 @@ class RolloutDriver:
 
     async def _abort_running(self) -> None:
         """Stop every open call; return when each has handed over what it decoded."""
-        hops = dict(self._hops)
-        if not hops:
+        tasks = dict(self._tasks)
+        if not tasks:
             return
         try:
             async with asyncio.timeout(self._limits.abort_timeout_s):
-                calls = [self._calls[i] for i in hops]
+                calls = [self._calls[i] for i in tasks]
                 for call in calls:
                     call.stopped.set()
                 await self._engine.abort([call.request_id for call in calls])
-                await asyncio.wait(list(hops.values()))
+                await asyncio.wait(list(tasks.values()))
         except TimeoutError:
-            if late := ", ".join(str(i) for i in hops if i in self.ledger.running):
+            if late := ", ".join(str(i) for i in tasks if i in self.ledger.running):
                 raise EngineTimeout(
                     f"the engine did not acknowledge the abort of {late} within {self._limits.abort_timeout_s:.0f} s"
                 ) from None
-            await self._until(lambda: not self._hops)  # in lockstep they are with the scorer
+            await self._until(lambda: not self._tasks)  # in lockstep they are with the scorer
 
     def _consume(self) -> Batch:
         if self._broken is not None:
@@ -296,7 +296,7 @@ class RolloutDriver:
 
     # -- one sample ------------------------------------------------------------------------------------------
 
-    async def _hop(self, start: Start) -> None:
+    async def _generate(self, start: Start) -> None:
         """One engine call, from the request to its last chunk, and what follows from its end."""
         sample_id = start.sample_id
         segment = OpenSegment(self._clock.now_s())
@@ -309,11 +309,11 @@ class RolloutDriver:
             finally:
                 if not segment.is_last:  # cancelled
                     self._end_segment(sample_id, segment, FinishReason.ABORT)
-                if self._hops.get(sample_id) is asyncio.current_task():  # else it is already running again
-                    del self._hops[sample_id], self._calls[sample_id]
+                if self._tasks.get(sample_id) is asyncio.current_task():  # else it is already running again
+                    del self._tasks[sample_id], self._calls[sample_id]
                 self._changed.set()
             if not acted:
-                await self._after_hop(sample_id)
+                await self._after_call(sample_id)
         except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
             self._break(e)
 
@@ -331,13 +331,13 @@ class RolloutDriver:
             if call.stopped.is_set():
                 self._end_segment(sample_id, segment, FinishReason.ABORT)
                 return False
-        request = hop_request(trajectory, call.request_id, self._sampling, self._seed, start)
+        request = generation_request(trajectory, call.request_id, self._sampling, self._seed, start)
         async for chunk in self._engine.generate(request):
             if chunk.token_ids:
                 self._last_progress_s = self._clock.now_s()
             self._take(sample_id, segment, chunk, request)
             if chunk.finish_reason is not None and self._turn is not None:
-                await self._after_hop(sample_id)  # the engine stands still until this returns
+                await self._after_call(sample_id)  # the engine stands still until this returns
                 acted = True
         if not segment.is_last:
             raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
@@ -379,12 +379,12 @@ class RolloutDriver:
         self._retries[sample_id] = self._retries.get(sample_id, 0) + 1
         if self._retries[sample_id] <= self._limits.max_retries or self._broken is not None:
             return
-        others = self._hops.keys() - {sample_id}
+        others = self._tasks.keys() - {sample_id}
         if others and others <= self._retries.keys():
             raise error
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
-    async def _after_hop(self, sample_id: SampleId) -> None:
+    async def _after_call(self, sample_id: SampleId) -> None:
         """Have a finished sample scored; use the place that became free."""
         if self._turn is None:
             if sample_id in self.ledger.unscored:

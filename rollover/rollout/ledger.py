@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rollover.rollout.burst import Lengths
 from rollover.rollout.entries import (
     FAILED,
     FINISHED,
@@ -50,6 +49,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.history import RewardHistory
+from rollover.rollout.round import Lengths
 from rollover.types import Batch, FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT

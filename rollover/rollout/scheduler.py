@@ -152,7 +152,7 @@ class Scheduler:
 
     def _start(self, sample_id: SampleId, now_s: float) -> Start:
         ledger, strategy = self.ledger, self.strategy
-        start = Start(sample_id, strategy.hop_budget(ledger, sample_id), strategy.wants_fast_lane(ledger, sample_id))
+        start = Start(sample_id, strategy.token_budget(ledger, sample_id), strategy.wants_fast_lane(ledger, sample_id))
         self.record(SampleStarted(now_s, sample_id, ledger.policy_version))
         return start
 

@@ -84,7 +84,7 @@ class Strategy:
             ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
         )
 
-    def hop_budget(self, ledger: Ledger, sample_id: SampleId) -> int | None:
+    def token_budget(self, ledger: Ledger, sample_id: SampleId) -> int | None:
         """Tokens the sample may decode before it is parked; ``None`` lets it run to its end."""
         return None
 

@@ -16,7 +16,7 @@ from rollover.engine.complete import complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import Scorer
 from rollover.errors import RewardError
-from rollover.rollout.hop import sample_seed
+from rollover.rollout.generation import sample_seed
 from rollover.tasks.source import RowSource
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 

@@ -24,7 +24,7 @@ _EPSILON = 1e-6
 
 @dataclass(slots=True)
 class Call:
-    """One hop of one sample."""
+    """One generation call: a sample decodes until it ends, reaches its limit or is aborted."""
 
     sample_id: SampleId
     prompt: int

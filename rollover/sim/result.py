@@ -58,15 +58,15 @@ class Simulation:
     """B0, summed over replicas."""
 
     def after(self, warmup: int) -> Window:
-        """The run from step ``warmup`` on, as far as it is of whole bursts."""
-        return Window(whole_bursts(self.steps, warmup))
+        """The run from step ``warmup`` on, as far as it is of whole rounds."""
+        return Window(whole_rounds(self.steps, warmup))
 
 
-def whole_bursts(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
-    """The steps from ``warmup`` on without a first and a last burst that may be cut: batches trained from one
+def whole_rounds(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
+    """The steps from ``warmup`` on without a first and a last round that may be cut: batches trained from one
     collection cost it together, and only the first of them shows that. A step begins one if something was decoded for
     it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on, or from where
-    their burst began: batches that were collected before take no time."""
+    their round began: batches that were collected before take no time."""
     begins = [i for i, step in enumerate(steps) if step.iterations > 0]
     late = [i for i in begins if i >= warmup]
     if len(begins) < 2:

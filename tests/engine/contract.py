@@ -33,11 +33,11 @@ def request(
     response_ids: tuple[int, ...] = (),
     prompt_ids: tuple[int, ...] = (5, 6, 7),
     seed: int = 11,
-    hop: int = 0,
+    call: int = 0,
     **params: Any,
 ) -> GenerateRequest:
     return GenerateRequest(
-        request_id=f"{name}#{hop}",
+        request_id=f"{name}#{call}",
         sample_key=name,
         prompt_key="prompt" + "-".join(map(str, prompt_ids)),
         prompt_ids=prompt_ids,
@@ -157,7 +157,7 @@ class EngineContract:
             end, stop = next((e, pair) for e, pair in whole.items() if pair not in self.spells(free[: e - 1]))
             stopping = {**greedy, "stop_strings": (stop,)}
             for cut in (0, end - 1):
-                chunks = await collect(engine, request("stopped", hop=cut, response_ids=free[:cut], **stopping))
+                chunks = await collect(engine, request("stopped", call=cut, response_ids=free[:cut], **stopping))
                 assert_wellformed(chunks)
                 assert chunks[-1].finish_reason is FinishReason.STOP
                 assert free[:cut] + tokens(chunks) == free[:end]
@@ -215,7 +215,7 @@ class EngineContract:
             chunks = await call
             assert [(c.token_ids, c.finish_reason) for c in chunks] == [((), FinishReason.ABORT)]
             await engine.resume()
-            assert len(tokens(await collect(engine, request("a", hop=1)))) == 12
+            assert len(tokens(await collect(engine, request("a", call=1)))) == 12
 
         self.run(law)
 
@@ -279,7 +279,7 @@ class EngineContract:
             head = [await anext(stream)]
             await engine.abort(["cut#0"])
             head += [c async for c in stream]
-            rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), hop=1))
+            rest = await collect(engine, request("cut", max_new_tokens=LONG, response_ids=tokens(head), call=1))
             assert tokens(head) + tokens(rest) == whole
             if engine.capabilities.keeps_kv_on_abort:
                 assert rest[0].num_prefilled_tokens == 0

@@ -48,7 +48,7 @@ def test_parked_and_resumed_at_every_cut_equals_uninterrupted(folder: Path, keep
             core.scheduler.blocks.drop_all("parked")
             core.scheduler.blocks.drop_all("prompt")
         before = core.stats()
-        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=30, response_ids=head, hop=1))
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=30, response_ids=head, call=1))
         chunks = calls.finish()[f"{name}#1"]
         assert head + calls.tokens(f"{name}#1") == whole.tokens("whole#0")
         logprobs = calls.logprobs(f"{name}#0") + calls.logprobs(f"{name}#1")
@@ -139,7 +139,7 @@ def test_parked_caches_give_way_oldest_first(folder: Path) -> None:
     assert core.scheduler.blocks.num_evicted > 0
     for name, lost in (("new", 0), ("old", 29)):
         head = calls.tokens(f"{name}#0")
-        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50, response_ids=head, hop=1))
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50, response_ids=head, call=1))
         assert calls.finish()[f"{name}#1"][0].num_prefilled_tokens == lost
     assert calls.tokens("old#0") + calls.tokens("old#1") == calls.tokens("new#0") + calls.tokens("new#1")
 
@@ -157,7 +157,7 @@ def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folde
     calls.take(core.load(2, models[2].state_dict()))
     calls.step(10)
     calls.take(core.load(3, saved(models[3], folder.parent / "later")))
-    calls.add(request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), hop=1))
+    calls.add(request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), call=1))
     calls.finish()
     calls.chunks["s2#0"] += calls.chunks.pop("s2#1")
     for chunks in calls.chunks.values():
@@ -210,7 +210,7 @@ def test_under_keep_a_parked_sample_resumes_without_prefill_and_says_how_old_its
     calls.abort("a#0")
     core.load(4, tiny_model(seed=1).state_dict())
     calls.add(
-        request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=calls.tokens("a#0"), hop=1),
+        request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=calls.tokens("a#0"), call=1),
         request("fresh", prompt_ids=PROMPT, max_new_tokens=20),
     )
     calls.finish()
@@ -225,7 +225,7 @@ def test_a_parked_cache_is_not_used_for_another_response(folder: Path) -> None:
     calls.step(8)
     calls.abort("a#0")
     other = tuple((t + 1) % VOCAB for t in calls.tokens("a#0"))
-    calls.add(request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=other, hop=1))
+    calls.add(request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=other, call=1))
     calls.finish()
     fresh = run(core_of(folder), request("b", prompt_ids=PROMPT, max_new_tokens=20, response_ids=other))
     assert calls.tokens("a#1") == fresh.tokens("b#0")
@@ -239,7 +239,7 @@ def test_fewer_tokens_than_were_parked_resume_from_what_they_share(folder: Path)
         calls = Calls(core, [request(name, prompt_ids=PROMPT, max_new_tokens=20)])
         calls.step(9)
         calls.abort(f"{name}#0")
-        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=20, response_ids=whole[:kept], hop=1))
+        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=20, response_ids=whole[:kept], call=1))
         assert calls.finish()[f"{name}#1"][0].num_prefilled_tokens == 0
         assert whole[:kept] + calls.tokens(f"{name}#1") == whole
 

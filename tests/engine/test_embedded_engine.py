@@ -38,13 +38,13 @@ def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str
         tasks: list[asyncio.Task[None]] = []
         heads: dict[str, tuple[int, ...]] = {}
 
-        async def consume(name: str, length: int, hop: int = 0) -> None:
+        async def consume(name: str, length: int, call: int = 0) -> None:
             req = request(
                 name,
                 seed=len(name) + length,
                 max_new_tokens=length,
                 response_ids=heads.get(name, ()),
-                hop=hop,
+                call=call,
             )
             async for chunk in engine.generate(req):
                 heads[name] = heads.get(name, ()) + chunk.token_ids
@@ -61,8 +61,8 @@ def lockstep_log(folder: Path, **settings: Any) -> list[tuple[str, int, int, str
                         await asyncio.sleep(0)
                     if name == "c":
                         await engine.abort(["a#0", "b#0"])
-                        tasks.append(asyncio.create_task(consume("a", 23, hop=1)))
-                        tasks.append(asyncio.create_task(consume("b", 31, hop=1)))
+                        tasks.append(asyncio.create_task(consume("a", 23, call=1)))
+                        tasks.append(asyncio.create_task(consume("b", 31, call=1)))
                     elif len(tasks) < 8:
                         tasks.append(asyncio.create_task(consume(f"n{len(tasks)}", 4 + len(tasks))))
 

@@ -69,7 +69,7 @@ def test_a_rollout_is_the_same_in_any_batch_cut_or_not_parked_or_not(device: str
     calls.abort(*(req.request_id for req in asked))
     heads = [calls.tokens(req.request_id) for req in asked]
     resumed = [
-        request(f"s{i}", seed=i, max_new_tokens=10 + i, response_ids=head, hop=1, **kinds[i % 4])
+        request(f"s{i}", seed=i, max_new_tokens=10 + i, response_ids=head, call=1, **kinds[i % 4])
         for i, head in enumerate(heads)
     ]
     calls.add(*resumed)

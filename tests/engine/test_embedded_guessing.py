@@ -216,7 +216,7 @@ def test_parked_and_resumed_at_every_cut_equals_uninterrupted(looping: Path, fol
                 core.scheduler.blocks.drop_all("parked")
                 core.scheduler.blocks.drop_all("prompt")
             before = core.stats().prefilled_tokens
-            calls.add(request(name, response_ids=head, hop=1, **params))
+            calls.add(request(name, response_ids=head, call=1, **params))
             chunks = calls.finish()[f"{name}#1"]
             assert head + calls.tokens(f"{name}#1") == whole
             lost = 0 if keep or not head else len(head) - 1

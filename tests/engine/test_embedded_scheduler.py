@@ -31,7 +31,7 @@ class Machine:
         prompt_ids = tuple((prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
         name = name or f"s{self.arrivals}"
         limit = max(len(response) + 1, min(length, MAX_CONTEXT - len(prompt_ids)))
-        req = request(name, hop=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit)
+        req = request(name, call=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit)
         self.open[req.request_id] = sequence = Sequence(req, self.arrivals)
         self.arrivals += 1
         self.scheduler.add(sequence)
@@ -148,7 +148,7 @@ def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_writ
     machine = Machine(num_blocks=30, max_running=4, chunk=64)
     prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
     for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
-        req = request(name, hop=arrival, prompt_ids=ids, max_new_tokens=20)
+        req = request(name, call=arrival, prompt_ids=ids, max_new_tokens=20)
         machine.open[req.request_id] = sequence = Sequence(req, arrival)
         machine.scheduler.add(sequence)
         machine.step()

@@ -46,7 +46,7 @@ def test_a_stop_string_ends_the_response_at_the_token_that_completes_it_at_every
         calls.step(cut)
         calls.abort(f"{name}#0")
         head = calls.tokens(f"{name}#0")
-        calls.add(request(name, max_new_tokens=30, stop_strings=("never!", stop), response_ids=head, hop=1))
+        calls.add(request(name, max_new_tokens=30, stop_strings=("never!", stop), response_ids=head, call=1))
         calls.finish()
         assert head + calls.tokens(f"{name}#1") == free[:end]
         assert calls.chunks[f"{name}#1"][-1].finish_reason is FinishReason.STOP

@@ -1,4 +1,4 @@
-"""Timelines show whole bursts, the same steps of every setting."""
+"""Timelines show whole rounds, the same steps of every setting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rollover.frontier.pictures import LEAST_STEPS, WARMUP_STEPS, Picture, pictures, whole_bursts
+from rollover.frontier.pictures import LEAST_STEPS, WARMUP_STEPS, Picture, pictures, whole_rounds
 from rollover.frontier.settings import setting
 from rollover.report import measures
 from tests.frontier.kit import small
@@ -31,8 +31,8 @@ SYNC, APRIL = setting("sync", SETUP, None), setting("april", SETUP, 2.0)
 
 @pytest.mark.parametrize("target", [0.5, 1.0, 2.0, 3.0])
 def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: float) -> None:
-    bursts = setting("rollover", SETUP, target)
-    shown = pictures(SETUP, (SYNC, APRIL, bursts))
+    rounds = setting("rollover", SETUP, target)
+    shown = pictures(SETUP, (SYNC, APRIL, rounds))
     assert {(p.first_step, p.last_step) for p in shown} == {(shown[0].first_step, shown[0].last_step)}
     assert shown[0].first_step >= WARMUP_STEPS
     assert shown[0].last_step - shown[0].first_step + 1 >= LEAST_STEPS
@@ -44,7 +44,7 @@ def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: flo
         assert measures.visible(picture.timeline.samples, window), "something is seen"
 
 
-def test_a_burst_is_several_batches_from_one_collection() -> None:
+def test_a_round_is_several_batches_from_one_collection() -> None:
     (shown,) = pictures(SETUP, (setting("rollover", SETUP, 3.0),))
     starts = sorted(collection_starts(shown))
     gaps = [b - a for a, b in pairwise(starts)]
@@ -53,8 +53,8 @@ def test_a_burst_is_several_batches_from_one_collection() -> None:
     assert collection_starts(sync) == {s.step for s in sync.timeline.steps}
 
 
-def test_a_stretch_of_whole_bursts_is_the_first_after_the_warm_up() -> None:
-    assert whole_bursts({0, 4, 8, 12, 16}) == (8, 11)
-    assert whole_bursts({0, 5, 10, 15}) == (10, 14)
-    assert whole_bursts(set(range(20))) == (8, 10)
-    assert whole_bursts({0, 4, 9, 11}) is None
+def test_a_stretch_of_whole_rounds_is_the_first_after_the_warm_up() -> None:
+    assert whole_rounds({0, 4, 8, 12, 16}) == (8, 11)
+    assert whole_rounds({0, 5, 10, 15}) == (10, 14)
+    assert whole_rounds(set(range(20))) == (8, 10)
+    assert whole_rounds({0, 4, 9, 11}) is None

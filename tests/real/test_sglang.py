@@ -206,16 +206,16 @@ def test_greedy_decoding_is_the_same_however_often_it_is_stopped(url: str, folde
         async with opened(url, folders[0]) as engine:
             whole = tokens(await collect(engine, request("whole", max_new_tokens=60, temperature=0.0)))
             ids: tuple[int, ...] = ()
-            hop = 0
+            number = 0
             while len(ids) < 60:
-                call = request("cut", max_new_tokens=60, temperature=0.0, response_ids=ids, hop=hop)
+                call = request("cut", max_new_tokens=60, temperature=0.0, response_ids=ids, call=number)
                 async for chunk in engine.generate(call):
                     ids += chunk.token_ids
-                    if hop < 12 and chunk.finish_reason is None:
+                    if number < 12 and chunk.finish_reason is None:
                         await engine.abort([call.request_id])
-                hop += 1
+                number += 1
             assert ids == whole
-            assert hop > 3
+            assert number > 3
 
     asyncio.run(law())
 

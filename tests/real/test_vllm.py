@@ -208,7 +208,7 @@ def test_a_greedy_rollout_cut_anywhere_and_resumed_is_the_uninterrupted_one(
         async with engine_of(servers[0], folders["first"]) as engine:
             whole = tokens(await collect(engine, request("whole", max_new_tokens=40, temperature=0.0)))
             for cut in (1, 7, 20, 39):
-                resumed = request("cut", hop=cut, max_new_tokens=40, temperature=0.0, response_ids=whole[:cut])
+                resumed = request("cut", call=cut, max_new_tokens=40, temperature=0.0, response_ids=whole[:cut])
                 assert whole[:cut] + tokens(await collect(engine, resumed)) == whole
 
     within_deadline(law)
@@ -304,8 +304,8 @@ async def finish_elsewhere(pool: EnginePool, tasks: list[Any], received: dict[st
         if i not in failed:
             return len(prefix)
         assert 0 < len(prefix) < length
-        hop = request(f"r{i}", hop=1, prompt_ids=(i + 1, 5), seed=i, max_new_tokens=length, response_ids=prefix)
-        return len(prefix + tokens(await collect(pool, hop)))
+        resumed = request(f"r{i}", call=1, prompt_ids=(i + 1, 5), seed=i, max_new_tokens=length, response_ids=prefix)
+        return len(prefix + tokens(await collect(pool, resumed)))
 
     assert await asyncio.gather(*map(whole, range(len(tasks)))) == [length] * len(tasks)
     return len(failed)

@@ -18,22 +18,22 @@ from rollover.report.summary import summarize
 from rollover.report.throughput import DECODED, TRAINED, means
 from rollover.report.timeline import Timeline
 
-BURST = ((12_000, 2.0), (2_000, 0.25), (1_000, 0.25), (1_000, 0.1))
+ROUND = ((12_000, 2.0), (2_000, 0.25), (1_000, 0.25), (1_000, 0.1))
 """Tokens and seconds of four batches from one collection: the first has the longest responses and all of the wait."""
 
 
-def bursts(count: int) -> list[dict[str, float]]:
+def rounds(count: int) -> list[dict[str, float]]:
     return [
         throughput.of_step(
             trained_tokens=tokens, decoded_tokens=16_000 if wait else 0, step_s=s, decoding_s=1.6 if wait else 0.0
         )
         for _ in range(count)
-        for (tokens, s), wait in zip(BURST, (True, False, False, False), strict=True)
+        for (tokens, s), wait in zip(ROUND, (True, False, False, False), strict=True)
     ]
 
 
 TRUE = 16_000 / 2.6
-"""Trained tokens/s of bursts, however many."""
+"""Trained tokens/s of rounds, however many."""
 
 
 def recorded(steps: Sequence[dict[str, float]]) -> RunRecord:
@@ -73,23 +73,23 @@ def test_runs_that_wrote_the_rollouts_seconds_alone_are_read() -> None:
 
 
 @pytest.mark.parametrize("every", [4, 8, 20])
-def test_plain_lines_say_the_true_throughput_whatever_the_phase_of_bursts(every: int) -> None:
-    """A line in step with the bursts would else always show the same fast or slow batch."""
-    steps, out = bursts(10), io.StringIO()
+def test_plain_lines_say_the_true_throughput_whatever_the_phase_of_rounds(every: int) -> None:
+    """A line in step with the rounds would else always show the same fast or slow batch."""
+    steps, out = rounds(10), io.StringIO()
     progress = Progress(total_steps=40, mode="plain", plain_every_steps=every, console=Console(file=out, width=120))
     progress.resumed(0)
     for step in steps:
         progress.step(step)
     lines = out.getvalue().splitlines()[2:]  # the first step has a line of its own
     said = [float(line.rsplit("  ", 1)[1].split(" ")[0].replace(",", "")) for line in lines]
-    assert said[1:] == pytest.approx([TRUE] * (40 // every - 1), abs=1), "whole bursts each"
-    first = [(t, s) for t, s in (BURST * 10)[1:every]]
+    assert said[1:] == pytest.approx([TRUE] * (40 // every - 1), abs=1), "whole rounds each"
+    first = [(t, s) for t, s in (ROUND * 10)[1:every]]
     assert said[0] == pytest.approx(sum(t for t, _ in first) / sum(s for _, s in first), abs=1)
 
 
 def test_every_place_that_names_it_says_the_same() -> None:
     """The closing table, the comparison, the figure's level, the progress line and the rows themselves."""
-    record = recorded(bursts(10))
+    record = recorded(rounds(10))
     s = summarize(record.metrics, record.timeline)
     assert s.trained_tokens_per_s == pytest.approx(TRUE)
     assert s.rollout_tokens_per_s == pytest.approx(16_000 / 1.6)

@@ -15,7 +15,7 @@ from rollover.errors import EngineError
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
-from rollover.rollout.hop import sample_seed
+from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample

@@ -231,7 +231,7 @@ def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
 
 
 class FlakyEngine(FakeEngine):
-    """Fails calls after some of their tokens. ``faults``: (sample_key, tokens in this hop) -> error, once each."""
+    """Fails calls after some of their tokens. ``faults``: (sample_key, tokens in this call) -> error, once each."""
 
     def __init__(self, *args: Any, faults: dict[tuple[str, int], Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -570,9 +570,9 @@ def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
         assert_trainable(batches, rig)
         assert all(len(r.response_ids) < budget for r in engine.requests)
         for trajectory in (t for b in batches.values() for t in b.trajectories):
-            hops = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]
-            assert len({r.seed for r in hops}) == 1
-            assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in hops)
+            calls = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]
+            assert len({r.seed for r in calls}) == 1
+            assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in calls)
 
     run(work())
 

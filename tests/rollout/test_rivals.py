@@ -22,7 +22,7 @@ from tests.rollout.test_strategies import G, N, ready, waste
 
 class Shop:
     """A shell around the scheduler without time: what happens next is drawn by lot. Each sample needs so many tokens;
-    a hop decodes some of them, never more than its budget."""
+    a generation call decodes some of them, never more than its budget."""
 
     def __init__(self, name: str, rng: random.Random, *, places: int, filtered: float, **config: Any) -> None:
         self.strategy = strategy_of(name, max_running=places, max_new_tokens=40, **config)
@@ -73,10 +73,10 @@ class Shop:
         if ledger.unscored and (not ledger.running or rng.random() < 0.5):
             self.scheduler.scored(rng.choice(list(ledger.unscored)), 0.0, 0.0)
         else:
-            self.end_hop(rng.choice(list(ledger.running)), stopped=rng.random() < 0.05)
+            self.end_call(rng.choice(list(ledger.running)), stopped=rng.random() < 0.05)
         self.act()
 
-    def end_hop(self, sample_id: SampleId, *, stopped: bool) -> None:
+    def end_call(self, sample_id: SampleId, *, stopped: bool) -> None:
         num_left = 1 + random.Random(str(sample_id)).randrange(40) - self.ledger.sample(sample_id).num_tokens
         num_tokens = self.rng.randrange(num_left) if stopped else num_left
         num_tokens = min(num_tokens, self.budgets[sample_id] or num_tokens)
@@ -93,7 +93,7 @@ class Shop:
             self.happen()
         if on_full in (OnFull.PARK, OnFull.DISCARD):
             for sample_id in list(ledger.running):
-                self.end_hop(sample_id, stopped=True)
+                self.end_call(sample_id, stopped=True)
         if on_full is OnFull.DISCARD:
             self.scheduler.discard_unfinished(0.0)
         self.scheduler.consume(0.0)
@@ -136,7 +136,7 @@ def test_a_token_budget_is_granted_once_per_round() -> None:
     strategy = strategy_of("token_budget", rollout_batch_size=N, group_size=G, tokens_per_round=3)
     ledger = Ledger([opened(i, size=G) for i in range(2)])
     first, *others = strategy.samples_to_start(ledger)
-    assert strategy.hop_budget(ledger, first) == 3
+    assert strategy.token_budget(ledger, first) == 3
     for i in (first, others[0]):
         ledger.apply(started(i))
     ledger.apply(ended(first, 3, ABORT))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.rollout.events import BatchConsumed, Event
-from rollover.rollout.hop import sample_seed
+from rollover.rollout.generation import sample_seed
 from rollover.sim.models import Latency
 from rollover.sim.run import simulate
 from rollover.types import SampleId

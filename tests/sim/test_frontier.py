@@ -124,7 +124,7 @@ def test_lag_times_iterations_is_kappa(preset: str, num_running: int) -> None:
 
 
 @pytest.mark.parametrize("r", [1.5, 2])
-def test_bursts_do_better_than_kappa_at_low_lag(preset: str, r: float) -> None:
+def test_rounds_do_better_than_kappa_at_low_lag(preset: str, r: float) -> None:
     """A fresh group begins with a whole step ahead of it; uniform phase is lost."""
     window = played(preset, "first", r)
     assert window.lag * window.iterations < 0.97 * step_model(preset).kappa

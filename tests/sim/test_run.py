@@ -91,7 +91,7 @@ def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
         assert window.seconds / len(window.steps) == pytest.approx(step_s)
 
 
-def test_a_burst_is_measured_whole_or_not_at_all() -> None:
+def test_a_round_is_measured_whole_or_not_at_all() -> None:
     """A pool of three batches, each as long as its longest: their steps take 30 s, 0 s and 0 s, in whichever of them a
     measurement begins and ends."""
     lengths = Lengths(lambda index, i, attempt: 30)

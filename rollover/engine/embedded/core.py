@@ -216,7 +216,7 @@ class EngineCore:
         name, num_prompt = request.request_id, len(request.prompt_ids)
         num_response, limit = len(request.response_ids), request.params.max_new_tokens
         if name in self._seen:
-            raise EngineError(f"request id {name!r} was used before; ids are unique per hop")
+            raise EngineError(f"request id {name!r} was used before; ids are unique per generation call")
         if not num_prompt:
             raise EngineError(f"request {name!r} has an empty prompt")
         if num_response >= limit:

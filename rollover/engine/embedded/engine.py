@@ -72,7 +72,7 @@ class EmbeddedEngine:
         """See ``Engine.generate``. Raises ``EngineError`` for a request that cannot run and when an
         iteration fails, ``ResourceError`` when it fails for want of memory."""
         if request.request_id in self._streams:
-            raise EngineError(f"request id {request.request_id!r} is in use; ids are unique per hop")
+            raise EngineError(f"request id {request.request_id!r} is in use; ids are unique per generation call")
         stream = self._streams[request.request_id] = _Stream()
         try:
             await self._do("generate", lambda core: core.add(request))

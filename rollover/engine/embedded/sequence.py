@@ -33,7 +33,7 @@ class Sequence:
         self.num_cached = 0
         self.kv_version = 0
         self.high_water = len(self.token_ids) - 1 if request.response_ids else 0
-        """Tokens that were cached at some time, here or in an earlier hop."""
+        """Tokens that were cached at some time, here or in an earlier generation call."""
         self.num_sampled = 0
         self.num_prefilled_response = 0
         """Response tokens prefilled before the first one was sampled; the first chunk reports them."""

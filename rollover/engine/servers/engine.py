@@ -324,7 +324,7 @@ class ServerEngine(ABC):
     def _admit(self, request: GenerateRequest) -> GenerationCall:
         self._refuse_when_closed("generate")
         if request.request_id in self._used_ids:
-            raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per hop")
+            raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per generation call")
         params = request.params
         if len(request.response_ids) >= params.max_new_tokens:
             raise EngineError(

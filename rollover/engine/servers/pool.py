@@ -174,7 +174,7 @@ class EnginePool:
         in time."""
         self._refuse_when_closed()
         if request.request_id in self._used_ids:
-            raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per hop")
+            raise EngineError(f"request id {request.request_id!r} was used before; ids are unique per generation call")
         self._used_ids.add(request.request_id)
         call = self._calls[request.request_id] = _PoolCall()
         try:

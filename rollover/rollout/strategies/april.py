@@ -18,7 +18,7 @@ from rollover.rollout.strategy import OnFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class April(Configured):
-    """A round starts with ``launched_groups`` groups, carried-over ones first, and is one burst: while it lasts only a
+    """A round starts with ``launched_groups`` groups, carried-over ones first, and is one round: while it lasts only a
     dropped group is replaced. Mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
 
     drop_surplus: bool

@@ -1,13 +1,13 @@
-"""Our own: the user states a lag, and bursts are found that reach it with the fewest decode iterations.
+"""Our own: the user states a lag, and rounds are found that reach it with the fewest decode iterations.
 
 What moves the curve of throughput against lag, and what this does about it (``docs/theory.md``):
 
-* Several batches from one collection share its tail. ``best_burst`` weighs that against stopping early and carrying
+* Several batches from one collection share its tail. ``best_round`` weighs that against stopping early and carrying
   the rest over, as APRIL (arXiv 2509.18521) does, with the lengths that were seen lately: where many responses reach
   the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them,
   unless prefilling them again under new weights takes longer than waiting.
 * The longest responses are trained first. A token's age counts, so the few tokens of short responses are those that
-  wait while the batches of a burst are trained.
+  wait while the batches of a round are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
   lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).
 * Lag that was not used lately may be used now: the target is a mean.
@@ -21,23 +21,23 @@ import math
 from dataclasses import dataclass, replace
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.burst import Burst, best_burst
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.round import Round, best_round
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull, Strategy
 
 _SPREAD = 16
 """Batches over which lag that was not used is used, or that was used too much is saved."""
 _MOST_OVER = 1.25
-"""Factor by which single bursts may leave the target, while the mean keeps to it."""
+"""Factor by which single rounds may leave the target, while the mean keeps to it."""
 _RAMP_STEPS = 5
 """Lag grows over the first steps: a sudden surplus would fill the first batches with short responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollover(Configured):
-    """Bursts whose tokens are ``target_lag`` versions old in the mean."""
+    """Rounds whose tokens are ``target_lag`` versions old in the mean."""
 
     target_lag: float
     """Mean age of trained tokens, in versions."""
@@ -55,27 +55,27 @@ class Rollover(Configured):
     def groups_to_open(self, ledger: Ledger) -> int:
         if _is_collected(ledger, self.batch_size):
             return 0
-        burst = self.burst(ledger)
-        launched = math.ceil(self.batch_size * burst.num_batches * burst.ratio)
+        found = self.round(ledger)
+        launched = math.ceil(self.batch_size * found.num_batches * found.ratio)
         return max(0, min(launched - ledger.num_unconsumed, self.headroom(ledger)))
 
     def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
         if len(ledger.ready) < self.batch_size:
             return None
         collected = _is_collected(ledger, self.batch_size)
-        if not collected and len(ledger.ready) < self.batch_size * self.burst(ledger).num_batches:
+        if not collected and len(ledger.ready) < self.batch_size * self.round(ledger).num_batches:
             return None
         return Strategy.select_batch(self, ledger)
 
     def preference(self, group: GroupEntry) -> int:
         return -sum(s.num_tokens for s in group.samples)
 
-    def burst(self, ledger: Ledger) -> Burst:
+    def round(self, ledger: Ledger) -> Round:
         """What is collected now. It changes only when a batch is consumed."""
         lag, target = ledger.lag, self.target_lag
         spare = (target - lag.mean) * lag.num_batches / _SPREAD
         ramp = min(1.0, ledger.next_step / _RAMP_STEPS)
-        return best_burst(
+        return best_round(
             ledger.lengths,
             max_lag=ramp * min(max(target + spare, target / _MOST_OVER), target * _MOST_OVER),
             max_staleness=self.max_staleness,
@@ -86,5 +86,5 @@ class Rollover(Configured):
 
 
 def _is_collected(ledger: Ledger, batch_size: int) -> bool:
-    """Whether a burst has been collected and is being trained: nothing runs, and there is a batch."""
+    """Whether a round has been collected and is being trained: nothing runs, and there is a batch."""
     return not ledger.running and len(ledger.ready) >= batch_size

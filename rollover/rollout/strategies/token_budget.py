@@ -40,7 +40,7 @@ class TokenBudget(Configured):
         with_budget = [i for i in at_rest if not self._has_spent(ledger, i)]
         return iter(with_budget or at_rest)
 
-    def hop_budget(self, ledger: Ledger, sample_id: SampleId) -> int:
+    def token_budget(self, ledger: Ledger, sample_id: SampleId) -> int:
         return self.round_budget
 
     def _has_spent(self, ledger: Ledger, sample_id: SampleId) -> bool:

@@ -77,7 +77,7 @@ def test_a_member_that_falls_ill_in_mid_call_is_left_out_and_the_call_goes_on_el
                 async for chunk in stream:
                     head.append(chunk)
             prefix = tokens(head)
-            rest = await collect(pool, request("a", hop=1, max_new_tokens=400, response_ids=prefix))
+            rest = await collect(pool, request("a", call=1, max_new_tokens=400, response_ids=prefix))
             assert len(prefix + tokens(rest)) == 400
             assert well.requests[-1].response_ids == prefix
 

@@ -172,7 +172,7 @@ class VLLMEngine(ServerEngine):
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": hop_seed(request.seed, len(request.response_ids)) if self._seeds else None,
+            "seed": call_seed(request.seed, len(request.response_ids)) if self._seeds else None,
             "stop": list(params.stop_strings),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(params.stop_token_ids),
@@ -275,8 +275,8 @@ def _delta(choice: Choice) -> Delta:
     )
 
 
-def hop_seed(seed: int, num_decoded: int) -> int:
-    """The seed of one hop: a request that starts in mid-response must not draw again the noise of its
+def call_seed(seed: int, num_decoded: int) -> int:
+    """The seed of one generation call: a request that starts in mid-response must not draw again the noise of its
     beginning."""
     digest = hashlib.blake2b(f"{seed}/{num_decoded}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -102,7 +102,7 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
 def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
     async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", max_new_tokens=50))
-        await collect(engine, request("a", hop=1, max_new_tokens=50, response_ids=tuple(range(30))))
+        await collect(engine, request("a", call=1, max_new_tokens=50, response_ids=tuple(range(30))))
 
     first, second = bodies(check(folder, law), "/generate")
     assert second["input_ids"] == first["input_ids"] + list(range(30))
@@ -531,7 +531,7 @@ def test_what_was_cached_is_not_counted_as_prefilled_and_what_is_recomputed_is(f
     async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
-        await collect(engine, request("a", hop=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
+        await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
         call = asyncio.create_task(collect(engine, request("b", prompt_ids=(1,) * 10, max_new_tokens=LONG)))
         await asyncio.sleep(0.2)

@@ -15,7 +15,7 @@ import pytest
 
 from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine, hop_seed
+from rollover.engine.servers.vllm.engine import VLLMEngine, call_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
@@ -59,7 +59,7 @@ def scripted(seed: int, count: int, weights: str, start: int = 0) -> tuple[int, 
 def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
-        seed = hop_seed(3, 0)
+        seed = call_seed(3, 0)
         assert tokens(chunks) == scripted(seed, 20, str(folder))
         expected = [logprob_at(seed, i, str(folder)) for i in range(20)]
         assert [p for c in chunks for p in c.logprobs] == expected
@@ -82,7 +82,7 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
 def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a", max_new_tokens=50, seed=3))
-        await collect(engine, request("a", hop=1, max_new_tokens=50, seed=3, response_ids=tuple(range(30))))
+        await collect(engine, request("a", call=1, max_new_tokens=50, seed=3, response_ids=tuple(range(30))))
 
     first, second = bodies(check(folder, law), "/v1/completions")
     assert second["prompt"] == first["prompt"] + list(range(30))
@@ -117,7 +117,7 @@ def test_calls_carry_no_seed_where_that_would_kill_the_server(
 
 def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
-        server.eos = token_at(hop_seed(3, 0), 2, str(folder))
+        server.eos = token_at(call_seed(3, 0), 2, str(folder))
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (20, FinishReason.LENGTH)
 
@@ -248,7 +248,7 @@ def test_a_hung_server_cannot_hold_up_an_abort_and_what_it_has_streamed_is_kept(
         chunks = await call
         assert_wellformed(chunks)
         assert chunks[-1].finish_reason is FinishReason.ABORT
-        assert tokens(chunks) == scripted(hop_seed(3, 0), seen, str(folder)) != ()
+        assert tokens(chunks) == scripted(call_seed(3, 0), seen, str(folder)) != ()
         server.thaw()
 
     check(folder, law)
@@ -357,7 +357,7 @@ def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
         with pytest.raises(EngineError, match="broke off POST /v1/completions"):
             async for chunk in stream:
                 head.append(chunk)
-        assert tokens(head) == scripted(hop_seed(3, 0), len(tokens(head)), str(folder))
+        assert tokens(head) == scripted(call_seed(3, 0), len(tokens(head)), str(folder))
         assert len(tokens(head)) >= 30
         server.restart()
 
@@ -394,7 +394,7 @@ class Spelling:
 
 
 def spelling(server: ScriptedVLLM, seed: int, folder: Path, places: dict[int, str]) -> Spelling:
-    """The tokens at some places of a hop spell something, all others nothing."""
+    """The tokens at some places of a generation call spell something, all others nothing."""
     ids = scripted(seed, 60, str(folder))
     text = {ids[i]: s for i, s in places.items()}
     assert sum(t in text for t in ids) == len(places), "the tokens stand nowhere else"
@@ -402,9 +402,9 @@ def spelling(server: ScriptedVLLM, seed: int, folder: Path, places: dict[int, st
     return Spelling(text)
 
 
-def unique_seed(folder: Path, hop: int, places: tuple[int, ...]) -> int:
+def unique_seed(folder: Path, call: int, places: tuple[int, ...]) -> int:
     def fits(seed: int) -> bool:
-        ids = scripted(hop_seed(seed, hop), 60, str(folder))
+        ids = scripted(call_seed(seed, call), 60, str(folder))
         return all(ids.count(ids[i]) == 1 for i in places)
 
     return next(s for s in range(10_000) if fits(s))
@@ -413,12 +413,12 @@ def unique_seed(folder: Path, hop: int, places: tuple[int, ...]) -> int:
 def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         seed = unique_seed(folder, 0, (4, 5))
-        engine._stop_strings = spelling(server, hop_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
+        engine._stop_strings = spelling(server, call_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
         for interval, name in ((1, "a"), (16, "b")):
             engine._settings = _with_interval(engine._settings, interval)
             chunks = await collect(engine, request(name, max_new_tokens=60, seed=seed, stop_strings=("<end>",)))
             assert_wellformed(chunks)
-            assert tokens(chunks) == scripted(hop_seed(seed, 0), 6, str(folder))
+            assert tokens(chunks) == scripted(call_seed(seed, 0), 6, str(folder))
             assert chunks[-1].finish_reason is FinishReason.STOP
 
     server = check(folder, law)
@@ -428,14 +428,14 @@ def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: P
 def test_a_stop_string_over_the_cut_is_seen_here_and_the_call_is_stopped_there(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         seed = unique_seed(folder, 3, (1,))
-        speller = spelling(server, hop_seed(seed, 3), folder, {1: "nd>"})
+        speller = spelling(server, call_seed(seed, 3), folder, {1: "nd>"})
         engine._stop_strings = Spelling({**speller.text, 63: "<e"})  # type: ignore[assignment]
-        resumed = request("a", hop=1, max_new_tokens=60, seed=seed, response_ids=(0, 1, 63), stop_strings=("<end>",))
-        if 63 in scripted(hop_seed(seed, 3), 2, str(folder)):
+        resumed = request("a", call=1, max_new_tokens=60, seed=seed, response_ids=(0, 1, 63), stop_strings=("<end>",))
+        if 63 in scripted(call_seed(seed, 3), 2, str(folder)):
             pytest.skip("the script happens to spell it twice")
         chunks = await collect(engine, resumed)
         assert_wellformed(chunks)
-        assert tokens(chunks) == scripted(hop_seed(seed, 3), 2, str(folder))
+        assert tokens(chunks) == scripted(call_seed(seed, 3), 2, str(folder))
         assert chunks[-1].finish_reason is FinishReason.STOP
         await asyncio.sleep(0.2)
         assert not server.requests, "it does not decode on for nobody"
@@ -539,7 +539,7 @@ def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folde
         await engine.load(1, new)
         await engine.resume()
         chunks = await call
-        seed = hop_seed(3, 0)
+        seed = call_seed(3, 0)
         labelled = [c.policy_version for c in chunks for _ in c.token_ids]
         sampled = [0 if t == token_at(seed, i, str(folder)) else 1 for i, t in enumerate(tokens(chunks))]
         cut = labelled.index(1)
@@ -647,7 +647,7 @@ def test_log_probs_are_proved_before_training(folder: Path) -> None:
     prompts = check_prompts(64, 512)
     logits_PV = np.full((len(prompts), 64), -1e9, dtype=np.float32)
     for number in range(len(prompts)):  # two tokens of which one has the log-prob that the server will report
-        seed = hop_seed(number, 0)
+        seed = call_seed(number, 0)
         p, token = logprob_at(seed, 0, str(folder)), token_at(seed, 0, str(folder))
         logits_PV[number, [token, (token + 1) % 64]] = p, np.log(-np.expm1(p))
     reference = Reference(version=0, prompts=prompts, logits_PV=logits_PV)
@@ -726,7 +726,7 @@ def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
     async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
-        await collect(engine, request("a", hop=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
+        await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
 
     check(folder, law)

@@ -1,14 +1,14 @@
-"""How much to collect at a time, and how far to let it run: bursts, in closed form. ``docs/theory.md`` derives it.
+"""How much to collect at a time, and how far to let it run: rounds, in closed form. ``docs/theory.md`` derives it.
 
-A *burst* collects m batches under one set of weights, stops, trains them one after another, and goes on: what had not
-ended waits in the next burst. Let it run for D decode iterations. A sample of length L then ends in its
-``j = ceil(L / D)``-th burst, so that
+A *round* collects m batches under one set of weights, stops, trains them one after another, and goes on: what had not
+ended waits in the next round. Let it run for D decode iterations. A sample of length L then ends in its
+``j = ceil(L / D)``-th round, so that
 
 * r = E[j] batches' worth of work is in flight for each batch that is trained;
 * an iteration's cost is shared by m batches: K = D / m for each;
-* samples that go on in a later burst are prefilled again, where new weights cost them their caches;
-* a token decoded in the i-th burst of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
-  the k-th batch of a burst, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
+* samples that go on in a later round are prefilled again, where new weights cost them their caches;
+* a token decoded in the i-th round of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
+  the k-th batch of a round, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
   that few tokens wait.
 
 All of that follows from the lengths alone. Throughput asks for a small K and little prefill; of the machine one number
@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_BATCHES = 64
-"""Of a burst."""
+"""Of a round."""
 _LEVELS = np.linspace(0.3, 1.0, 36)
-"""Shares of groups that may end within a burst."""
+"""Shares of groups that may end within a round."""
 _SAME = 1.01
 """Times that differ by less are alike; the younger tokens decide."""
 
@@ -45,13 +45,13 @@ class Lengths:
 
 
 _MEMORY = 8192
-"""Responses: several bursts, since the last batches of a burst hold its shortest."""
+"""Responses: several rounds, since the last batches of a round hold its shortest."""
 _ENOUGH = 2048
 """Groups that show how lengths are spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Burst:
+class Round:
     """A way of collecting, and what it leads to in a steady state."""
 
     num_batches: int
@@ -65,15 +65,15 @@ class Burst:
     iterations_per_batch: float
     """K."""
     prefilled_per_batch: float
-    """Response tokens of resumed samples, where caches are lost between bursts."""
+    """Response tokens of resumed samples, where caches are lost between rounds."""
 
 
-ONE_BY_ONE = Burst(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0, prefilled_per_batch=0.0)
+ONE_BY_ONE = Round(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0, prefilled_per_batch=0.0)
 """Synchronous rollout: what can be done before any length is known."""
 
 
 @lru_cache(maxsize=64)
-def best_burst(
+def best_round(
     lengths: Lengths,
     *,
     max_lag: float,
@@ -81,8 +81,8 @@ def best_burst(
     batch_size: int,
     num_running: float = np.inf,
     prefill_tokens_per_iteration: float = np.inf,
-) -> Burst:
-    """The burst that takes least time, counted in iterations per batch, among those whose tokens are ``max_lag``
+) -> Round:
+    """The round that takes least time, counted in iterations per batch, among those whose tokens are ``max_lag``
     versions old in the mean and ``max_staleness`` at most.
 
     Args:
@@ -117,7 +117,7 @@ def best_burst(
     cost_MD = np.where(allowed_MD, iterations_MD + prefilled_D / prefill_tokens_per_iteration, np.inf)
     alike_MD = cost_MD <= cost_MD.min() * _SAME
     m, d = np.unravel_index(np.where(alike_MD, lag_MD, np.inf).argmin(), lag_MD.shape)
-    return Burst(
+    return Round(
         num_batches=choices[m],
         iterations=int(stops[d]),
         ratio=float(ratio_D[d]),
@@ -137,18 +137,18 @@ def _some_of(lengths: Lengths) -> NDArray[np.float64]:
 def _carried(
     tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float
 ) -> tuple[float, float, float, float]:
-    """Of groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most bursts that
-    one takes part in; the bursts that lie between decoding and training, summed over tokens; and the tokens that are
+    """Of groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most rounds that
+    one takes part in; the rounds that lie between decoding and training, summed over tokens; and the tokens that are
     there when a sample goes on, summed over its resumes, in the mean of groups."""
-    bursts_P = np.ceil(longest_P / stop)
+    rounds_P = np.ceil(longest_P / stop)
     whole_PG, rest_PG = np.divmod(tokens_PG, stop)
-    decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # burst numbers, summed over tokens
+    decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # round numbers, summed over tokens
     resumes_PG = np.maximum(0, np.ceil(tokens_PG / stop) - 1)
     again_PG = stop * resumes_PG * (resumes_PG + 1) / 2
     return (
-        bursts_P.mean(),
-        bursts_P.max(),
-        float((bursts_P[:, None] * tokens_PG - decoded_PG).sum()),
+        rounds_P.mean(),
+        rounds_P.max(),
+        float((rounds_P[:, None] * tokens_PG - decoded_PG).sum()),
         again_PG.sum(axis=1).mean(),
     )
 

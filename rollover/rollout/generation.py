@@ -1,4 +1,4 @@
-"""One hop: an engine call of one sample, from its request to its last chunk."""
+"""A generation call: one request for a sample's next tokens, from the request to its last chunk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OpenSegment:
         return segment
 
 
-def hop_request(
+def generation_request(
     trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: Start
 ) -> GenerateRequest:
     """What the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""

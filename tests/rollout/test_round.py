@@ -1,4 +1,4 @@
-"""Bursts in closed form, against counting burst by burst, token by token."""
+"""Rounds in closed form, against counting round by round, token by token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.rollout.burst import ONE_BY_ONE, Burst, Lengths, best_burst
+from rollover.rollout.round import ONE_BY_ONE, Lengths, Round, best_round
 
 Groups = tuple[tuple[int, ...], ...]
 GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2).map(tuple), min_size=12, max_size=12).map(tuple)
 
 
 def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, int, float]:
-    """With the same groups admitted to every burst, once that has gone on for long: groups in flight per group trained,
+    """With the same groups admitted to every round, once that has gone on for long: groups in flight per group trained,
     mean age of tokens, greatest age, tokens prefilled again per group trained."""
     waiting: list[tuple[tuple[int, ...], int]] = []
     over: list[tuple[tuple[int, ...], int]] = []
@@ -41,8 +41,8 @@ def counted(groups: Groups, num_batches: int, stop: int) -> tuple[float, float, 
 
 def best(
     groups: Groups, *, max_lag: float, max_staleness: int = 11, num_running: float = 1e9, prefill: float = math.inf
-) -> Burst:
-    return best_burst(
+) -> Round:
+    return best_round(
         Lengths(groups),
         max_lag=max_lag,
         max_staleness=max_staleness,
@@ -57,16 +57,16 @@ PREFILL = st.sampled_from([2.0, 20.0, math.inf])
 
 @given(GROUPS, st.floats(0, 6), PREFILL)
 def test_it_leads_to_what_it_says(groups: Groups, max_lag: float, prefill: float) -> None:
-    burst = best(groups, max_lag=max_lag, prefill=prefill)
-    if 12 % burst.num_batches or not burst.iterations:  # batches of unequal size are a matter of rounding
+    found = best(groups, max_lag=max_lag, prefill=prefill)
+    if 12 % found.num_batches or not found.iterations:  # batches of unequal size are a matter of rounding
         return
-    ratio, lag, oldest, again = counted(groups, burst.num_batches, burst.iterations)
-    assert burst.ratio == pytest.approx(ratio)
-    assert burst.lag == pytest.approx(lag)
+    ratio, lag, oldest, again = counted(groups, found.num_batches, found.iterations)
+    assert found.ratio == pytest.approx(ratio)
+    assert found.lag == pytest.approx(lag)
     assert lag <= max_lag + 1e-9
     assert oldest <= 11
-    assert burst.iterations_per_batch == pytest.approx(burst.iterations / burst.num_batches)
-    assert burst.prefilled_per_batch == pytest.approx(12 * again)
+    assert found.iterations_per_batch == pytest.approx(found.iterations / found.num_batches)
+    assert found.prefilled_per_batch == pytest.approx(12 * again)
 
 
 @given(GROUPS, st.sampled_from([0.3, 1.0, 2.5]), PREFILL)
@@ -87,13 +87,13 @@ def test_before_any_length_is_known_batches_are_collected_one_by_one() -> None:
     assert best((), max_lag=3.0) == ONE_BY_ONE
 
 
-def test_without_a_lag_a_burst_is_a_synchronous_round() -> None:
-    burst = best(((3, 9), (4, 4), (20, 1)) * 4, max_lag=0.0)
-    assert (burst.num_batches, burst.iterations, burst.ratio, burst.lag) == (1, 20, 1.0, 0.0)
+def test_without_a_lag_a_round_is_a_synchronous_round() -> None:
+    found = best(((3, 9), (4, 4), (20, 1)) * 4, max_lag=0.0)
+    assert (found.num_batches, found.iterations, found.ratio, found.lag) == (1, 20, 1.0, 0.0)
 
 
 def test_stragglers_are_carried_over_and_a_crowd_at_the_cap_is_not() -> None:
-    """2 % of responses forty times as long as the rest are left for later bursts; where a third is, more batches are
+    """2 % of responses forty times as long as the rest are left for later rounds; where a third is, more batches are
     trained from one collection."""
     few = best(((10,),) * 490 + ((400,),) * 10, max_lag=0.9, max_staleness=99)
     many = best(((10,),) * 320 + ((400,),) * 180, max_lag=0.9, max_staleness=99)
@@ -129,11 +129,11 @@ def test_what_order_is_worth() -> None:
     lengths = np.sort(np.concatenate([np.linspace(1, 1000, num * 3 // 4), np.full(num // 4, 2000)]).round())
     below = (np.arange(num) + 0.5) / num  # F(L)
     rho = (lengths * 2 * (1 - below)).sum() / lengths.sum()
-    burst = best(tuple((int(n),) for n in lengths), max_lag=4.0, max_staleness=60)
-    m = burst.num_batches
+    found = best(tuple((int(n),) for n in lengths), max_lag=4.0, max_staleness=60)
+    m = found.num_batches
     assert m > 8
-    assert burst.ratio == 1  # a quarter at the cap is not carried over
-    assert burst.lag == pytest.approx((m * rho - 1) / 2, abs=0.02)
+    assert found.ratio == 1  # a quarter at the cap is not carried over
+    assert found.lag == pytest.approx((m * rho - 1) / 2, abs=0.02)
     assert (m - 1) / 2 > 4 / rho - 1
 
     tokens = np.arange(2000) + 0.5

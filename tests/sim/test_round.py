@@ -21,13 +21,13 @@ N, G = 16, 4
 
 
 class Watched(Rollover):
-    """Keeps the bursts it decided on, by the step that begins them."""
+    """Keeps the rounds it decided on, by the step that begins them."""
 
     __slots__ = ()
     seen: dict[int, Any] = {}  # noqa: RUF012
 
     def groups_to_open(self, ledger: Ledger) -> int:
-        self.seen.setdefault(ledger.next_step, self.burst(ledger))
+        self.seen.setdefault(ledger.next_step, self.round(ledger))
         return Rollover.groups_to_open(self, ledger)
 
 
@@ -64,7 +64,7 @@ def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: 
 
 @pytest.mark.parametrize(("preset", "target"), [("r1-16k", 1.5), ("light-8k", 1.0)])
 def test_trained_lengths_are_spread_as_admitted_ones(preset: str, target: float) -> None:
-    """Kolmogorov-Smirnov over whole bursts, prompts apart: siblings are alike, so only the first of each counts."""
+    """Kolmogorov-Smirnov over whole rounds, prompts apart: siblings are alike, so only the first of each counts."""
     law = PRESETS[preset]
     workload = law.workload(5)
     trained: dict[int, int] = {}
@@ -88,12 +88,12 @@ def test_the_closed_form_foretells_the_iterations(unit: str) -> None:
     watched = Watched(**config)
     Watched.seen.clear()
     simulation = simulate(watched, law.workload(2), one_replica(b0=64.0), steps=240)
-    bursts = {step: burst for step, burst in Watched.seen.items() if step >= 60}
-    promised = sum(b.iterations for b in bursts.values()) / sum(b.num_batches for b in bursts.values())
-    assert simulation.after(min(bursts)).iterations == pytest.approx(promised, rel=0.06)
+    rounds = {step: found for step, found in Watched.seen.items() if step >= 60}
+    promised = sum(b.iterations for b in rounds.values()) / sum(b.num_batches for b in rounds.values())
+    assert simulation.after(min(rounds)).iterations == pytest.approx(promised, rel=0.06)
 
 
-def test_a_burst_is_trained_without_a_start_in_between_and_its_longest_responses_first() -> None:
+def test_a_round_is_trained_without_a_start_in_between_and_its_longest_responses_first() -> None:
     between: list[int] = []
     started = 0
 
@@ -106,19 +106,19 @@ def test_a_burst_is_trained_without_a_start_in_between_and_its_longest_responses
             started = 0
 
     window = run("r1-16k", 1.0, "sample", watch)
-    assert between.count(0) > len(between) / 2, "bursts of one batch only"
+    assert between.count(0) > len(between) / 2, "rounds of one batch only"
     means = {s.step: sum(s.lengths) / len(s.lengths) for s in window.steps}
     within = [step for step in means if step - 1 in means and between[step] == 0]
     assert all(means[step] <= means[step - 1] for step in within)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3, 6])
-def test_the_bound_is_kept_and_limits_the_burst(max_staleness: int) -> None:
+def test_the_bound_is_kept_and_limits_the_round(max_staleness: int) -> None:
     window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
     assert window.max_lag == max_staleness
 
 
-def test_what_a_burst_carries_over_is_weighed_with_what_prefilling_it_again_takes() -> None:
+def test_what_a_round_carries_over_is_weighed_with_what_prefilling_it_again_takes() -> None:
     """Single samples of a thin tail, on an engine that prefills 20 tokens in the time of an iteration."""
     law = PRESETS["light-8k"]
 
@@ -135,7 +135,7 @@ def test_what_a_burst_carries_over_is_weighed_with_what_prefilling_it_again_take
 
 
 @pytest.mark.parametrize("steps", range(24, 40))
-def test_a_short_run_is_measured_over_a_whole_burst(steps: int) -> None:
+def test_a_short_run_is_measured_over_a_whole_round(steps: int) -> None:
     """Batches that were collected before the window would be free in it: faster than any engine."""
     law = PRESETS["qwen3-16k"]
     found = simulate(
@@ -150,8 +150,8 @@ def test_a_short_run_is_measured_over_a_whole_burst(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
-def test_a_run_without_a_whole_burst_is_measured_from_where_its_burst_began(steps: int) -> None:
-    """Later batches of a burst take no time of their own, and their rate would be a division by zero."""
+def test_a_run_without_a_whole_round_is_measured_from_where_its_round_began(steps: int) -> None:
+    """Later batches of a round take no time of their own, and their rate would be a division by zero."""
     one = Trace(name="one", cap_tokens=512, prompts=(TracePrompt(prompt_id="a", prompt_tokens=9, lengths=(512,)),))
     found = simulate(strategy(4.0, 512, "sample"), one.workload(), one_replica(b0=64.0), steps=steps)
     for warmup in range(steps):

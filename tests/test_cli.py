@@ -63,7 +63,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     work = Jobs()
     for name in ("train", "sft", "evaluate"):
         monkeypatch.setattr(jobs, name, work.named(name))
-    monkeypatch.setattr(jobs, "plan", lambda config: [f"{config.steps} steps"])
+    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config: [f"{config.steps} steps"])
     return work
 
 

@@ -13,7 +13,7 @@ from rollover import cli
 from rollover.engine.embedded.core import check
 from rollover.hf.architecture import Architecture
 from rollover.run.config import load
-from rollover.run.prepare import fitted
+from rollover.run.engine import fitted
 from tests import runs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 import rollover
-from rollover.cli import ahead, runs
+from rollover.cli import calibrate, evaluate, plan, report, sft, simulate, train, workload
 from rollover.cli.command import Commands
 from rollover.errors import RolloverError, refusal
 from rollover.privacy import Redactor
@@ -30,17 +30,8 @@ def cli() -> None:
     """Train language models with reinforcement learning and waste no rollout."""
 
 
-for part in (
-    runs.train,
-    runs.sft,
-    runs.evaluate,
-    runs.report,
-    ahead.simulate,
-    ahead.plan,
-    ahead.calibrate,
-    ahead.workload,
-):
-    cli.add_command(part)
+for module in (train, sft, evaluate, report, simulate, plan, calibrate, workload):
+    cli.add_command(module.command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

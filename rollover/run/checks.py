@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from rollover.algorithms.config import AlgorithmConfig
 from rollover.algorithms.registry import resolve
 from rollover.engine.base import Capabilities
+from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
+from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import NEEDS, STRATEGIES
+from rollover.tasks.config import TasksConfig
+from rollover.trainer.config import ScratchConfig, TrainerConfig
 
-if TYPE_CHECKING:
-    from rollover.run.config import RunConfig
+
+class Model(Protocol):
+    """The section ``[model]``, as far as other sections depend on it."""
+
+    @property
+    def scratch(self) -> ScratchConfig | None: ...
 
 
-def check(config: RunConfig) -> None:
+class EvalLimits(Protocol):
+    """The section ``[eval]``, as far as other sections depend on it."""
+
+    @property
+    def max_new_tokens(self) -> int | None: ...
+
+
+class Sections(Protocol):
+    """The sections of a run's config that constrain each other; ``RunConfig`` has them all."""
+
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def tasks(self) -> TasksConfig: ...
+    @property
+    def engine(self) -> EngineConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+    @property
+    def eval(self) -> EvalLimits: ...
+
+
+def check(config: Sections) -> None:
     """Raises ``ValueError`` with every contradiction in ``config``, naming the keys and the mend."""
     if found := list(_contradictions(config)):
         raise ValueError("; ".join(found))
 
 
-def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
+def check_context(config: Sections, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
     """Raises ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
     engine."""
     for key in keys:
@@ -37,20 +74,20 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
             )
 
 
-def context_needed(config: RunConfig, key: str) -> int:
+def context_needed(config: Sections, key: str) -> int:
     """Tokens of the longest admissible prompt and response of the section ``key``."""
     budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
     return config.tasks.max_prompt_tokens + budget
 
 
-def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
+def check_capabilities(config: Sections, capabilities: Capabilities) -> None:
     """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
     need = NEEDS.get(config.rollout.strategy)
     if need is not None and not getattr(capabilities, need):
         raise ConfigError(_lacking(config, need))
 
 
-def _lacking(config: RunConfig, need: str) -> str:
+def _lacking(config: Sections, need: str) -> str:
     name = config.rollout.strategy
     purpose = {
         "in_flight_update": "loads weights under running samples",
@@ -66,7 +103,7 @@ def _lacking(config: RunConfig, need: str) -> str:
     )
 
 
-def _contradictions(config: RunConfig) -> Iterator[str]:
+def _contradictions(config: Sections) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine
     algorithm = resolve(config.algorithm)
     single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
@@ -111,7 +148,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
 
 
-def _nondeterminism(config: RunConfig) -> Iterator[str]:
+def _nondeterminism(config: Sections) -> Iterator[str]:
     if config.rollout.overlaps_training:
         yield (
             f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy!r}, which trains and"
@@ -126,7 +163,7 @@ def _nondeterminism(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:
+def _too_long(config: Sections, context: int, key: str) -> Iterator[str]:
     needed = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > context:
         yield (

@@ -17,6 +17,7 @@ from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import Scorer
 from rollover.errors import RewardError
 from rollover.rollout.generation import sample_seed
+from rollover.run.config import RunConfig
 from rollover.tasks.source import RowSource
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 
@@ -155,3 +156,60 @@ class Evaluator:
             )
             start_s = end_s
         return trajectory
+
+
+class Evaluations:
+    """Evaluates before the first step, after the last, and every ``eval.every_steps`` between.
+
+    Args:
+        evaluator: ``None`` where there is nothing to evaluate on.
+        done_version: the version that an earlier process has evaluated already.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator | None, *, every_steps: int, num_steps: int, done_version: int | None
+    ) -> None:
+        self._evaluator = evaluator
+        self._every_steps = every_steps
+        self._num_steps = num_steps
+        self._done_version = done_version
+
+    async def run_when_due(self, version: int) -> Evaluation | None:
+        """Evaluate the weights of ``version`` that the engine holds; ``None`` when it is not their turn."""
+        every = self._every_steps
+        due = version in (0, self._num_steps) or (every and version % every == 0)
+        if self._evaluator is None or not due or version == self._done_version:
+            return None
+        evaluation = await self._evaluator.run()
+        self._done_version = version
+        return evaluation
+
+
+def open_evaluator(
+    config: RunConfig,
+    *,
+    engine: Engine,
+    sources: Sequence[RowSource],
+    scorer: Scorer,
+    stops: tuple[int, ...],
+    clock: Clock,
+    on_progress: Callable[[int, int], None],
+) -> Evaluator | None:
+    """What ``eval`` asks for; ``None`` when there is nothing to measure on."""
+    if not sources:
+        return None
+    return Evaluator(
+        engine=engine,
+        sources=sources,
+        scorer=scorer,
+        sampling=SamplingParams(
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=config.eval.temperature,
+            stop_token_ids=stops,
+            stop_strings=config.rollout.stop_strings,
+        ),
+        samples_per_prompt=config.eval.samples_per_prompt,
+        ks=config.eval.k,
+        clock=clock,
+        on_progress=on_progress,
+    )

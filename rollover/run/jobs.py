@@ -1,4 +1,4 @@
-"""What the command line does with a config and a run directory: train, compare, fine-tune, evaluate, plan.
+"""The jobs of the command line that fill a run directory: train, compare variants, fine-tune, evaluate.
 
 Each job leaves its results in the directory and says on the terminal what it found. Importing this module needs no
 torch.
@@ -9,18 +9,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from rollover.algorithms.registry import resolve
 from rollover.errors import ConfigError, RunError
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
 from rollover.run.checks import check_context
 from rollover.run.config import RunConfig, WarmupConfig, resolved, variant
@@ -97,39 +93,12 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
         progress.console.print(table)
 
 
-def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out: Path | None) -> None:
-    """Fit the length law to the run or file ``source``; the workload file goes to ``out``, or to the terminal.
-
-    Raises:
-        DataError: the lengths cannot be used, or are too few.
-        RunError: ``source`` is a directory, but not that of a run.
-    """
-    from rollover.report.html import write_page
-    from rollover.workload.fit import fit
-    from rollover.workload.report import described, fit_table, law_toml, render_fit, verdict
-    from rollover.workload.source import read_trace
-
-    trace = read_trace(source, cap_tokens=cap_tokens)
-    found = fit(trace)
-    console = Console(highlight=False)
-    console.print(fit_table(trace, found))
-    console.print(f"{verdict(found)}.")
-    text = law_toml(found.law, (f"Fitted to {trace.name}: {described(trace, found)}.", f"{verdict(found)}."))
-    if out is None:
-        console.print(f"\n{text}", end="", markup=False, soft_wrap=True)
-    else:
-        out.write_text(text, encoding="utf-8")
-        console.print(f"workload: {out}")
-    if page is not None:
-        console.print(f"page: {write_page(page, render_fit(trace, found))}")
-
-
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """``resume`` is the command that goes on with it."""
     from rollover.report.html import write_report
     from rollover.report.record import read_run
     from rollover.report.summary import summarize, summary_table
-    from rollover.run.loop import Interrupt
+    from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop
     from rollover.run.session import open_session
 
@@ -178,8 +147,9 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import Scorer
     from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.run.engine import open_engine
+    from rollover.run.evaluation import open_evaluator
     from rollover.run.prepare import initial_policy
-    from rollover.run.session import open_engine, open_evaluator
     from rollover.tasks.source import eval_sources
 
     folder = initial_policy(config, run.path / "model", progress, metrics)
@@ -204,86 +174,6 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         result = await evaluator.run()
     metrics.write("eval", 0, 0.0, result.metrics())
     return result
-
-
-def plan(config: RunConfig) -> list[str]:
-    """What a run of ``config`` would do, in sentences; checks what can be checked without loading anything big.
-
-    Raises:
-        ModelError: the model's folder is missing, its tokenizer is, or trainer or engine would refuse it.
-        DataError: a dataset or a reward function cannot be used, or the first row of one.
-        ConfigError: prompts and responses do not fit the model or the engine.
-    """
-    from rollover.run.prepare import check_engine
-    from rollover.tasks.examples import solution
-    from rollover.tasks.prompts import PromptEncoder
-    from rollover.tasks.source import check_source
-
-    r = config.rollout
-    lines = [f"model: {_model_line(config)}"]
-    check_engine(config)
-    if config.sft is not None:
-        lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")
-    lines += [
-        f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
-        f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all",
-        f"strategy {r.strategy}: {_in_flight(r)}, staleness at most {r.staleness_bound} versions",
-        f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
-    ]
-    if r.top_p < 1 or r.top_k > 0:
-        lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
-    if r.strategy == "rollover" and resolve(config.algorithm).advantage == "whitened":
-        lines.append(
-            "warning: strategy rollover trains responses of like length together, and the advantage 'whitened' compares"
-            " those of a batch; strategy april mixes them"
-        )
-    lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
-    tokenizer = _tokenizer(config)
-    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.tasks)
-    for role in ("train", "eval"):
-        for source in getattr(config.tasks, role):
-            facts = check_source(source, encoder)
-            size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
-            reply = f"; {facts.reply}" if facts.reply else ""
-            lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
-    for source in () if config.sft is None else config.sft.sources or config.tasks.train:
-        facts = check_source(source, encoder)
-        if facts.first is not None:
-            solution(source, facts.first, facts.prompt_column)
-    return lines
-
-
-def _in_flight(r: RolloutConfig) -> str:
-    """What decides how much is started."""
-    if r.strategy == "rollover":
-        return f"a lag of {r.target_lag:g} in the mean"
-    if r.overlaps_training or r.strategy in ("concurrency", "fast_lane"):
-        return "as many samples in flight as fit" if r.num_running is None else f"{r.num_running} samples in flight"
-    return f"{r.launched_groups} groups in flight at the start of a round"
-
-
-def _model_line(config: RunConfig) -> str:
-    if config.model.scratch is not None:
-        s = config.model.scratch
-        return f"from scratch, {s.num_layers} layers of width {s.hidden_size}"
-    from rollover.trainer.models import read_model_config, resolve_model
-
-    assert config.model.path is not None
-    folder = resolve_model(config.model.path, weights=False)
-    model = read_model_config(folder, weights=Path(config.model.path).is_dir())
-    if isinstance(context := model.get("max_position_embeddings"), int):
-        check_context(config, context)
-    return f"{config.model.path} ({model['model_type']})"
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    """The model's, checked; ``None`` where it is yet to be made."""
-    from rollover.hf.tokenizer import load_tokenizer
-    from rollover.trainer.models import resolve_model
-
-    if config.model.path is None:
-        return None
-    return load_tokenizer(resolve_model(config.model.path, weights=False))
 
 
 def _progress(config: RunConfig) -> Progress:

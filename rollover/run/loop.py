@@ -1,7 +1,7 @@
 """The story on one page: prompts -> groups -> step -> publish.
 
-One loop serves every strategy. Whether generation stops while the trainer trains is the strategy's answer to a full
-batch (``OnFull``), not a second loop; the trainer always works in a thread of its own.
+One loop serves every strategy. Whether generation stops while the trainer trains is the strategy's decision, not a
+second loop; the trainer always works in a thread of its own.
 
 What it keeps true: a batch is journaled before it is trained; a checkpoint says how many batches it has seen; so
 after any crash the journal and the newest checkpoint together are a state the run can go on from.
@@ -10,17 +10,13 @@ after any crash the journal and the newest checkpoint together are a state the r
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
 
-from rollover.report.progress import Progress
-from rollover.run import signals
+from rollover.errors import ConfigError, RolloverError
+from rollover.rollout.events import BatchTrained
+from rollover.run.interrupt import Interrupt
+from rollover.run.observers import Evaluated, Notice
 from rollover.run.session import Session
-
-T = TypeVar("T")
+from rollover.types import Batch, TrainedStep
 
 
 async def train(session: Session, interrupt: Interrupt) -> None:
@@ -29,88 +25,56 @@ async def train(session: Session, interrupt: Interrupt) -> None:
     Raises:
         RolloverError: with what the user can do about it; the run can be resumed.
     """
+    meter = session.meter
     with interrupt.deferred():
-        await interrupt.unless(session.publish())
-        await interrupt.unless(session.evaluate_when_due())
+        await interrupt.unless(session.weights.publish())
+        await interrupt.unless(_evaluate_when_due(session))
         while session.version < session.config.steps and not interrupt.requested:
-            with session.timed("time/rollout_s"):
+            with meter.timed("time/rollout_s"):
                 batch = await interrupt.unless(session.driver.next_batch())
             if batch is None:
                 break
-            with session.timed("time/train_s"):
-                trained = await session.train(batch)
-            await session.judge_engines(batch, trained)
-            with session.timed("time/publish_s"):
-                await interrupt.unless(session.publish())
-            session.log_step(batch, trained)
-            session.save_when_due()
-            await interrupt.unless(session.evaluate_when_due())
-        await session.finish()
+            with meter.timed("time/train_s"):
+                trained = await _train(session, batch)
+            await session.weights.judge_engines(batch, trained)
+            with meter.timed("time/publish_s"):
+                await interrupt.unless(session.weights.publish())
+            session.observe(meter.step_ended(batch, trained))
+            session.checkpoints.save_when_due()
+            await interrupt.unless(_evaluate_when_due(session))
+        await session.driver.stop()
+        session.checkpoints.save()
 
 
-class Interrupt:
-    """Ctrl-C, SIGTERM and SIGHUP. While ``deferred``, once means finish cleanly and twice means now; before and after,
-    there is nothing to finish and once means now (``Stopped``). Belongs to the main thread.
+async def _train(session: Session, batch: Batch) -> TrainedStep:
+    """Train on ``batch``, or skip it where the user decided so, and journal what became of its tokens.
 
-    Args:
-        progress: tells what happens, and is taken down when the process ends at once.
-        resume: the command that goes on with the run.
+    Raises ``RolloverError`` when the batch cannot be trained, with the way around it.
     """
-
-    def __init__(self, progress: Progress, *, resume: str) -> None:
-        self.number: int | None = None
-        """Of the signal that asked to end."""
-        self._progress = progress
-        self._resume = resume
-        self._event = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
-        self._handling = signals.handled(self._on_signal)
-
-    def __enter__(self) -> Interrupt:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handling.__exit__(*error)
-
-    @property
-    def requested(self) -> bool:
-        return self.number is not None
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Within it, the running loop learns of the interrupt by ``requested`` and ``unless``."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            yield
-        finally:
-            self._loop = None
-
-    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of ``work``, or ``None`` as soon as an interrupt is asked for."""
-        task = asyncio.create_task(work)
-        asked = asyncio.create_task(self._event.wait())
-        try:
-            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            for pending in (task, asked):
-                pending.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
-
-    def _on_signal(self, number: int) -> None:
-        if self._loop is None:
-            signals.stop(number)
-        elif self.requested:
-            # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
-            # while a training step runs in its thread.
-            self._progress.__exit__(None, None, None)
-            print(f"stopped at once; go on with: {self._resume}", file=sys.stderr, flush=True)
-            os._exit(128 + number)
-        else:
-            self.number = number
-            self._loop.call_soon_threadsafe(self._event.set)
-            self._progress.message(
-                "stopping after this step; once more to stop now (the run can be resumed either way)"
+    if batch.step in session.driver.ledger.skipped:
+        trained = session.trainer.skip(batch)
+        session.observe(
+            Notice(
+                f"step {batch.step}: its batch of {len(batch.groups)} groups was skipped, as asked by --skip-batch;"
+                f" {batch.num_tokens:,} tokens are wasted, the weights are those of the step before"
             )
+        )
+    else:
+        try:
+            trained = await asyncio.to_thread(session.trainer.step, batch)
+        except ConfigError:
+            raise
+        except RolloverError as error:
+            way_around = f"{session.resume_command} --skip-batch {batch.step}"
+            error.add_note(f"the batch of step {batch.step} was not trained; to go on without it: {way_around}")
+            raise
+    now_s = session.clock.now_s()
+    session.driver.record(BatchTrained(time_s=now_s, step=batch.step, untrained=dict(trained.untrained)))
+    return trained
+
+
+async def _evaluate_when_due(session: Session) -> None:
+    with session.meter.paused():
+        evaluation = await session.evaluations.run_when_due(session.version)
+    if evaluation is not None:
+        session.observe(Evaluated(version=session.version, time_s=session.clock.now_s(), evaluation=evaluation))

@@ -13,16 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ModelError, RunError
-from rollover.hf.architecture import Architecture
 from rollover.hf.companions import fingerprint
 from rollover.hf.tokenizer import load_tokenizer
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.run.checks import context_needed
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
+from rollover.run.engine import check_engine
 from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import Solutions, examples
 from rollover.tasks.source import eval_sources, held_out_texts, train_source
@@ -56,37 +54,6 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
             return base
         _warm_up(config, base, folder, progress, metrics)
     return folder
-
-
-def check_engine(config: RunConfig) -> None:
-    """Raises ``ModelError`` and ``ConfigError`` for a device that is not there and a model that the embedded engine
-    would refuse, as far as that is known without its weights: after the warm-up is late."""
-    from rollover.trainer.models import pick_device
-
-    if config.trainer.device not in ("auto", "cpu"):
-        pick_device(config.trainer.device)
-    if not isinstance(config.engine, EmbeddedConfig):
-        return
-    from rollover.engine.embedded.core import check
-
-    check(_architecture(config), fitted(config.engine, config, _architecture(config)))
-
-
-def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
-    """With room for the longest prompt and response of the run, where the user names no length."""
-    needed = max(context_needed(config, key) for key in ("rollout", "eval"))
-    if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
-        return engine
-    return replace(engine, max_context_tokens=needed)
-
-
-def _architecture(config: RunConfig) -> Architecture:
-    from rollover.trainer.models import resolve_model
-
-    if config.model.scratch is not None:
-        return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
-    assert config.model.path is not None
-    return Architecture.from_folder(resolve_model(config.model.path, weights=False))
 
 
 def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:

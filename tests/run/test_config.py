@@ -22,7 +22,7 @@ from rollover.run.config import (
     to_toml,
     variant,
 )
-from rollover.run.jobs import plan
+from rollover.run.dry_run import dry_run
 
 TEXT = """\
 steps = 12
@@ -257,12 +257,12 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     ],
 )
 def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) -> None:
-    assert any(said in line for line in plan(load("quickstart", list(options))))
+    assert any(said in line for line in dry_run(load("quickstart", list(options))))
 
 
 def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
     def warned(*options: str) -> bool:
-        lines = plan(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
+        lines = dry_run(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
         return any("strategy april mixes them" in line for line in lines)
 
     assert warned("--rollout.strategy", "rollover")

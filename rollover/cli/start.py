@@ -1,4 +1,4 @@
-"""The commands that make a run, measure it, and draw it."""
+"""What the commands that make a run share: their options, the dry run, the run directory and the errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollover.cli.command import OVERRIDES, ConfiguredCommand
+from rollover.cli.command import OVERRIDES
 from rollover.errors import ConfigError, DataError, ModelError, RolloverError
 from rollover.privacy import Redactor
 
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from rollover.run.config import RunConfig
     from rollover.run.directory import RunDir
 
-DEFAULT_EXPERIMENT = "quickstart"
 _QUIET = "rollover.quiet"
 """Where a context keeps whether only results are wanted: a wish of this call, which the run does not remember."""
 
 
-def _run_dir(command: Callable[..., Any]) -> Callable[..., Any]:
+def run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--run-dir",
         "--output-dir",
@@ -34,7 +33,7 @@ def _run_dir(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _dry_run(command: Callable[..., Any]) -> Callable[..., Any]:
+def dry_run_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--dry-run", is_flag=True, help="Check everything, print the plan and the complete config, and stop."
     )(command)
@@ -44,7 +43,7 @@ def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     ctx.meta[_QUIET] = value
 
 
-_quiet = click.option(
+quiet_option = click.option(
     "--quiet",
     "-q",
     is_flag=True,
@@ -54,103 +53,7 @@ _quiet = click.option(
 )
 
 
-@click.command(cls=ConfiguredCommand)
-@click.argument("config", required=False)
-@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
-@click.option(
-    "--skip-batch",
-    metavar="STEP",
-    type=click.IntRange(min=0),
-    help="With --resume: step over the batch of STEP, which cannot be trained; its tokens count as wasted.",
-)
-@_run_dir
-@_dry_run
-@_quiet
-@click.pass_context
-def train(
-    ctx: click.Context,
-    config: str | None,
-    resume: Path | None,
-    skip_batch: int | None,
-    run_dir: Path | None,
-    dry_run: bool,
-) -> None:
-    """Train a model, or go on with a run.
-
-    CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
-
-    \b
-    rollover train                                    the quickstart, minutes on a laptop
-    rollover train run.toml --trainer.learning_rate 2e-6
-    rollover train --resume runs/quickstart-20260101-120000
-    """
-    from rollover.run import directory
-
-    overrides = ctx.meta[OVERRIDES]
-    if skip_batch is not None and (resume is None or dry_run):
-        raise click.UsageError("--skip-batch is for a run that goes on: give --resume RUN, without --dry-run", ctx)
-    if resume is None:
-        _start(ctx, config or DEFAULT_EXPERIMENT, run_dir, dry_run, "train")
-        return
-    if config is not None or run_dir is not None:
-        other = "--run-dir" if config is None else "CONFIG"
-        raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
-    if dry_run:
-        _show_plan(ctx, directory.saved_config(resume, overrides))
-        return
-    _work(ctx, "train", *directory.open_for_resume(resume, overrides, sys.argv), skip_batch=skip_batch)
-
-
-@click.command(cls=ConfiguredCommand)
-@click.argument("config")
-@_run_dir
-@_dry_run
-@_quiet
-@click.pass_context
-def sft(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
-    """Fine-tune on worked solutions, without reinforcement learning.
-
-    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies, or the defaults.
-
-    \b
-    rollover sft quickstart --sft.num_steps 500
-    """
-    _start(ctx, config, run_dir, dry_run, "sft")
-
-
-@click.command(name="eval", cls=ConfiguredCommand)
-@click.argument("config", metavar="CONFIG|RUN")
-@_run_dir
-@_dry_run
-@_quiet
-@click.pass_context
-def evaluate(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
-    """Measure a model: pass@k on every evaluation source.
-
-    Give a config, or a run directory to measure its newest checkpoint. Without evaluation sources, the prompts are
-    those of the training sources.
-
-    \b
-    rollover eval runs/quickstart-20260101-120000
-    rollover eval run.toml --model.path ./my-model --eval.samples_per_prompt 16 --eval.k '[1, 16]'
-    """
-    _start(ctx, config, run_dir, dry_run, "evaluate")
-
-
-@click.command(context_settings={"max_content_width": 100})
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
-def report(run: Path, open_browser: bool) -> None:
-    """Write RUN/report.html, also while RUN is at work."""
-    from rollover.report.html import write_report
-
-    path = write_report(run)
-    click.echo(f"report: {path}")
-    if open_browser:
-        click.launch(str(path))
-
-
-def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
+def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
     """Begin a new run of ``job``, a function of ``rollover.run.jobs``."""
     from rollover.run import directory
     from rollover.run.config import load
@@ -161,13 +64,13 @@ def _start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, j
     config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
     config, notes = completed(config, job)
     if dry_run:
-        _show_plan(ctx, config, notes)
+        show_plan(ctx, config, notes)
         return
     for note in notes:
         click.echo(note, err=True)
     experiment = Path(name).resolve().name if of_run else Path(name).stem
     path = run_dir or directory.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
-    _work(ctx, job, config, directory.create(config, path, sys.argv))
+    work(ctx, job, config, directory.create(config, path, sys.argv))
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
@@ -183,7 +86,7 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     return directory.derived_config(run, [*model, *overrides])
 
 
-def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:
+def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:
     """Do ``job`` with its ``options`` in its directory, and say where its report is."""
     from rollover.run import jobs
 
@@ -208,14 +111,14 @@ def _work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **option
                 click.echo(f"report: {run.report}")
 
 
-def _show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
+def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
     """The plan as comments over the config: what is printed is itself a config file, but for secrets."""
     from rollover.run.config import resolved
-    from rollover.run.jobs import plan
+    from rollover.run.dry_run import dry_run
     from rollover.settings import toml
 
     redactor = _redactor(ctx, config)
-    for line in (*notes, *plan(config)):
+    for line in (*notes, *dry_run(config)):
         click.echo(f"# {redactor.text(line)}")
     click.echo(f"\n{toml.dumps(redactor.value(resolved(config)))}", nl=False)
 

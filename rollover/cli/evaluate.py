@@ -1,0 +1,29 @@
+"""``rollover eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollover.cli.command import ConfiguredCommand
+from rollover.cli.start import dry_run_option, quiet_option, run_dir_option, start
+
+
+@click.command("eval", cls=ConfiguredCommand)
+@click.argument("config", metavar="CONFIG|RUN")
+@run_dir_option
+@dry_run_option
+@quiet_option
+@click.pass_context
+def command(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
+    """Measure a model: pass@k on every evaluation source.
+
+    Give a config, or a run directory to measure its newest checkpoint. Without evaluation sources, the prompts are
+    those of the training sources.
+
+    \b
+    rollover eval runs/quickstart-20260101-120000
+    rollover eval run.toml --model.path ./my-model --eval.samples_per_prompt 16 --eval.k '[1, 16]'
+    """
+    start(ctx, config, run_dir, dry_run, "evaluate")

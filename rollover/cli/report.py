@@ -1,0 +1,20 @@
+"""``rollover report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("report", context_settings={"max_content_width": 100})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+def command(run: Path, open_browser: bool) -> None:
+    """Write RUN/report.html, also while RUN is at work."""
+    from rollover.report.html import write_report
+
+    path = write_report(run)
+    click.echo(f"report: {path}")
+    if open_browser:
+        click.launch(str(path))

@@ -1,0 +1,36 @@
+"""``rollover workload``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollover.cli.command import Commands, Count, OutputFile
+
+
+@click.group("workload", cls=Commands, context_settings={"max_content_width": 100})
+def command() -> None:
+    """Response lengths to simulate and plan with."""
+
+
+@command.command(context_settings={"max_content_width": 100})
+@click.argument("source", metavar="RUN|FILE")
+@click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
+@click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
+@click.option(
+    "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML), not to the terminal."
+)
+def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> None:
+    """Fit a workload to recorded response lengths, and say how well it fits.
+
+    RUN is a run directory; FILE holds lengths as .jsonl or .parquet: a row for each sample (prompt, length) or for each
+    prompt (prompt, lengths). Without --cap, the longest response in FILE is taken to have met it.
+
+    \b
+    rollover workload fit runs/quickstart-20260101-120000 --html fit.html
+    rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
+    """
+    from rollover.workload.job import fit_workload
+
+    fit_workload(source, cap_tokens=cap, page=page, out=out)

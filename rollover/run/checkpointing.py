@@ -1,0 +1,97 @@
+"""Checkpoints and the journal: together they are the state from which a run goes on.
+
+What it keeps true: a checkpoint names the last event of the journal that it has seen, and is refused with a journal
+that ends before that event.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollover.clock import Clock
+from rollover.errors import RunError
+from rollover.rollout.driver import RolloutDriver
+from rollover.rollout.events import CheckpointSaved
+from rollover.rollout.journal import Journal
+from rollover.run.directory import RunDir
+from rollover.trainer.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from rollover.trainer.trainer import Trainer
+
+_JOURNAL_SEQ = "journal_seq"
+"""The key under which a checkpoint holds the number of the last event that it has seen."""
+
+
+class Checkpointer:
+    """Saves checkpoints when they are due, deletes those that are no longer kept, and journals both."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        trainer: Trainer,
+        driver: RolloutDriver,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._trainer = trainer
+        self._driver = driver
+        self._journal = journal
+        self._clock = clock
+        self._saved_version = trainer.version
+
+    def save_when_due(self) -> None:
+        """Save a checkpoint after every ``checkpoint.every_steps`` training steps."""
+        every = self._config.every_steps
+        if every and self._trainer.version % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint, unless the trainer's weights are saved already."""
+        from rollover.trainer.checkpoint import checkpoint_path, prune_checkpoints
+
+        version = self._trainer.version
+        if version != self._saved_version:
+            self._driver.flush()
+            self._trainer.save(checkpoint_path(self._folder, version), {_JOURNAL_SEQ: self._journal.last_seq})
+            self._saved_version = version
+            self._driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept()))
+        prune_checkpoints(self._folder, self._config.keep_last)  # an earlier process may have died before it did
+
+    def _oldest_kept(self) -> int:
+        """Return the version of the oldest checkpoint that stays: older batches need no replay."""
+        from rollover.trainer.checkpoint import list_checkpoints, read_manifest
+
+        kept = list_checkpoints(self._folder)[-self._config.keep_last :]
+        return read_manifest(kept[0]).version
+
+
+def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
+    """Open the run's journal, a new one for a new run. Raises ``RunError`` when it is older than the checkpoint."""
+    from rollover.trainer.checkpoint import read_manifest
+
+    if checkpoint is None:
+        return Journal(run.journal)
+    mend = f"put the right one back, or start a new run with --model.path {checkpoint}"
+    if not run.journal.exists():
+        raise RunError(f"{run.journal} is gone, and {checkpoint} cannot go on without it: {mend}")
+    journal = Journal(run.journal)
+    written = read_manifest(checkpoint).extra.get(_JOURNAL_SEQ, 0)
+    if written > journal.last_seq:
+        last = journal.last_seq
+        journal.close()
+        raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} has seen event {written}: {mend}")
+    return journal
+
+
+def step_to_resume(run: RunDir, checkpoint: Path | None) -> int | None:
+    """Return the step from which the run goes on; ``None`` for a new run."""
+    from rollover.trainer.checkpoint import read_manifest
+
+    if checkpoint is not None:
+        return read_manifest(checkpoint).version
+    return 0 if run.journal.exists() else None

@@ -1,0 +1,94 @@
+"""``--dry-run``: what a run would do, checked against its model, its data and its reward functions.
+
+Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollover.algorithms.registry import resolve
+from rollover.rollout.config import RolloutConfig
+from rollover.run.checks import check_context
+from rollover.run.config import RunConfig
+
+
+def dry_run(config: RunConfig) -> list[str]:
+    """Say in sentences what a run of ``config`` would do, and check what can be checked without loading weights.
+
+    Raises:
+        ModelError: the model's folder is missing, its tokenizer is, or trainer or engine would refuse it.
+        DataError: a dataset or a reward function cannot be used, or the first row of one.
+        ConfigError: prompts and responses do not fit the model or the engine.
+    """
+    from rollover.run.engine import check_engine
+    from rollover.tasks.examples import solution
+    from rollover.tasks.prompts import PromptEncoder
+    from rollover.tasks.source import check_source
+
+    r = config.rollout
+    lines = [f"model: {_model_line(config)}"]
+    check_engine(config)
+    if config.sft is not None:
+        lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")
+    lines += [
+        f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
+        f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all",
+        f"strategy {r.strategy}: {_in_flight(r)}, staleness at most {r.staleness_bound} versions",
+        f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
+    ]
+    if r.top_p < 1 or r.top_k > 0:
+        lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
+    if r.strategy == "rollover" and resolve(config.algorithm).advantage == "whitened":
+        lines.append(
+            "warning: strategy rollover trains responses of like length together, and the advantage 'whitened' compares"
+            " those of a batch; strategy april mixes them"
+        )
+    lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
+    tokenizer = _tokenizer(config)
+    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.tasks)
+    for role in ("train", "eval"):
+        for source in getattr(config.tasks, role):
+            facts = check_source(source, encoder)
+            size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
+            reply = f"; {facts.reply}" if facts.reply else ""
+            lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
+    for source in () if config.sft is None else config.sft.sources or config.tasks.train:
+        facts = check_source(source, encoder)
+        if facts.first is not None:
+            solution(source, facts.first, facts.prompt_column)
+    return lines
+
+
+def _in_flight(r: RolloutConfig) -> str:
+    """What decides how much is started."""
+    if r.strategy == "rollover":
+        return f"a lag of {r.target_lag:g} in the mean"
+    if r.overlaps_training or r.strategy in ("concurrency", "fast_lane"):
+        return "as many samples in flight as fit" if r.num_running is None else f"{r.num_running} samples in flight"
+    return f"{r.launched_groups} groups in flight at the start of a round"
+
+
+def _model_line(config: RunConfig) -> str:
+    if config.model.scratch is not None:
+        s = config.model.scratch
+        return f"from scratch, {s.num_layers} layers of width {s.hidden_size}"
+    from rollover.trainer.models import read_model_config, resolve_model
+
+    assert config.model.path is not None
+    folder = resolve_model(config.model.path, weights=False)
+    model = read_model_config(folder, weights=Path(config.model.path).is_dir())
+    if isinstance(context := model.get("max_position_embeddings"), int):
+        check_context(config, context)
+    return f"{config.model.path} ({model['model_type']})"
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    """The model's, checked; ``None`` where it is yet to be made."""
+    from rollover.hf.tokenizer import load_tokenizer
+    from rollover.trainer.models import resolve_model
+
+    if config.model.path is None:
+        return None
+    return load_tokenizer(resolve_model(config.model.path, weights=False))

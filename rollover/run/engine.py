@@ -1,0 +1,76 @@
+"""The engine of a run: opened from its config, checked against its model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollover.clock import SystemClock
+from rollover.engine import open as engine_open
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.open import TrainedEngine
+from rollover.engine.servers.config import ServerConfig
+from rollover.hf.architecture import Architecture
+from rollover.run.checks import context_needed
+from rollover.run.config import RunConfig
+from rollover.run.directory import RunDir
+from rollover.weights.folders import WeightFolders, untied
+
+
+async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[TrainedEngine, WeightFolders | None]:
+    """The engine with the model in ``folder``; and the folders through which it gets its weights, if it does."""
+    folders: WeightFolders | None = None
+    engine_config = config.engine
+    if isinstance(engine_config, EmbeddedConfig):
+        engine_config = fitted(engine_config, config, Architecture.from_folder(folder))
+    if isinstance(config.engine, ServerConfig):
+        shared = config.engine.weights_dir
+        root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
+        if config.engine.launch:  # vLLM on a CPU does not reload the output side of a tied matrix
+            folder = untied(folder, root / "initial")
+        folders = WeightFolders(root, like=folder)
+    engine = await engine_open.open_engine(
+        engine_config,
+        folder,
+        run=run.identity(),
+        logs=run.path / "logs",
+        clock=SystemClock(),
+        lockstep=config.deterministic,
+    )
+    return engine, folders
+
+
+def publish_timeout_s(config: RunConfig) -> float:
+    """Behind the deadlines of the servers, each of which is taken out at its own."""
+    return config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
+
+
+def check_engine(config: RunConfig) -> None:
+    """Raises ``ModelError`` and ``ConfigError`` for a device that is not there and a model that the embedded engine
+    would refuse, as far as that is known without its weights: after the warm-up is late."""
+    from rollover.trainer.models import pick_device
+
+    if config.trainer.device not in ("auto", "cpu"):
+        pick_device(config.trainer.device)
+    if not isinstance(config.engine, EmbeddedConfig):
+        return
+    from rollover.engine.embedded.core import check
+
+    check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+
+
+def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
+    """With room for the longest prompt and response of the run, where the user names no length."""
+    needed = max(context_needed(config, key) for key in ("rollout", "eval"))
+    if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
+        return engine
+    return replace(engine, max_context_tokens=needed)
+
+
+def _architecture(config: RunConfig) -> Architecture:
+    from rollover.trainer.models import resolve_model
+
+    if config.model.scratch is not None:
+        return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
+    assert config.model.path is not None
+    return Architecture.from_folder(resolve_model(config.model.path, weights=False))

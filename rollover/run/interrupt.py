@@ -1,0 +1,83 @@
+"""Ctrl-C during a run: the first finishes the step and saves a checkpoint, the second ends the process at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rollover.report.progress import Progress
+from rollover.run import signals
+
+T = TypeVar("T")
+
+
+class Interrupt:
+    """Ctrl-C, SIGTERM and SIGHUP. While ``deferred``, once means finish cleanly and twice means now; before and after,
+    there is nothing to finish and once means now (``Stopped``). Belongs to the main thread.
+
+    Args:
+        progress: tells what happens, and is taken down when the process ends at once.
+        resume: the command that goes on with the run.
+    """
+
+    def __init__(self, progress: Progress, *, resume: str) -> None:
+        self.number: int | None = None
+        """Of the signal that asked to end."""
+        self._progress = progress
+        self._resume = resume
+        self._event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
+        self._handling = signals.handled(self._on_signal)
+
+    def __enter__(self) -> Interrupt:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within it, the running loop learns of the interrupt by ``requested`` and ``unless``."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            self._loop = None
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``, or ``None`` as soon as an interrupt is asked for."""
+        task = asyncio.create_task(work)
+        asked = asyncio.create_task(self._event.wait())
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for pending in (task, asked):
+                pending.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    def _on_signal(self, number: int) -> None:
+        if self._loop is None:
+            signals.stop(number)
+        elif self.requested:
+            # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
+            # while a training step runs in its thread.
+            self._progress.__exit__(None, None, None)
+            print(f"stopped at once; go on with: {self._resume}", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        else:
+            self.number = number
+            self._loop.call_soon_threadsafe(self._event.set)
+            self._progress.message(
+                "stopping after this step; Ctrl-C again to stop immediately (the run can be resumed either way)"
+            )

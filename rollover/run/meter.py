@@ -1,0 +1,103 @@
+"""The metrics of a training step: the seconds of its parts, and its share of counters that only grow."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from rollover.clock import Clock
+from rollover.engine.base import Engine, EngineStats
+from rollover.environments.scorer import Scorer
+from rollover.report import throughput
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.metrics import batch_metrics, draft_metrics, drift_metrics, ledger_metrics
+from rollover.run.observers import StepEnded
+from rollover.types import Batch, TrainedStep, WasteCause
+
+
+class StepMeter:
+    """Measures one training step after the other.
+
+    Args:
+        overlaps_training: whether samples are decoded during the whole step, or while a batch is collected only.
+    """
+
+    def __init__(
+        self, ledger: Ledger, scorer: Scorer, engine: Engine, clock: Clock, *, overlaps_training: bool
+    ) -> None:
+        self._ledger = ledger
+        self._scorer = scorer
+        self._engine = engine
+        self._clock = clock
+        self._overlaps_training = overlaps_training
+        self._timings: defaultdict[str, float] = defaultdict(float)
+        self._step_began_s = clock.now_s()
+        self._at_last_step = self._counters()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to the metric ``name`` of the step."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timings[name] += time.perf_counter() - began_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the seconds spent inside out of the step."""
+        began_s = self._clock.now_s()
+        try:
+            yield
+        finally:
+            self._step_began_s += self._clock.now_s() - began_s
+
+    def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
+        """Return the metrics of the step that ends now, and begin the next one."""
+        now_s = self._clock.now_s()
+        counters, before = self._counters(), self._at_last_step
+        step_s = now_s - self._step_began_s
+        metrics = {
+            **trained.metrics,
+            **({} if WasteCause.SKIPPED in trained.untrained else batch_metrics(batch)),
+            **ledger_metrics(self._ledger),
+            **draft_metrics(counters.engine, before.engine),
+            **drift_metrics(trained.drift),
+            **self._timings,
+            # A sum over all samples: where rewards are computed side by side, it exceeds the step's time.
+            "reward/work_s": counters.reward_s - before.reward_s,
+            "reward/late": float(counters.late_rewards - before.late_rewards),
+            **throughput.of_step(
+                trained_tokens=batch.num_tokens - sum(trained.untrained.values()),
+                decoded_tokens=counters.decoded - before.decoded,
+                step_s=step_s,
+                decoding_s=step_s if self._overlaps_training else self._timings["time/rollout_s"],
+            ),
+            "memory/peak_bytes": peak_memory_bytes(),
+        }
+        self._timings.clear()
+        self._at_last_step = counters
+        self._step_began_s = now_s
+        return StepEnded(step=batch.step, time_s=now_s, metrics=metrics)
+
+    def _counters(self) -> _Counters:
+        scored = self._scorer.stats
+        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late, self._engine.stats())
+
+
+class _Counters(NamedTuple):
+    """Running totals; a step's share is a difference of two."""
+
+    decoded: int
+    reward_s: float
+    late_rewards: int
+    engine: EngineStats
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest resident size that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,131 @@
+"""Observers of a run: they turn its typed events into metrics and into progress on the terminal.
+
+What they keep true: they only listen. A run without any of them trains the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollover.report.metrics import MetricsWriter
+from rollover.report.progress import Progress
+from rollover.rollout.events import Event
+from rollover.rollout.ledger import Ledger
+from rollover.run.evaluation import Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """A batch was trained and its weights are in the engines.
+
+    Example:
+        ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
+    """
+
+    step: int
+    time_s: float
+    """Seconds since the run began, over all its processes."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The weights of ``version`` were evaluated on the held-out prompts.
+
+    Example:
+        ``Evaluated(version=20, time_s=305.0, evaluation=evaluation)``
+    """
+
+    version: int
+    time_s: float
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something happened that the user should know.
+
+    Example:
+        ``Notice("groups with tokens of http://gpu-2:8000 are dropped, 5,120 tokens in all")``
+    """
+
+    text: str
+
+
+RunEvent = Event | StepEnded | Evaluated | Notice
+"""What observers are told: every event of the rollout, and those of the loop around it."""
+Observer = Callable[[RunEvent], None]
+
+
+def to_all(observers: Sequence[Observer]) -> Observer:
+    """Return one observer that passes every event on to ``observers`` in their order."""
+
+    def observe(event: RunEvent) -> None:
+        for observer in observers:
+            observer(event)
+
+    return observe
+
+
+class MetricsObserver:
+    """Writes a row of metrics for every training step and every evaluation."""
+
+    def __init__(self, writer: MetricsWriter) -> None:
+        self._writer = writer
+
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case StepEnded():
+                self._writer.write("step", event.step, event.time_s, event.metrics)
+            case Evaluated():
+                self._writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+
+
+class ProgressObserver:
+    """Shows on the terminal how the rollout fills the next batch, and what each step and evaluation found.
+
+    Args:
+        ledger: the counts that are shown after every event of the rollout.
+        batch_size: groups in a batch.
+    """
+
+    def __init__(self, progress: Progress, ledger: Ledger, *, batch_size: int) -> None:
+        self._progress = progress
+        self._ledger = ledger
+        self._batch_size = batch_size
+
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case StepEnded():
+                self._progress.step(event.metrics)
+            case Evaluated():
+                self._show_evaluation(event.version, event.evaluation)
+            case Notice():
+                self._progress.message(event.text)
+            case _:
+                self._show_rollout()
+
+    def _show_rollout(self) -> None:
+        ledger = self._ledger
+        self._progress.rollout(
+            len(ledger.ready), self._batch_size, len(ledger.running), len(ledger.parked), ledger.tokens.decoded
+        )
+
+    def _show_evaluation(self, version: int, evaluation: Evaluation) -> None:
+        self._progress.evaluation(version, evaluation.metrics())
+        if version == 0:
+            self._progress.message(f"response lengths before training: {describe_lengths(evaluation.lengths)}")
+        if evaluation.num_failed:
+            self._progress.message(f"{evaluation.num_failed} evaluation samples could not be scored and count as 0")
+
+
+def describe_lengths(lengths: Sequence[int]) -> str:
+    """Describe response lengths by their quantiles and the length of their tail, in tokens."""
+    ordered = sorted(lengths)
+    median = max(1, ordered[len(ordered) // 2])
+    p95, longest = ordered[int(0.95 * (len(ordered) - 1))], ordered[-1]
+    return (
+        f"median {median}, p95 {p95}, max {longest} tokens"
+        f" (p95/median {p95 / median:.1f}, max/median {longest / median:.1f})"
+    )

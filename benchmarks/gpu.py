@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 from rollover.engine.base import GenerateRequest  # noqa: E402
 from rollover.engine.embedded import EmbeddedConfig  # noqa: E402
 from rollover.engine.embedded.core import EngineCore  # noqa: E402
-from rollover.engine.embedded.graphs import GraphCompute  # noqa: E402
+from rollover.engine.embedded.graphs import GraphModelRunner  # noqa: E402
 from rollover.types import FinishReason, SamplingParams  # noqa: E402
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -85,7 +85,7 @@ class Bench:
             kv_cache_bytes=(num_cached + 4096 + 64 * (max_running + 1)) * self.token_bytes,
             prefill_chunk_tokens=4096,
         )
-        return EngineCore(self.folder, config, make_compute=GraphCompute)
+        return EngineCore(self.folder, config, make_model_runner=GraphModelRunner)
 
     def fits(self, num_cached: int) -> bool:
         if self.device == "cpu":

@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching over a paged key-value cache, in this process.
 
-``config``, the bookkeeping (``cache``, ``scheduler``) and the guesses at next tokens (``drafts``) are torch-free.
-``core`` is the synchronous engine and ``engine`` its asyncio shell; what is to be computed they ask of a ``compute``:
-in PyTorch's operations (``model``, ``rotary``, ``prefill``, ``decode``, ``sampler`` over ``pages``), compiled for this
+``config`` and the bookkeeping are torch-free: ``block_manager`` (which cache block holds what, and what is evicted),
+``scheduler`` (who runs), ``sequence`` and ``drafts`` (draft tokens from n-grams). ``core`` is the synchronous engine,
+``core_loop`` says when it runs and ``engine`` is its asyncio shell. A ``model_runner`` holds weights and ``kv_cache``
+and computes: in PyTorch's operations (``model``, ``rotary``, ``prefill``, ``decode``, ``sampler``), compiled for this
 CPU (``native``) or recorded on a GPU (``graphs``).
 """
 

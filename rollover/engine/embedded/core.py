@@ -31,15 +31,15 @@ import numpy as np
 import torch
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
-from rollover.engine.embedded.cache import BlockManager
-from rollover.engine.embedded.compute import MakeCompute, Sizes, Tokens, TorchCompute
+from rollover.engine.embedded.block_manager import BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.embedded.drafts import Drafts, Guess
-from rollover.engine.embedded.graphs import GraphCompute
-from rollover.engine.embedded.native import NativeCompute, compiled
-from rollover.engine.embedded.pages import Ints
+from rollover.engine.embedded.drafts import Draft, NgramDrafter
+from rollover.engine.embedded.graphs import GraphModelRunner
+from rollover.engine.embedded.kv_cache import Ints
+from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes, TorchModelRunner
+from rollover.engine.embedded.native import NativeModelRunner, compiled
 from rollover.engine.embedded.sampler import uniforms
-from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, Scheduler
+from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, load_weights
 from rollover.engine.stop_strings import StopStrings
@@ -61,7 +61,7 @@ class EngineCore:
     ``ConfigError`` for sizes that cannot work.
 
     Args:
-        make_compute: how to compute, where it is not to be what the config and the device suggest.
+        make_model_runner: how to compute, where it is not to be what the config and the device suggest.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class EngineCore:
         config: EmbeddedConfig,
         *,
         policy_version: int = 0,
-        make_compute: MakeCompute | None = None,
+        make_model_runner: MakeModelRunner | None = None,
     ) -> None:
         arch = Architecture.from_folder(folder)
         arch = replace(arch, tied_embeddings=are_tied(folder, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = _device(config.device), _dtype(config)
         self._max_context = _max_context(config, arch)
-        size, (make_compute, cache_dtype) = (
+        size, (make_model_runner, cache_dtype) = (
             config.block_size_tokens,
-            _way(config, arch, dtype, self.device, make_compute),
+            _way(config, arch, dtype, self.device, make_model_runner),
         )
         self._block_bytes = _block_bytes(config, arch, cache_dtype)
         num_blocks = _num_blocks(config, self._max_context, self._block_bytes)
-        sizes = Sizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
-        self._compute = make_compute(arch, sizes, dtype, self.device)
-        load_weights(self._compute.slots, folder, tied_embeddings=arch.tied_embeddings)
-        self.scheduler = Scheduler(
+        sizes = RunnerSizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
+        self._model_runner = make_model_runner(arch, sizes, dtype, self.device)
+        load_weights(self._model_runner.slots, folder, tied_embeddings=arch.tied_embeddings)
+        self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, size),
             max_running=config.max_running,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
@@ -95,7 +95,7 @@ class EngineCore:
         self._open: dict[str, Sequence] = {}
         self._seen: set[str] = set()
         self._stop_strings: StopStrings | None = None
-        self._drafts = Drafts() if config.draft_rows else None
+        self._drafter = NgramDrafter() if config.draft_rows else None
         self._decoded_tokens = self._decode_iterations = self._drafted_tokens = self._accepted_tokens = 0
         self._busy_s = 0.0
 
@@ -134,8 +134,8 @@ class EngineCore:
         self._seen.add(request.request_id)
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
-        if self._drafts:
-            self._drafts.start(sequence)
+        if self._drafter:
+            self._drafter.start(sequence)
         return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
@@ -152,12 +152,12 @@ class EngineCore:
     def reset(self) -> list[str]:
         """After a failed step: forget all calls and caches; the ids of the calls that were open."""
         ids = list(self._open)
-        if self._drafts:
+        if self._drafter:
             for sequence in self._open.values():
-                self._drafts.end(sequence)
+                self._drafter.end(sequence)
         self._open.clear()
         self.scheduler.reset()
-        self._compute.zero_cache()
+        self._model_runner.zero_cache()
         return ids
 
     def load(self, policy_version: int, source: WeightSource) -> list[Output]:
@@ -166,7 +166,7 @@ class EngineCore:
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
         try:
-            load_weights(self._compute.slots, source, tied_embeddings=self._arch.tied_embeddings)
+            load_weights(self._model_runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
         outputs = [
@@ -204,7 +204,7 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            if self._compute.scans_pool:
+            if self._model_runner.scans_pool:
                 self._copy(self.scheduler.compact())
             guesses = self._guesses(sequences)
             outputs = self._account(sequences, guesses, *self._decode(sequences, guesses))
@@ -239,28 +239,28 @@ class EngineCore:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Output:
         self.scheduler.remove(sequence, park=reason is FinishReason.ABORT)
         del self._open[sequence.request.request_id]
-        if self._drafts:
-            self._drafts.end(sequence)
+        if self._drafter:
+            self._drafter.end(sequence)
         return Output(sequence.request.request_id, sequence.flush(self.policy_version, reason))
 
     def _copy(self, copies: list[BlockCopy]) -> None:
         if copies:
-            self._compute.copy_blocks(copies)
+            self._model_runner.copy_blocks(copies)
 
     def _prefill(self, slices: list[PrefillSlice]) -> None:
         starts_B = np.array([piece.start for piece in slices])
         counts_B = np.array([piece.num_tokens for piece in slices])
         tables_BN = self._tables([piece.sequence for piece in slices], starts_B + counts_B)
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
-        self._compute.prefill(Tokens(np.array(ids), tables_BN, starts_B, counts_B))
+        self._model_runner.prefill(InputBatch(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _guesses(self, sequences: list[Sequence]) -> list[Guess]:
-        if self._drafts is None or len(sequences) >= self._config.draft_rows:
-            return [Guess()] * len(sequences)
+    def _guesses(self, sequences: list[Sequence]) -> list[Draft]:
+        if self._drafter is None or len(sequences) >= self._config.draft_rows:
+            return [Draft()] * len(sequences)
         rooms = [min(self.scheduler.room(s), s.max_tokens - s.num_tokens - 1) for s in sequences]
-        return self._drafts.propose(sequences, rooms, self._config.draft_rows)
+        return self._drafter.propose(sequences, rooms, self._config.draft_rows)
 
-    def _decode(self, sequences: list[Sequence], guesses: list[Guess]) -> tuple[list[int], list[float]]:
+    def _decode(self, sequences: list[Sequence], guesses: list[Draft]) -> tuple[list[int], list[float]]:
         """Token ids and log-probs: what follows the last token of each sequence, then what follows each guess."""
         guessed = [
             (s, i, token)
@@ -274,8 +274,8 @@ class EngineCore:
         positions = [s.num_tokens - s.num_prompt for s in sequences]
         positions += [s.num_tokens - s.num_prompt + i for s, i, _ in guessed]
         noise_R = uniforms([s.request.seed for s in rows], positions)
-        tokens = Tokens(np.array(ids), self._tables(rows, lengths_R + 1), lengths_R, np.ones_like(lengths_R))
-        return self._compute.decode(tokens, [s.request.params for s in rows], noise_R)
+        tokens = InputBatch(np.array(ids), self._tables(rows, lengths_R + 1), lengths_R, np.ones_like(lengths_R))
+        return self._model_runner.decode(tokens, [s.request.params for s in rows], noise_R)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
         """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
@@ -287,7 +287,7 @@ class EngineCore:
         return tables_BN
 
     def _account(
-        self, sequences: list[Sequence], guesses: list[Guess], tokens: list[int], logprobs: list[float]
+        self, sequences: list[Sequence], guesses: list[Draft], tokens: list[int], logprobs: list[float]
     ) -> list[Output]:
         outputs: list[Output] = []
         drawn = zip(tokens, logprobs, strict=True)
@@ -300,10 +300,10 @@ class EngineCore:
         return outputs
 
     def _take_guessed(
-        self, sequence: Sequence, guess: Guess, rows: list[tuple[int, float]], outputs: list[Output]
+        self, sequence: Sequence, guess: Draft, rows: list[tuple[int, float]], outputs: list[Output]
     ) -> None:
         """Take what was drawn up to the first token that was not the guess, or ends the call."""
-        assert self._drafts is not None
+        assert self._drafter is not None
         num_taken, ended = 0, False
         for (token, logprob), expected in zip_longest(rows, guess.token_ids):  # the last one follows all guesses
             ended = self._take(sequence, token, logprob, outputs)
@@ -312,7 +312,7 @@ class EngineCore:
                 break
         self._drafted_tokens += len(guess.token_ids)
         self._accepted_tokens += num_taken - 1
-        self._drafts.odds.learn(guess.match, num_taken - 1, wrong=not ended and num_taken < len(rows))
+        self._drafter.acceptance.learn(guess.match, num_taken - 1, wrong=not ended and num_taken < len(rows))
 
     def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> bool:
         """Whether that ends the call."""
@@ -343,7 +343,7 @@ def check(arch: Architecture, config: EmbeddedConfig) -> None:
     """Raises ``ConfigError`` for what an engine of these would refuse, as far as that is known without weights."""
     dtype = _dtype(config)
     if _device(config.device).type == "cpu" and config.cpu_kernels == "compiled":
-        dtype = NativeCompute.dtype
+        dtype = NativeModelRunner.dtype
     _num_blocks(config, _max_context(config, arch), _block_bytes(config, arch, dtype))
 
 
@@ -378,20 +378,20 @@ def _dtype(config: EmbeddedConfig) -> torch.dtype:
 
 
 def _way(
-    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device, given: MakeCompute | None
-) -> tuple[MakeCompute, torch.dtype]:
+    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device, given: MakeModelRunner | None
+) -> tuple[MakeModelRunner, torch.dtype]:
     """How to compute, and the type of the cache."""
     if given is not None or device.type != "cpu":
-        return given or GraphCompute, dtype
+        return given or GraphModelRunner, dtype
     if config.cpu_kernels == "torch":
-        return TorchCompute, dtype
+        return TorchModelRunner, dtype
     try:
         kernels = compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
     except EngineError:
         if config.cpu_kernels == "compiled":
             raise
-        return TorchCompute, dtype
-    return partial(NativeCompute, kernels), NativeCompute.dtype
+        return TorchModelRunner, dtype
+    return partial(NativeModelRunner, kernels), NativeModelRunner.dtype
 
 
 def _max_context(config: EmbeddedConfig, arch: Architecture) -> int:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.rotary import Rotary
 
 _HIDDEN = np.float32(-1e30)
@@ -31,7 +31,7 @@ _HIDDEN = np.float32(-1e30)
 class _Pass:
     """Blocks multiplied together, each with the queries of the same number U of sequences: ``P * U`` entries."""
 
-    def __init__(self, kv: PagedKV, blocks: slice | Tensor, owners_PU: Ints, visible_E: Ints, num_heads: int) -> None:
+    def __init__(self, kv: KVCache, blocks: slice | Tensor, owners_PU: Ints, visible_E: Ints, num_heads: int) -> None:
         self._kv, self._blocks = kv, blocks
         self._num_blocks, self._users = owners_PU.shape
         self._num_heads = num_heads
@@ -73,7 +73,7 @@ class _Pass:
 class DecodeAttention:
     """One new token of each sequence, so T is B. ``lengths_B`` are the tokens cached before it."""
 
-    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Ints, lengths_B: Ints) -> None:
+    def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Ints, lengths_B: Ints) -> None:
         self._kv, self._num_heads = kv, rotary.num_heads
         last_B, offsets_B = np.divmod(lengths_B, kv.block_size)
         used_BN = np.arange(tables_BN.shape[1]) <= last_B[:, None]

@@ -25,13 +25,13 @@ SHORTEST, LONGEST = 2, 4
 COMPARED = 16
 """Tokens before a guess that are compared, to judge it."""
 LEARNT_AT_ONCE = 8
-"""Tokens, at least."""
+"""InputBatch, at least."""
 _TOKEN_BITS = 32
 _MASKS = {n: (1 << n * _TOKEN_BITS) - 1 for n in range(SHORTEST, LONGEST + 1)}
 _PLACE_BITS = 32
 
 
-class Guess(NamedTuple):
+class Draft(NamedTuple):
     token_ids: tuple[int, ...] = ()
     match: int = 0
     """Tokens before it that agree with what it was taken from, as far as they were compared."""
@@ -123,7 +123,7 @@ class NgramIndex:
         text.num_indexed = end
 
 
-class Drafts:
+class NgramDrafter:
     """The indices of prompts, and how often guesses come true. Prompts with calls open are kept whatever they are.
 
     Args:
@@ -137,7 +137,7 @@ class Drafts:
         self._num_open: Counter[str] = Counter()
         self._idle: OrderedDict[str, int] = OrderedDict()
         """Tokens of the prompts without an open call, in the order in which the last one ended."""
-        self.odds = Odds()
+        self.acceptance = AcceptanceModel()
 
     @property
     def num_idle_tokens(self) -> int:
@@ -163,28 +163,28 @@ class Drafts:
             forgotten, _ = self._idle.popitem(last=False)
             del self._indices[forgotten]
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], most_rows: int) -> list[Guess]:
+    def propose(self, sequences: list[Sequence], rooms: list[int], most_rows: int) -> list[Draft]:
         """A guess for each, none longer than its room: the likeliest tokens first, those of equal chances in turn, as
         long as they pay and the rows, one of each sequence and one of each token guessed, are no more than
         ``most_rows``."""
-        if not self.odds.ask(len(sequences)):
-            return [Guess()] * len(sequences)
+        if not self.acceptance.ask(len(sequences)):
+            return [Draft()] * len(sequences)
         for key in dict.fromkeys(s.request.prompt_key for s in sequences):
             self._indices[key].catch_up()
         places = [self._indices[s.request.prompt_key].find(s.token_ids) for s in sequences]
         matches = [place.match if place and room > 0 else 0 for place, room in zip(places, rooms, strict=True)]
-        lengths = self.odds.share_out(matches, rooms, most_rows)
+        lengths = self.acceptance.share_out(matches, rooms, most_rows)
         return [
-            self._guess(sequence, place, length) if place and length else Guess()
+            self._guess(sequence, place, length) if place and length else Draft()
             for sequence, place, length in zip(sequences, places, lengths, strict=True)
         ]
 
-    def _guess(self, sequence: Sequence, place: Place, length: int) -> Guess:
+    def _guess(self, sequence: Sequence, place: Place, length: int) -> Draft:
         index = self._indices[sequence.request.prompt_key]
-        return Guess(tuple(index.continued(place, sequence.token_ids, length)), place.match)
+        return Draft(tuple(index.continued(place, sequence.token_ids, length)), place.match)
 
 
-class Odds:
+class AcceptanceModel:
     """How often a guessed token was right of late, by the length of the match, and how many guesses that is worth.
 
     An iteration of R rows is taken to cost ``1 + R / D``, where D is the number of rows that guesses may fill up. If it

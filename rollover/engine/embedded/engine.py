@@ -2,7 +2,7 @@
 
 Each open call has a stream that the runner's deliveries fill and its ``generate`` empties. The code after a
 ``yield`` runs when the consumer asks for the next chunk, which is how a chunk comes to count as processed
-(``runner.LockstepRunner``); closing the iterator counts for all chunks that are left.
+(``core_loop.LockstepLoop``); closing the iterator counts for all chunks that are left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore, Output
-from rollover.engine.embedded.runner import Command, LockstepRunner, Runner, ThreadRunner, failure
+from rollover.engine.embedded.core_loop import Command, CoreLoop, LockstepLoop, ThreadLoop, failure
 from rollover.errors import EngineError, EngineTimeout, ResourceError, RolloverError
 
 
@@ -33,7 +33,7 @@ class EmbeddedEngine:
     anyway.
 
     Args:
-        lockstep: decode on the event loop, in step with the consumers (``runner.LockstepRunner``): slower, and the
+        lockstep: decode on the event loop, in step with the consumers (``core_loop.LockstepLoop``): slower, and the
             same run twice is the same run.
     """
 
@@ -42,8 +42,8 @@ class EmbeddedEngine:
         self._timeout_s = config.command_timeout_s
         self._streams: dict[str, _Stream] = {}
         self._closed = False
-        make: Callable[..., Runner] = LockstepRunner if lockstep else ThreadRunner
-        self._runner = make(core, self._deliver, self._fail)
+        make: Callable[..., CoreLoop] = LockstepLoop if lockstep else ThreadLoop
+        self._loop = make(core, self._deliver, self._fail)
 
     @classmethod
     def from_folder(
@@ -82,13 +82,13 @@ class EmbeddedEngine:
                     raise item
                 yield item
                 stream.num_unprocessed -= 1
-                self._runner.processed(1)
+                self._loop.processed(1)
                 stream.finished = item.finish_reason is not None
         finally:
             del self._streams[request.request_id]
             if not stream.finished and not self._closed:
-                self._runner.submit(lambda core: core.abort([request.request_id]))
-            self._runner.processed(stream.num_unprocessed)
+                self._loop.submit(lambda core: core.abort([request.request_id]))
+            self._loop.processed(stream.num_unprocessed)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         if request_ids and not self._closed:
@@ -96,7 +96,7 @@ class EmbeddedEngine:
 
     async def pause(self) -> None:
         def pause(core: EngineCore) -> list[Output]:
-            self._runner.paused = True
+            self._loop.paused = True
             return []
 
         await self._do("pause", pause)
@@ -106,13 +106,13 @@ class EmbeddedEngine:
 
     async def resume(self) -> None:
         def resume(core: EngineCore) -> list[Output]:
-            self._runner.paused = False
+            self._loop.paused = False
             return []
 
         await self._do("resume", resume)
 
     def stats(self) -> EngineStats:
-        return self._runner.stats()
+        return self._loop.stats()
 
     async def close(self) -> None:
         if self._closed:
@@ -121,12 +121,12 @@ class EmbeddedEngine:
             await self._do("close", lambda core: core.abort_all())
         finally:
             self._closed = True
-            self._runner.stop()
+            self._loop.stop()
 
     async def _do(self, what: str, command: Command) -> None:
         if self._closed:
             raise EngineError(f"the engine is closed; {what} came too late")
-        future = self._runner.submit(command)
+        future = self._loop.submit(command)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await future
@@ -141,7 +141,7 @@ class EmbeddedEngine:
                 stream.num_unprocessed += 1
                 stream.queue.put_nowait(chunk)
             else:  # its consumer has closed it
-                self._runner.processed(1)
+                self._loop.processed(1)
 
     def _fail(self, request_ids: list[str], error: RolloverError) -> None:
         for request_id in request_ids:

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.compute import Sizes, Tokens
+from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Attention, Decoder, Layer, Weights
+from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
-from rollover.engine.embedded.pages import PagedKV
 from rollover.engine.embedded.prefill import PrefillAttention
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import drawn, is_cut, sample
@@ -32,17 +32,17 @@ _STEPS = 16
 """Batch sizes between two powers of two."""
 
 
-class GraphCompute:
-    """Implements ``Compute``."""
+class GraphModelRunner:
+    """Implements ``ModelRunner``."""
 
     scans_pool = False
 
-    def __init__(self, arch: Architecture, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
         weights = Weights(arch, device, TorchLayout(dtype, device))
         self.slots, self._device = weights.slots, device
         self._decoder = Decoder(weights, dtype)
         self._rotary = Rotary(arch, sizes.max_context, dtype, device)
-        self._kv = PagedKV(arch, sizes.num_blocks + 1, sizes.block_size, dtype, device)
+        self._kv = KVCache(arch, sizes.num_blocks + 1, sizes.block_size, dtype, device)
         self._spare_block = sizes.num_blocks
         width = -(-sizes.max_context // sizes.block_size)
         self._most = sizes.max_decoded
@@ -50,12 +50,12 @@ class GraphCompute:
         self._recordings: dict[int, _Recording] = {}
         self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
 
-    def prefill(self, tokens: Tokens) -> None:
+    def prefill(self, tokens: InputBatch) -> None:
         attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
         self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
 
     def decode(
-        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         num_seqs = len(params)
         size = bucket(num_seqs, self._most)
@@ -96,7 +96,7 @@ class GraphCompute:
 class GatheredAttention:
     """Over copies of all blocks of the tables, in PyTorch's operations: where there is no Triton."""
 
-    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
+    def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
         self._kv, self._rotary, self._tables_BN = kv, rotary, tables_BN
         self._heads = rotary.at(lengths_B)
         self._tails = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
@@ -130,7 +130,9 @@ class _Inputs:
         self.token_ids, self.lengths, self.tables = self._ints[:, 0], self._ints[:, 1], self._ints[:, 2:]
         self._spare_block = spare_block
 
-    def set(self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], size: int) -> None:
+    def set(
+        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], size: int
+    ) -> None:
         num_seqs, width = tokens.tables_BN.shape
         ints, drawing = self._host_ints.numpy(), self._host_drawing.numpy()
         ints[:num_seqs, 0], ints[:num_seqs, 1] = tokens.token_ids_T, tokens.starts_B

@@ -2,7 +2,7 @@
 
 PyTorch's operations read and write every intermediate, cost some microseconds each, and leave threads behind that look
 for more work in the way of others. Here the threads go through an iteration together (``kernels.c``), from token ids to
-logits. Arithmetic and cache are in float32, also over bfloat16 weights. The results are those of ``compute`` up to
+logits. Arithmetic and cache are in float32, also over bfloat16 weights. Results are ``TorchModelRunner``'s up to
 rounding, and do not depend on who else is in the batch. The library is built in a directory of its own and loaded at
 once: nothing stays on disk, and nothing built elsewhere is ever loaded.
 """
@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.compute import Sizes, Tokens
+from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
 from rollover.engine.embedded.model import Layer, Slot, Weights
-from rollover.engine.embedded.pages import Ints, PagedKV, zeros
+from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import is_cut, sample
 from rollover.engine.embedded.scheduler import BlockCopy
@@ -179,20 +179,20 @@ class PackedLayout:
         return self.matrix(embedding_OI.shape[1], len(embedding_OI))
 
 
-class NativeCompute:
-    """Implements ``Compute``."""
+class NativeModelRunner:
+    """Implements ``ModelRunner``."""
 
     dtype = torch.float32
     """Of the cache."""
     scans_pool = False
 
     def __init__(
-        self, kernels: Kernels, arch: Architecture, sizes: Sizes, weight_dtype: torch.dtype, cpu: torch.device
+        self, kernels: Kernels, arch: Architecture, sizes: RunnerSizes, weight_dtype: torch.dtype, cpu: torch.device
     ) -> None:
         self._kernels, self._arch = kernels, arch
         self._weights = Weights(arch, cpu, PackedLayout(kernels, weight_dtype))
         self._rotary = Rotary(arch, sizes.max_context, torch.float32, cpu)
-        self._kv = PagedKV(arch, sizes.num_blocks, sizes.block_size, torch.float32, cpu)
+        self._kv = KVCache(arch, sizes.num_blocks, sizes.block_size, torch.float32, cpu)
         self._pools = [pool.numpy() for pool in (*self._kv.keys, *self._kv.values)]
         self._layers = (_Layer * arch.num_layers)(*map(self._layer, range(arch.num_layers)))
         self._model = self._record()
@@ -208,11 +208,11 @@ class NativeCompute:
     def slots(self) -> dict[str, Slot]:
         return self._weights.slots
 
-    def prefill(self, tokens: Tokens) -> None:
+    def prefill(self, tokens: InputBatch) -> None:
         self._forward(tokens, None, None)
 
     def decode(
-        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         logits_BV = self._logits[: len(params)]
         if any(map(is_cut, params)):
@@ -231,7 +231,7 @@ class NativeCompute:
     def zero_cache(self) -> None:
         self._kv.zero_()
 
-    def _forward(self, tokens: Tokens, logits: Tensor | None, drawing: Drawing | None) -> None:
+    def _forward(self, tokens: InputBatch, logits: Tensor | None, drawing: Drawing | None) -> None:
         starts_B, counts_B = tokens.starts_B, tokens.counts_B
         rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
         firsts_B = np.cumsum(counts_B) - counts_B

@@ -4,7 +4,7 @@ Nothing is gathered: a program reads the blocks of its sequence where they lie. 
 of sequences alone, lengths are read on the device, so a recorded launch serves all lengths. A sequence is split among
 several programs where there are few, and their sums are combined (Dao et al., Flash-Decoding, 2023).
 
-Layouts are those of ``pages`` and, for the joint projection, ``model``.
+Layouts are those of ``kv_cache`` and, for the joint projection, ``model``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.pages import PagedKV
 from rollover.engine.embedded.rotary import Rotary
 
 _LEAST_ROWS = 16
@@ -114,7 +114,7 @@ def fits(head_dim: int, block_size: int) -> bool:
 class TritonAttention:
     """``tables_BN`` are the block tables and ``lengths_B`` the tokens cached before the new ones, on the device."""
 
-    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
+    def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
         self._kv, self._rotary, self._tables_BN, self._lengths_B = kv, rotary, tables_BN, lengths_B.contiguous()
         parts = -(-_PROGRAMS // (len(lengths_B) * kv.num_kv_heads))
         self._splits = min(16, triton.next_power_of_2(parts))

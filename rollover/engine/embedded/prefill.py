@@ -10,9 +10,9 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.rotary import Rotary
 
 
@@ -23,7 +23,7 @@ class PrefillAttention:
     Tokens come packed, ``T = sum(counts)``; only inside the attention product are they padded.
     """
 
-    def __init__(self, kv: PagedKV, rotary: Rotary, tables_BN: Ints, starts_B: Ints, counts_B: Ints) -> None:
+    def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Ints, starts_B: Ints, counts_B: Ints) -> None:
         self._kv = kv
         self._batch, self._longest = len(counts_B), int(counts_B.max())
         sequence_T = np.repeat(np.arange(self._batch), counts_B)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollover.engine.embedded.cache import BlockManager, CachedPrefix
+from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix
 from rollover.engine.embedded.sequence import Sequence
 
 BlockCopy = tuple[int, int]
@@ -38,7 +38,7 @@ class PrefillSlice:
     num_tokens: int
 
 
-class Scheduler:
+class SequenceScheduler:
     """``policy_version`` is the version of the weights that compute what is cached from now on; ``max_gaps`` how
     many blocks decoding may read over in vain before those in use are brought together."""
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from rollover.engine.embedded.core import EngineCore
-from rollover.engine.embedded.graphs import GatheredAttention, GraphCompute, bucket
+from rollover.engine.embedded.graphs import GatheredAttention, GraphModelRunner, bucket
+from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Weights
 from rollover.engine.embedded.ops import TorchLayout
-from rollover.engine.embedded.pages import PagedKV
 from rollover.engine.embedded.rotary import Rotary
 from rollover.hf.architecture import Architecture
-from tests.engine import harness
 from tests.engine.contract import request
-from tests.engine.harness import Calls, run
+from tests.engine.embedded import harness
+from tests.engine.embedded.harness import Calls, run
 from tests.engine.models import greedy, logprobs, saved, tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
@@ -38,7 +38,7 @@ DEVICES = [
 
 
 def graph_core(folder: Path, **settings: Any) -> EngineCore:
-    return EngineCore(folder, replace(harness.CONFIG, **settings), make_compute=GraphCompute)
+    return EngineCore(folder, replace(harness.CONFIG, **settings), make_model_runner=GraphModelRunner)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -103,7 +103,7 @@ def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkey
     qkv = torch.randn(3, (4 + 2 * 2) * 16, generator=generator)
     outputs, pools = [], []
     for attention in (GatheredAttention, paged_triton.TritonAttention):
-        kv = PagedKV(arch, 7, 16, torch.float32, CPU)
+        kv = KVCache(arch, 7, 16, torch.float32, CPU)
         for pool in (kv.keys[0], kv.values[0]):
             pool[1:].normal_(generator=torch.Generator().manual_seed(1))
         made = attention(kv, rotary, tables, lengths)

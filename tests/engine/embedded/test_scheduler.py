@@ -7,8 +7,8 @@ from typing import Any, get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.engine.embedded.cache import BlockManager, CachedPrefix, Kind
-from rollover.engine.embedded.scheduler import Scheduler
+from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Kind
+from rollover.engine.embedded.scheduler import SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from tests.engine.contract import request
 
@@ -21,7 +21,9 @@ class Machine:
     the prefix that was written to it, so reading another sequence's or a stale token is an error."""
 
     def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
-        self.scheduler = Scheduler(BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk)
+        self.scheduler = SequenceScheduler(
+            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
+        )
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.open: dict[str, Sequence] = {}
         self.arrivals = 0

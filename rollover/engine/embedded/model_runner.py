@@ -1,7 +1,7 @@
-"""What turns tokens into cache and into new tokens: one interface, and its version in PyTorch's operations.
+"""Runs the model over a batch of tokens: the ``ModelRunner`` protocol and its version in PyTorch's operations.
 
-The core asks for work in terms of ``Tokens``; a ``Compute`` owns weights, cache and the way to compute. What it gives
-for a token depends on the token's prefix, up to rounding, and not on the rest of the batch.
+A model runner owns the weights and the key-value cache. What it computes for a token depends on the token's prefix, up
+to rounding, and not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollover.engine.embedded.decode import DecodeAttention
+from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Decoder, Slot, Weights
 from rollover.engine.embedded.ops import TorchLayout
-from rollover.engine.embedded.pages import Ints, PagedKV
 from rollover.engine.embedded.prefill import PrefillAttention
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import sample
@@ -27,7 +27,7 @@ from rollover.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class InputBatch:
     """New tokens of B sequences, those of one after those of another."""
 
     token_ids_T: Ints
@@ -40,8 +40,8 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a ``Compute`` allocates once."""
+class RunnerSizes:
+    """What a ``ModelRunner`` allocates once."""
 
     num_blocks: int
     block_size: int
@@ -53,7 +53,7 @@ class Sizes:
     """Tokens prefilled at the same time."""
 
 
-class Compute(Protocol):
+class ModelRunner(Protocol):
     @property
     def slots(self) -> Mapping[str, Slot]:
         """Where the parameters of a checkpoint go."""
@@ -64,12 +64,12 @@ class Compute(Protocol):
         """Whether decoding reads over gaps between the blocks in use."""
         ...
 
-    def prefill(self, tokens: Tokens) -> None:
+    def prefill(self, tokens: InputBatch) -> None:
         """Write keys and values to the cache."""
         ...
 
     def decode(
-        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         """Write to the cache too, and draw one token of each sequence, with its log-prob, from the logits of its only
         new one. Rows may be tokens of one sequence that follow each other, over the same blocks: within a layer all
@@ -83,28 +83,28 @@ class Compute(Protocol):
     def zero_cache(self) -> None: ...
 
 
-MakeCompute = Callable[[Architecture, Sizes, torch.dtype, torch.device], Compute]
+MakeModelRunner = Callable[[Architecture, RunnerSizes, torch.dtype, torch.device], ModelRunner]
 """The type is that of the weights."""
 
 
-class TorchCompute:
+class TorchModelRunner:
     """Any device that PyTorch knows."""
 
     scans_pool = True
 
-    def __init__(self, arch: Architecture, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
         weights = Weights(arch, device, TorchLayout(dtype, device))
         self.slots = weights.slots
         self._decoder = Decoder(weights, dtype)
         self._rotary = Rotary(arch, sizes.max_context, dtype, device)
-        self._kv = PagedKV(arch, sizes.num_blocks, sizes.block_size, dtype, device)
+        self._kv = KVCache(arch, sizes.num_blocks, sizes.block_size, dtype, device)
 
-    def prefill(self, tokens: Tokens) -> None:
+    def prefill(self, tokens: InputBatch) -> None:
         attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
         self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
 
     def decode(
-        self, tokens: Tokens, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
+        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         attention = DecodeAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B)
         logits_BV = self._decoder.logits(self._kv.to_device(tokens.token_ids_T), attention)

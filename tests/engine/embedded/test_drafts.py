@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.engine.embedded.drafts import COMPARED, LEARNT_AT_ONCE, LONGEST, SHORTEST, Drafts, Guess, NgramIndex, Odds
+from rollover.engine.embedded.drafts import (
+    COMPARED,
+    LEARNT_AT_ONCE,
+    LONGEST,
+    SHORTEST,
+    AcceptanceModel,
+    Draft,
+    NgramDrafter,
+    NgramIndex,
+)
 from rollover.engine.embedded.sequence import Sequence
 from tests.engine.contract import request
 
@@ -43,7 +52,7 @@ class Searched:
                 self.num_learnt[number] += 1
                 self.places.append((number, self.num_learnt[number]))
 
-    def guess(self, token_ids: list[int], most: int) -> Guess:
+    def guess(self, token_ids: list[int], most: int) -> Draft:
         found: list[int] = []
         match = 0
         while len(found) < most:
@@ -57,13 +66,13 @@ class Searched:
             text, position = seen[-1]
             found += self.texts[text][position : position + most - len(found)]
             match = match or n
-        return Guess(tuple(found), match)
+        return Draft(tuple(found), match)
 
 
-def guess(index: NgramIndex, token_ids: list[int], most: int) -> Guess:
+def guess(index: NgramIndex, token_ids: list[int], most: int) -> Draft:
     if (place := index.find(token_ids)) is None:
-        return Guess()
-    return Guess(tuple(index.continued(place, token_ids, most)), place.match)
+        return Draft()
+    return Draft(tuple(index.continued(place, token_ids, most)), place.match)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
@@ -103,14 +112,14 @@ def test_the_longest_match_wins_then_the_latest_and_a_circle_goes_on() -> None:
     text = [1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 9, 9, 3, 4, 70, 8]
     index.follow("a", text, 1)
     index.catch_up()
-    assert guess(index, [1, 2, 3, 4], 1) == Guess((50,), 4)
-    assert guess(index, [7, 2, 3, 4], 2) == Guess((60, 9), 3)
-    assert guess(index, [7, 7, 3, 4], 9) == Guess((70, 8), 2)
-    assert guess(index, [7, 7, 7, 4], 9) == Guess()
+    assert guess(index, [1, 2, 3, 4], 1) == Draft((50,), 4)
+    assert guess(index, [7, 2, 3, 4], 2) == Draft((60, 9), 3)
+    assert guess(index, [7, 7, 3, 4], 9) == Draft((70, 8), 2)
+    assert guess(index, [7, 7, 7, 4], 9) == Draft()
     circle = [5, 6, 5, 6, 5, 6, 5, 6, 5]
     index.follow("b", circle, 1)
     index.catch_up()
-    assert guess(index, circle, 7) == Guess((6, 5, 6, 5, 6, 5, 6), 7)
+    assert guess(index, circle, 7) == Draft((6, 5, 6, 5, 6, 5, 6), 7)
 
 
 def sequence(name: str, prompt: int = 0, said: tuple[int, ...] = ()) -> Sequence:
@@ -124,8 +133,8 @@ def test_where_a_text_ends_another_goes_on() -> None:
     index.follow("a", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
     index.follow("b", [0, 20, 21, 22, 23, 7, 8, 9, 30, 31, 32], 1)
     index.catch_up()
-    assert guess(index, [4, 5, 6, 7, 8], 3) == Guess((9, 30, 31), 5)
-    assert guess(index, [4, 5, 6, 7, 8], 9) == Guess((9, 30, 31, 32), 5)
+    assert guess(index, [4, 5, 6, 7, 8], 3) == Draft((9, 30, 31), 5)
+    assert guess(index, [4, 5, 6, 7, 8], 9) == Draft((9, 30, 31, 32), 5)
 
 
 def test_a_text_that_was_cut_short_stays_known_as_it_was() -> None:
@@ -152,7 +161,7 @@ def test_a_match_is_measured_as_far_as_it_goes() -> None:
 
 
 def test_rows_go_to_the_likeliest_guesses_and_in_turn_where_chances_are_equal() -> None:
-    odds = Odds()
+    odds = AcceptanceModel()
     for _ in range(50):
         odds.learn(3, 0, wrong=True)
         odds.learn(16, 8, wrong=False)
@@ -170,7 +179,7 @@ def test_rows_go_to_the_likeliest_guesses_and_in_turn_where_chances_are_equal() 
 @pytest.mark.parametrize("wrong_of_ten", range(11))
 def test_as_many_rows_are_spent_as_give_the_most_tokens_for_their_time(match: int, wrong_of_ten: int) -> None:
     """An iteration of R rows costs 1 + R / D. What was chosen is as good as any other number of guesses."""
-    odds = Odds()
+    odds = AcceptanceModel()
     for i in range(200):
         odds.learn(match, int(i % 10 >= wrong_of_ten), wrong=i % 10 < wrong_of_ten)
     chance = odds.chance(match)
@@ -189,7 +198,7 @@ def test_as_many_rows_are_spent_as_give_the_most_tokens_for_their_time(match: in
 
 
 def test_where_guesses_are_wrong_few_are_made_and_their_return_is_noticed() -> None:
-    odds = Odds()
+    odds = AcceptanceModel()
 
     def share_tried(num: int, *, right: bool) -> float:
         tried = 0
@@ -206,7 +215,7 @@ def test_where_guesses_are_wrong_few_are_made_and_their_return_is_noticed() -> N
 
 
 def test_where_guesses_gain_nothing_they_are_rarely_looked_for_and_their_return_is_noticed() -> None:
-    odds = Odds()
+    odds = AcceptanceModel()
 
     def share_asked(num: int, num_right: int) -> float:
         asked = 0
@@ -223,7 +232,7 @@ def test_where_guesses_gain_nothing_they_are_rarely_looked_for_and_their_return_
 
 
 def test_texts_that_nobody_goes_on_with_are_forgotten_when_they_are_too_many_those_that_ended_first_first() -> None:
-    drafts = Drafts(most_tokens=100)
+    drafts = NgramDrafter(most_tokens=100)
     said = (20, 21, 22, 23, 24, 20, 21)  # with its prompt ten tokens
     ends = [sequence(f"e{i}", 10 * i, said) for i in range(4)]
     goes_on = sequence("goes on", 100, said)

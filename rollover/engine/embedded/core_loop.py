@@ -25,7 +25,7 @@ Deliver = Callable[[list[Output]], None]
 Fail = Callable[[list[str], RolloverError], None]
 
 
-class Runner(Protocol):
+class CoreLoop(Protocol):
     """Used from one event loop at a time."""
 
     paused: bool
@@ -43,7 +43,7 @@ class Runner(Protocol):
     def stop(self) -> None: ...
 
 
-class ThreadRunner:
+class ThreadLoop:
     """The default. The core runs ahead of its consumers.
 
     Consumes commands; produces calls on the event loop; waits for a command or, unless paused, for an open
@@ -56,14 +56,14 @@ class ThreadRunner:
         self._wake = threading.Condition()
         self._stats = core.stats()
         self._stopped = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self.paused = False
         self._thread = threading.Thread(target=self._run, name="rollover-engine", daemon=True)
         self._thread.start()
 
     def submit(self, command: Command) -> asyncio.Future[None]:
-        self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = self._loop.create_future()
+        self._event_loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = self._event_loop.create_future()
         with self._wake:
             self._commands.append((command, future))
             self._wake.notify()
@@ -120,11 +120,11 @@ class ThreadRunner:
             self._post(self._deliver, outputs)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None, "there is no work before the first command"
-        self._loop.call_soon_threadsafe(callback, *args)
+        assert self._event_loop is not None, "there is no work before the first command"
+        self._event_loop.call_soon_threadsafe(callback, *args)
 
 
-class LockstepRunner:
+class LockstepLoop:
     """The core runs on the event loop, one iteration per callback, and waits for its consumers.
 
     The law: an iteration starts only when every chunk delivered so far has been processed, that is, when the

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rollover.engine.stop_strings import StopStrings
 from rollover.types import FinishReason
 from tests.engine.contract import request
-from tests.engine.harness import Calls, core_of, run
+from tests.engine.embedded.harness import Calls, core_of, run
 from tests.engine.models import VOCAB, saved, tiny_model
 
 LETTERS = (string.ascii_letters + string.digits + "+-")[:VOCAB]

@@ -1,4 +1,4 @@
-"""The paged key-value cache: tensors only; who holds which block is decided in ``cache``.
+"""The paged key-value cache: tensors only; which sequence holds which block is decided in ``block_manager``.
 
 Shapes: K key-value heads, D head dimension, S tokens of a block, T new tokens.
 """
@@ -17,7 +17,7 @@ from rollover.hf.architecture import Architecture
 Ints = NDArray[np.int64]
 
 
-class PagedKV:
+class KVCache:
     """Keys ``[layers, num_blocks, K, D, S]`` and values ``[layers, num_blocks, K, S, D]``, zero at first.
 
     Keys lie transposed: products of a few queries with a block run at memory speed only if the tokens are

@@ -13,9 +13,9 @@ import torch
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.errors import EngineError
 from rollover.types import FinishReason
-from tests.engine import harness
 from tests.engine.contract import assert_wellformed, request
-from tests.engine.harness import Calls, core_of, run
+from tests.engine.embedded import harness
+from tests.engine.embedded.harness import Calls, core_of, run
 from tests.engine.models import VOCAB, logprobs, saved, tiny_model
 
 PROMPT = (5, 6, 7, 8, 9, 10)

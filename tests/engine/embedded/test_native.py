@@ -16,7 +16,7 @@ from rollover.engine.embedded.native import Kernels, compiled
 from rollover.engine.embedded.sampler import draw_tokens, uniforms
 from rollover.errors import EngineError
 from tests.engine.contract import request
-from tests.engine.harness import Calls, core_of, run
+from tests.engine.embedded.harness import Calls, core_of, run
 from tests.engine.models import logprobs, saved, tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.errors import EngineError, EngineTimeout, ResourceError
 from rollover.types import FinishReason
 from tests.engine.contract import DEADLINE_S, assert_wellformed, collect, request, tokens
-from tests.engine.harness import CONFIG
+from tests.engine.embedded.harness import CONFIG
 from tests.engine.models import saved, tiny_model
 
 

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
-from rollover.engine.embedded.compute import Tokens
 from rollover.engine.embedded.core import EngineCore
-from rollover.engine.embedded.graphs import GraphCompute
+from rollover.engine.embedded.graphs import GraphModelRunner
+from rollover.engine.embedded.model_runner import InputBatch
 from rollover.types import FinishReason, SamplingParams
-from tests.engine import harness
 from tests.engine.contract import request
-from tests.engine.harness import Calls, core_of, run
+from tests.engine.embedded import harness
+from tests.engine.embedded.harness import Calls, core_of, run
+from tests.engine.embedded.test_stopping import LETTERS, with_tokenizer
 from tests.engine.models import logprobs, saved, tiny_model
-from tests.engine.test_embedded_stopping import LETTERS, with_tokenizer
 
 PROMPTS = ((5, 6, 7, 8, 9, 10), (1, 2, 3), tuple(range(11, 40)), (4,))
 MODEL = tiny_model(sharpness=3.0)
@@ -61,10 +61,10 @@ def guessing(folder: Path, draft_rows: int = 16, **settings: Any) -> EngineCore:
     """A core that is watched: guesses keep to their number of rows, to blocks of one holder and within the longest
     response that was asked for."""
     core = core_of(folder, draft_rows=draft_rows, **settings)
-    decode, scheduler = core._compute.decode, core.scheduler
+    decode, scheduler = core._model_runner.decode, core.scheduler
 
     def watched(
-        tokens: Tokens, params: AbstractSequence[SamplingParams], uniforms_B: NDArray[np.float64]
+        tokens: InputBatch, params: AbstractSequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         running = [s for s in scheduler.running if not s.num_missing]
         num_rows = len(tokens.token_ids_T)
@@ -76,7 +76,7 @@ def guessing(folder: Path, draft_rows: int = 16, **settings: Any) -> EngineCore:
         assert all(start + 1 < room[block] for block, start in zip(blocks, tokens.starts_B, strict=True))
         return decode(tokens, params, uniforms_B)
 
-    core._compute.decode = watched  # type: ignore[method-assign]
+    core._model_runner.decode = watched  # type: ignore[method-assign]
     return core
 
 
@@ -110,7 +110,7 @@ def test_guesses_do_not_change_what_is_sampled(folder: Path, params: dict[str, A
 
 def test_on_fixed_batch_sizes_too(folder: Path) -> None:
     asked = siblings(temperature=0.5)
-    core = EngineCore(folder, replace(harness.CONFIG, draft_rows=16), make_compute=GraphCompute)
+    core = EngineCore(folder, replace(harness.CONFIG, draft_rows=16), make_model_runner=GraphModelRunner)
     without, calls = run(core_of(folder), *asked), run(core, *asked)
     assert all(calls.tokens(req.request_id) == without.tokens(req.request_id) for req in asked)
     assert core.stats().accepted_tokens > 0
@@ -138,11 +138,11 @@ def test_the_odds_of_guesses_follow_what_becomes_of_them(folder: Path, looping: 
     for model, temperature in ((folder, 3.0), (looping, 0.0)):
         core = guessing(model, draft_rows=8)
         run(core, *(request(f"s{i}", seed=i, max_new_tokens=150, temperature=temperature) for i in range(2)))
-        assert core._drafts is not None
+        assert core._drafter is not None
         if model == folder:
-            assert core._drafts.odds.chance(2) < 0.45
+            assert core._drafter.acceptance.chance(2) < 0.45
         else:
-            assert core._drafts.odds.chance(16) > 0.9
+            assert core._drafter.acceptance.chance(16) > 0.9
 
 
 def test_with_as_many_sequences_as_rows_nobody_guesses(looping: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from rollover.engine.base import WeightSource
 from rollover.engine.embedded import EmbeddedConfig
+from rollover.engine.embedded.core_loop import ThreadLoop
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.runner import ThreadRunner
 from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.models import saved, tiny_model
 
@@ -21,20 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tiny_model(), tmp_path_factory.mktemp("model"))
 
 
-def pace(runner: ThreadRunner) -> None:
+def pace(loop: ThreadLoop) -> None:
     """Let the event loop take a turn after each iteration, unless it waits for the thread to stop. An iteration of the
     tiny model takes microseconds: a call would else be over before a consumer that is held up can abort it."""
-    step = runner._step
+    step = loop._step
 
     def paced() -> None:
         step()
         turned = threading.Event()
-        assert runner._loop is not None
-        runner._loop.call_soon_threadsafe(turned.set)
-        while not turned.wait(0.01) and not runner._stopped:
+        assert loop._event_loop is not None
+        loop._event_loop.call_soon_threadsafe(turned.set)
+        while not turned.wait(0.01) and not loop._stopped:
             pass
 
-    runner._step = paced  # type: ignore[method-assign]
+    loop._step = paced  # type: ignore[method-assign]
 
 
 class Embedded(EngineContract):
@@ -49,8 +49,8 @@ class Embedded(EngineContract):
 
     def make_engine(self) -> FullEngine:
         engine = EmbeddedEngine.from_folder(self.folder, self.config, lockstep=self.lockstep)
-        if isinstance(engine._runner, ThreadRunner):
-            pace(engine._runner)
+        if isinstance(engine._loop, ThreadLoop):
+            pace(engine._loop)
         return engine
 
     def new_weights(self) -> WeightSource:

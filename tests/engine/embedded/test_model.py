@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rollover.errors import ConfigError, EngineError, ModelError
 from rollover.hf.architecture import Architecture
-from tests.engine import harness
 from tests.engine.contract import request
-from tests.engine.harness import core_of, run
+from tests.engine.embedded import harness
+from tests.engine.embedded.harness import core_of, run
 from tests.engine.models import greedy, logprobs, saved, tiny_model
 
 LLAMA3 = {

@@ -33,7 +33,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from rollover.frontier.sweep import Estimate, Length, Outcome, Runner, Trial, run_trials, workers
+from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
@@ -107,7 +107,7 @@ class Bench:
 
     def run(
         self, settings: Sequence[RolloutConfig], seeds: Iterable[int], *, keep: bool = True, guessing: bool = False
-    ) -> list[list[Outcome]]:
+    ) -> list[list[TrialResult]]:
         """Outcomes by setting and seed."""
         seeds = list(seeds)
         place = scenario(self.replicas, keep=keep, guesses=self.guesses if guessing else None)
@@ -116,7 +116,7 @@ class Bench:
         return [found[i * len(seeds) : (i + 1) * len(seeds)] for i in range(len(settings))]
 
 
-def mean_lag(runs: Sequence[Outcome]) -> float:
+def mean_lag(runs: Sequence[TrialResult]) -> float:
     return statistics.fmean(o.lag for o in runs)
 
 
@@ -141,7 +141,7 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
     ceilings = [B0 / o.tokens_per_s for o in sync]  # engines that only read caches
 
     def entry(
-        setting: RolloutConfig, runs: Sequence[Outcome], against: Sequence[Outcome] | None = None
+        setting: RolloutConfig, runs: Sequence[TrialResult], against: Sequence[TrialResult] | None = None
     ) -> dict[str, Any]:
         gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=False)]  # guessing has fewer seeds
         found: dict[str, Any] = {
@@ -150,18 +150,18 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
                 for k, v in asdict(setting).items()
                 if k in ("strategy", "unit") or v != RolloutConfig.__dataclass_fields__[k].default
             },
-            "gain": asdict(Estimate.of(gains)),
+            "gain": asdict(MeanOverSeeds.of(gains)),
             "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=False)),
-            "trained_length": asdict(Estimate.of([o.trained_length for o in runs])),
+            "trained_length": asdict(MeanOverSeeds.of([o.trained_length for o in runs])),
             "wasted": max((sum(o.wasted.values()) for o in runs), default=0.0),
             "prefilled": statistics.fmean(o.prefilled for o in runs),
         } | {f: statistics.fmean(getattr(o, f) for o in runs) for f in ("lag", "lag_p95", "max_lag", "off_policy")}
         if against is not None:
             ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=False)]
-            found["over_rival"] = asdict(Estimate.of(ratios))
+            found["over_rival"] = asdict(MeanOverSeeds.of(ratios))
         return found
 
-    def pair(rival: RolloutConfig, runs: Sequence[Outcome]) -> dict[str, Any]:
+    def pair(rival: RolloutConfig, runs: Sequence[TrialResult]) -> dict[str, Any]:
         """Ours at the rival's lag: without guesses, with them, and with them for both."""
         mine = ours(cap, mean_lag(runs))
         (plain,) = bench.run([mine], every)
@@ -171,7 +171,7 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
             "rollover": entry(mine, plain, runs),
             "rollover_guessing": entry(mine, guessing, runs),
             "both_guessing": asdict(
-                Estimate.of([o.tokens_per_s / t.tokens_per_s for o, t in zip(guessing, theirs, strict=True)])
+                MeanOverSeeds.of([o.tokens_per_s / t.tokens_per_s for o, t in zip(guessing, theirs, strict=True)])
             ),
         }
 

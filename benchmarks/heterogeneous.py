@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollover.devices import workload
 from rollover.devices.model import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
-from rollover.planner import columns, fleet, workload
+from rollover.planner import columns, fleet
 from rollover.planner.alternatives import one_type
 from rollover.planner.make import make_plan
 from rollover.planner.milp import solve

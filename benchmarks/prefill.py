@@ -21,7 +21,7 @@ from typing import Any
 
 from frontier import B0, config, ours
 
-from rollover.frontier.sweep import Estimate, Length, Outcome, Runner, Trial, run_trials, workers
+from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
 from rollover.workload.presets import PRESETS
@@ -62,8 +62,8 @@ def study(preset: str, lag: float, unit: Any, num_seeds: int, length: Length, ru
     return {"preset": preset, "lag_target": lag, "unit": unit, "engines": rows}
 
 
-def over(runs: list[Outcome], baseline: list[Outcome]) -> Estimate:
-    return Estimate.of([a.tokens_per_s / b.tokens_per_s for a, b in zip(runs, baseline, strict=True)])
+def over(runs: list[TrialResult], baseline: list[TrialResult]) -> MeanOverSeeds:
+    return MeanOverSeeds.of([a.tokens_per_s / b.tokens_per_s for a, b in zip(runs, baseline, strict=True)])
 
 
 def show(found: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,29 @@ def test_test_folders_are_packages() -> None:
     """Two test files of one name in folders that are no packages would be taken for the same module."""
     folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+NAMED_TWICE = {
+    "Baseline",
+    "Fleet",
+    "Model",
+    "PackedLayout",
+    "Scheduler",
+    "Scorer",
+    "Tokens",
+}
+"""Class names that still occur twice; the list only shrinks."""
+
+
+def test_no_class_name_occurs_twice() -> None:
+    classes = Counter(
+        node.name
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    repeated = {name for name, count in classes.items() if count > 1}
+    assert repeated <= NAMED_TWICE, "name each class after what sets it apart"
 
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 500, 75

@@ -62,6 +62,6 @@ def command(**options: Any) -> None:
     rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2 --what-if count.h20=+8 --what-if staleness=4
     rollover plan fleet.toml --model ./qwen3-8b --aim cost --target 50000
     """
-    from rollover.planner.job import Request, plan
+    from rollover.planner.job import PlanRequest, plan
 
-    plan(Request(**{key: value for key, value in options.items() if value is not None}))
+    plan(PlanRequest(**{key: value for key, value in options.items() if value is not None}))

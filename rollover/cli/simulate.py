@@ -57,6 +57,6 @@ def command(**options: Any) -> None:
     rollover simulate lengths.jsonl --device h100-sxm --model ./qwen3-4b --replicas 8 --lag 1
     rollover simulate --from runs/quickstart-20260101-120000
     """
-    from rollover.frontier.job import Request, simulate
+    from rollover.frontier.job import StudyRequest, simulate
 
-    simulate(Request(**{key: value for key, value in options.items() if value is not None}))
+    simulate(StudyRequest(**{key: value for key, value in options.items() if value is not None}))

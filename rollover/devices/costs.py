@@ -19,7 +19,7 @@ from rollover.devices.records import (
     Mixture,
     ModelShape,
     PartChoice,
-    RolloutColumn,
+    ReplicaKind,
     TrainingPart,
     TrainingPlan,
     WorkloadSpec,
@@ -37,7 +37,7 @@ _OPTIMIZER_BYTES = {"adamw": 12, "adamw8bit": 6, "sgd": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class ReplicaCosts:
     """An engine of ``tp * pp`` devices."""
 
     device: Device
@@ -101,13 +101,13 @@ class Replica:
 
 def replica(
     model: ModelShape, workload: WorkloadSpec, device: Device, tp: int, pp: int, stage_link: Link | None = None
-) -> Replica:
+) -> ReplicaCosts:
     """An engine; without a ``stage_link``, stages that one node cannot hold are joined by the network."""
     link = stage_link or (device.link if tp * pp <= device.node_size else device.network)
-    return Replica(device=device, model=model, workload=workload, tp=tp, pp=pp, stage_link=link)
+    return ReplicaCosts(device=device, model=model, workload=workload, tp=tp, pp=pp, stage_link=link)
 
 
-def rollout_column(engine: Replica, batch_cap: int, sync_link: Link | None = None) -> RolloutColumn:
+def replica_kind(engine: ReplicaCosts, batch_cap: int, sync_link: Link | None = None) -> ReplicaKind:
     """Rates and latencies of an engine at a batch cap. Weights reach it over ``sync_link``: its node's network.
 
     A sample costs the engine ``tokens * step / batch`` and its part of the prompt's prefill; ``batch`` samples at a
@@ -132,7 +132,7 @@ def rollout_column(engine: Replica, batch_cap: int, sync_link: Link | None = Non
     def latencies(tokens: Iterable[float]) -> tuple[float, ...]:
         return tuple(s * n / b.tokens + away_s for s, n, b in zip(running_s, tokens, buckets, strict=True))
 
-    return RolloutColumn(
+    return ReplicaKind(
         device=engine.device.name,
         tp=engine.tp,
         pp=engine.pp,
@@ -165,7 +165,7 @@ class PartCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
+class TrainerCosts:
     """Pipelines of one device type; its ``share`` of the batch does not enter its costs."""
 
     device: Device
@@ -274,10 +274,10 @@ def trainer(
     *,
     ring_link: Link | None = None,
     stage_link: Link | None = None,
-) -> Trainer:
+) -> TrainerCosts:
     """``part`` as it stands on ``device``; links that are not given are those of phase 1, before placement."""
     inside = part.tp * part.pp <= device.node_size
-    return Trainer(
+    return TrainerCosts(
         device=device,
         model=model,
         workload=workload,
@@ -304,7 +304,7 @@ def balanced(costs: tuple[PartCost, ...]) -> tuple[tuple[float, ...], float]:
         using.remove(max(late, key=lambda i: costs[i].fixed_s))
 
 
-def training_plan(trainers: tuple[Trainer, ...], sync_link: Link | None = None) -> TrainingPlan:
+def training_plan(trainers: tuple[TrainerCosts, ...], sync_link: Link | None = None) -> TrainingPlan:
     """Parts side by side, each with the share that lets all finish together; gradients of several types meet in a ring
     over the narrowest of their links."""
     costs = tuple(t.cost() for t in trainers)
@@ -315,7 +315,7 @@ def training_plan(trainers: tuple[Trainer, ...], sync_link: Link | None = None) 
     return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
 
 
-def mixture(first: Sequence[Trainer], second: Sequence[Trainer]) -> Mixture:
+def mixture(first: Sequence[TrainerCosts], second: Sequence[TrainerCosts]) -> Mixture:
     """What ``training_plan`` makes of any of the first beside any of the second, all of a type on each side."""
     one = (first[0], second[0])
     return Mixture(
@@ -326,12 +326,12 @@ def mixture(first: Sequence[Trainer], second: Sequence[Trainer]) -> Mixture:
     )
 
 
-def _choice(alone: Trainer) -> PartChoice:
+def _choice(alone: TrainerCosts) -> PartChoice:
     cost = alone.cost()
     return PartChoice(part=_part(alone, 1.0), batch_s=cost.batch_s, fixed_s=cost.fixed_s)
 
 
-def _part(made: Trainer, share: float) -> TrainingPart:
+def _part(made: TrainerCosts, share: float) -> TrainingPart:
     return TrainingPart(
         device=made.device.name,
         dp=made.dp,
@@ -343,12 +343,12 @@ def _part(made: Trainer, share: float) -> TrainingPart:
     )
 
 
-def _sync_s(trainers: Sequence[Trainer], link: Link | None) -> float:
+def _sync_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:
     slowest = min(trainers, key=lambda t: t.device.network.bytes_per_s)
     return update_s(slowest.model, slowest.workload, slowest.device, link or slowest.device.network)
 
 
-def _across_s(trainers: Sequence[Trainer]) -> float:
+def _across_s(trainers: Sequence[TrainerCosts]) -> float:
     """Gradients of the parts, each reduced within, are summed across: once more around a ring of the parts."""
     size = BF16_BYTES * trainers[0].model.parameters
     narrow = min(t.ring_link.bytes_per_s * t.device.efficiency.link for t in trainers)

@@ -17,7 +17,7 @@ from rollover.devices.model import parse
 from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, TrainingPart, WorkloadSpec
 from rollover.settings import toml
 
-Point = TypeVar("Point", Prefill, Step)
+Measured = TypeVar("Measured", Prefill, Step)
 ACCURACY = 0.15
 """Relative error of predictions that a calibration should keep."""
 _STARTS = ((0.3, 0.3, 1e-4), (0.8, 0.2, 1e-3), (0.1, 0.8, 1e-5), (0.6, 0.6, 1e-2))
@@ -158,7 +158,9 @@ def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Devi
     return with_values(best.x.tolist())
 
 
-def _one(name: str, predicted_s: Callable[[Device, Point], float], device: Device, points: Sequence[Point]) -> Device:
+def _one(
+    name: str, predicted_s: Callable[[Device, Measured], float], device: Device, points: Sequence[Measured]
+) -> Device:
     """The device with the one efficiency ``name`` that has the least relative errors over the points not held out."""
 
     def error(log_value: float) -> float:

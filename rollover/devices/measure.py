@@ -35,7 +35,7 @@ from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Samplin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class MeasuredSizes:
     """How much is measured. Every other point is held out: fitted to nothing, only predicted."""
 
     scratch: ScratchConfig
@@ -50,12 +50,12 @@ class Sizes:
     repeats: int = 9
 
 
-CPU = Sizes(
+CPU = MeasuredSizes(
     scratch=ScratchConfig(
         hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=2048, max_position=2048
     )
 )
-GPU = Sizes(
+GPU = MeasuredSizes(
     scratch=ScratchConfig(
         hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=6144, max_position=4096
     ),
@@ -69,7 +69,7 @@ GPU = Sizes(
 )
 
 
-def measure(model: Path | None = None, *, device: str = "auto", sizes: Sizes | None = None) -> Measurements:
+def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredSizes | None = None) -> Measurements:
     """All of it; ``model`` is a Hugging Face folder, one made for the purpose when left out."""
     place = pick_device(device)
     sizes = sizes or (CPU if place.type == "cpu" else GPU)
@@ -127,18 +127,18 @@ def _median_s(work: Callable[[], Any], place: torch.device, repeats: int) -> flo
     return statistics.median(timed() for _ in range(repeats))
 
 
-def _flops(place: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+def _flops(place: torch.device, dtype: torch.dtype, sizes: MeasuredSizes) -> float:
     a = torch.randn(sizes.matrix, sizes.matrix, device=place).to(dtype)
     return 2 * sizes.matrix**3 / _median_s(lambda: a @ a, place, sizes.repeats)
 
 
-def _copy(place: torch.device, sizes: Sizes) -> float:
+def _copy(place: torch.device, sizes: MeasuredSizes) -> float:
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     return 2 * sizes.copy_bytes / _median_s(lambda: target.copy_(source), place, sizes.repeats)
 
 
-def _link(place: torch.device, sizes: Sizes) -> tuple[float, float]:
+def _link(place: torch.device, sizes: MeasuredSizes) -> tuple[float, float]:
     """Seconds of a large copy to another device, and of the smallest one."""
     other = torch.device("cpu")
     if place.type == "cuda" and torch.cuda.device_count() > 1:
@@ -181,7 +181,7 @@ def _request(number: int, tokens: int, vocab: int, max_new_tokens: int) -> Gener
     )
 
 
-def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Decode]:
+def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Decode]:
     budget = sizes.repeats + 4
     largest = max(sizes.batches)
     core = _core(folder, device, config, running=largest, context=sizes.context_tokens + 8 * budget)
@@ -203,7 +203,7 @@ def _decodes(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) ->
         yield Decode(batch=batch, context=context, seconds=statistics.median(times), held_out=place % 2 == 1)
 
 
-def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Prefill]:
+def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Prefill]:
     core = _core(folder, device, config, running=1, context=max(sizes.prompts) + 8)
     number = 0
     for place, tokens in enumerate(sizes.prompts):
@@ -221,7 +221,7 @@ def _prefills(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -
 # --- Trainer ----------------------------------------------------------------------------------------------------------
 
 
-def _steps(folder: Path, device: str, config: dict[str, Any], sizes: Sizes) -> Iterator[Step]:
+def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSizes) -> Iterator[Step]:
     length = sizes.response_tokens
     settings = TrainerConfig(
         device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length

@@ -160,7 +160,7 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutColumn:
+class ReplicaKind:
     """One kind of rollout replica, at one batch cap. Tuples run over the workload's buckets."""
 
     device: str

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollover.frontier.settings import KNOBS, label
-from rollover.frontier.sweep import Point
+from rollover.frontier.sweep import FrontierPoint
 from rollover.rollout.config import RolloutConfig
 from rollover.settings.toml import dumps
 
@@ -19,8 +19,8 @@ to, and is not recommended however fast it is."""
 class Advice:
     """A setting, and what was given up for its lag."""
 
-    chosen: Point
-    best: Point
+    chosen: FrontierPoint
+    best: FrontierPoint
     """Of the highest throughput, whatever its lag."""
     lag_budget: float | None
     """What the user allows; ``None``: the knee."""
@@ -68,23 +68,23 @@ class Advice:
         return dumps({"rollout": values, **algorithm})
 
 
-def bound(point: Point) -> int:
+def bound(point: FrontierPoint) -> int:
     """Least ``max_staleness`` that the setting needs and that no simulated token broke."""
     if KNOBS[point.config.strategy] is None:
         return 0
     return max(point.max_lag, point.config.staleness_needed)
 
 
-def frontier(points: Sequence[Point]) -> list[Point]:
+def frontier(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Points than which none has more throughput at no more lag, by lag."""
-    found: list[Point] = []
+    found: list[FrontierPoint] = []
     for point in sorted(points, key=lambda p: (p.lag, -p.gain.mean)):
         if not found or point.gain.mean > found[-1].gain.mean:
             found.append(point)
     return found
 
 
-def advise(points: Sequence[Point], lag_budget: float | None = None) -> Advice:
+def advise(points: Sequence[FrontierPoint], lag_budget: float | None = None) -> Advice:
     """The fastest setting within the budget. Without one, the knee of the frontier: the setting farthest above the
     line from synchronous rollout to the fastest setting (Satopaa et al., 2011), beyond which lag buys less than it
     does on average. Synchronous rollout is always among ``points``, so there is one."""
@@ -94,13 +94,13 @@ def advise(points: Sequence[Point], lag_budget: float | None = None) -> Advice:
         return Advice(chosen=frontier([p for p in fair if p.lag <= lag_budget])[-1], best=best, lag_budget=lag_budget)
     gained = best.gain.mean - 1
 
-    def above_chord(point: Point) -> float:
+    def above_chord(point: FrontierPoint) -> float:
         return (point.gain.mean - 1) * best.lag - point.lag * gained
 
     return Advice(chosen=max(frontier(fair), key=above_chord), best=best, lag_budget=None)
 
 
-def is_fair(point: Point) -> bool:
+def is_fair(point: FrontierPoint) -> bool:
     """Whether what is trained is as long as what is admitted, as far as it is for synchronous rollout."""
     pairs = zip(point.outcomes, point.baseline, strict=True)
     return all(o.trained_length >= LEAST_LENGTH * b.trained_length for o, b in pairs)

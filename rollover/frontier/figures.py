@@ -7,7 +7,7 @@ from typing import Any
 from rollover.frontier.pictures import Picture
 from rollover.frontier.settings import knob_of, label, name_of, place_of, value_of
 from rollover.frontier.study import Study
-from rollover.frontier.sweep import Point
+from rollover.frontier.sweep import FrontierPoint
 from rollover.report import measures
 from rollover.report.figures import Figure, axis, figure, line
 from rollover.report.figures import label as escaped
@@ -67,7 +67,7 @@ def _dash(colour: str) -> dict[str, Any]:
     return {"color": colour, "width": 1.6, "dash": "dash"}
 
 
-def _mark(point: Point, name: str, symbol: str) -> dict[str, Any]:
+def _mark(point: FrontierPoint, name: str, symbol: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
@@ -188,7 +188,7 @@ def active(study: Study) -> Figure:
     )
 
 
-def window_of(picture: Picture) -> measures.Window:
+def window_of(picture: Picture) -> measures.StepWindow:
     return measures.window_of(picture.timeline, picture.first_step, picture.last_step)
 
 

@@ -29,7 +29,7 @@ _WARMUP_SHARE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class StudyRequest:
     """What is asked for; ``None`` where nothing was said."""
 
     workload: str | None = None
@@ -69,7 +69,7 @@ class Request:
             raise ConfigError(f"--lag must be at least 0 versions, got {min(self.lag_budgets):g}")
 
 
-def simulate(request: Request) -> None:
+def simulate(request: StudyRequest) -> None:
     """Study the strategies, say what was found, and write what was asked for.
 
     Raises:
@@ -100,7 +100,7 @@ def simulate(request: Request) -> None:
         console.print(f"data: {request.json}")
 
 
-def _setup(request: Request) -> tuple[Setup, Recorded | None]:
+def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
     """What the options, the scenario file and the run come to; of two that say the same, the option wins."""
     file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
     cap = request.cap_tokens or file_cap

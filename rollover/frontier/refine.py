@@ -14,7 +14,7 @@ from typing import Literal
 
 from rollover.frontier.settings import Knob, is_allowed, knob_of, name_of, setting, value_of
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import Point
+from rollover.frontier.sweep import FrontierPoint
 from rollover.rollout.config import RolloutConfig
 
 TOLERANCE = 0.05
@@ -30,7 +30,7 @@ _LEAST: dict[Literal["groups", "samples", "plain"], float] = {"groups": 1.0, "sa
 
 
 def next_setting(
-    points: Sequence[Point], setup: Setup, lag: float, *, max_staleness: int | None = None
+    points: Sequence[FrontierPoint], setup: Setup, lag: float, *, max_staleness: int | None = None
 ) -> RolloutConfig | None:
     """What to try next of one strategy, whose ``points`` are known; ``None`` where no setting comes closer to ``lag``
     from below, or none that can pay."""
@@ -49,7 +49,7 @@ def next_setting(
     return None
 
 
-def _between(known: Sequence[tuple[float, Point]], knob: Knob, lag: float) -> list[float]:
+def _between(known: Sequence[tuple[float, FrontierPoint]], knob: Knob, lag: float) -> list[float]:
     """Where the lag would lie if it grew evenly between the settings around it, but close to neither, for it may jump;
     and places to look at should that one be known."""
     place = next(i for i, (_, p) in enumerate(known) if p.lag > lag)
@@ -61,7 +61,7 @@ def _between(known: Sequence[tuple[float, Point]], knob: Knob, lag: float) -> li
     return [low + (high - low) * part for part in (min(max(share, 0.25), 0.75), 0.5, 0.25, 0.75)]
 
 
-def _beyond(known: Sequence[tuple[float, Point]]) -> list[float]:
+def _beyond(known: Sequence[tuple[float, FrontierPoint]]) -> list[float]:
     """Farther up, as long as more lag still bought throughput."""
     top = known[-1]
     if len(known) > 1 and (top[1].lag <= known[-2][1].lag or top[1].gain.mean <= known[-2][1].gain.mean):

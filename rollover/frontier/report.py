@@ -16,7 +16,7 @@ from rollover.frontier.advice import Advice, bound, frontier, is_fair
 from rollover.frontier.refine import TOLERANCE
 from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
-from rollover.frontier.sweep import Point
+from rollover.frontier.sweep import FrontierPoint
 from rollover.report.gantt import gantt
 from rollover.report.page import Page, header, table, tiles
 
@@ -55,10 +55,10 @@ FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{un
 """Columns a narrow terminal does without, in this order. Gain, lag, waste and length bias always stand together."""
 
 
-def rows(study: Study) -> list[tuple[Point, tuple[str, ...]]]:
+def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
     """One a setting; the columns are ``HEAD``'s."""
     ceiling = study.setup.ceiling
-    found: list[tuple[Point, tuple[str, ...]]] = []
+    found: list[tuple[FrontierPoint, tuple[str, ...]]] = []
     for p in study.points:
         gain = p.gain
         margin = "" if gain.margin is None else f" ±{gain.margin:.2f}"
@@ -85,7 +85,7 @@ def rows(study: Study) -> list[tuple[Point, tuple[str, ...]]]:
     return found
 
 
-def _mark(study: Study, point: Point) -> str:
+def _mark(study: Study, point: FrontierPoint) -> str:
     marks = ["in use"] if point is study.current and study.setup.is_in_use else []
     marks += ["recommended"] if any(point is a.chosen for a in study.advice) else []
     return f" ({', '.join(marks)})" if marks else ""
@@ -163,7 +163,7 @@ def rivals(study: Study, advice: Advice) -> str:
     return f"Others within it: {'; '.join(said)}." if said else ""
 
 
-def _gap(points: Sequence[Point], best: Point, lag: float) -> str:
+def _gap(points: Sequence[FrontierPoint], best: FrontierPoint, lag: float) -> str:
     """Why the fastest fair setting of a strategy stays far below ``lag``; nothing where it does not."""
     beyond = [p.lag for p in points if p.lag > lag]
     if best.lag >= (1 - TOLERANCE) * lag or not beyond:
@@ -269,7 +269,7 @@ def study_json(study: Study) -> str:
     return json.dumps(_finite(content), indent=1) + "\n"
 
 
-def _point_json(point: Point) -> dict[str, Any]:
+def _point_json(point: FrontierPoint) -> dict[str, Any]:
     return {
         "setting": label(point.config),
         "strategy": point.config.strategy,

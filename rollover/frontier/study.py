@@ -11,7 +11,7 @@ from rollover.frontier.pictures import Picture, pictures
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
 from rollover.frontier.settings import KNOBS, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import Length, Outcome, Point, Runner, Trial, run_trials, workers
+from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.theory import StepModel
 from rollover.workload.law import MAX_TOKENS, LengthLaw
@@ -29,7 +29,7 @@ class Variation:
     what: str
     """``group size``, ``cap`` or ``B0``."""
     value: float
-    point: Point
+    point: FrontierPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Study:
     setup: Setup
     length: Length
     num_seeds: int
-    points: tuple[Point, ...]
+    points: tuple[FrontierPoint, ...]
     """All settings; those of a strategy in order of lag."""
-    current: Point
+    current: FrontierPoint
     """The setting in use, or the usual one."""
     advice: tuple[Advice, ...]
     """One for each lag budget, or one."""
@@ -48,10 +48,10 @@ class Study:
     theory: StepModel
 
     @property
-    def sync(self) -> Point:
+    def sync(self) -> FrontierPoint:
         return self.points[0]
 
-    def of(self, strategy: str) -> tuple[Point, ...]:
+    def of(self, strategy: str) -> tuple[FrontierPoint, ...]:
         return tuple(p for p in self.points if name_of(p.config) == strategy)
 
     @property
@@ -111,13 +111,15 @@ def theory(setup: Setup) -> StepModel:
     return StepModel.of_lengths(rows, batch_size=setup.rollout.rollout_batch_size, b0=b0)
 
 
-def _ordered(points: list[Point]) -> list[Point]:
+def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
     """Strategies in order of first appearance, their settings by knob."""
     strategies = list(dict.fromkeys(name_of(p.config) for p in points))
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
-def _closer(bench: _Bench, points: list[Point], lag_budgets: Sequence[float], max_staleness: int | None) -> list[Point]:
+def _closer(
+    bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float], max_staleness: int | None
+) -> list[FrontierPoint]:
     """``points`` and more around what was asked for: settings of every strategy at those lags, or halfway to the
     neighbours of the recommended one."""
     setup = bench.setup
@@ -125,7 +127,7 @@ def _closer(bench: _Bench, points: list[Point], lag_budgets: Sequence[float], ma
         near = _between(advise(points).config, points, setup, max_staleness)
         return [*points, *bench.points("a closer look", near)]
     for number in range(1, MOST_ROUNDS + 1):
-        by_name: dict[str, list[Point]] = {}
+        by_name: dict[str, list[FrontierPoint]] = {}
         for point in points:
             by_name.setdefault(name_of(point.config), []).append(point)
         near = [
@@ -141,7 +143,7 @@ def _closer(bench: _Bench, points: list[Point], lag_budgets: Sequence[float], ma
 
 
 def _between(
-    config: RolloutConfig, points: Sequence[Point], setup: Setup, max_staleness: int | None
+    config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setup, max_staleness: int | None
 ) -> list[RolloutConfig]:
     """Settings halfway to the neighbours of ``config``."""
     knob = KNOBS[config.strategy]
@@ -165,10 +167,10 @@ class _Bench:
         self._seeds = range(num_seeds)
         self._runner = runner
         self._progress = progress
-        self._baselines: dict[int, tuple[Outcome, ...]] = {}
+        self._baselines: dict[int, tuple[TrialResult, ...]] = {}
         """Synchronous outcomes by the setup's identity."""
 
-    def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[Point]:
+    def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[FrontierPoint]:
         """The first of the first call must be synchronous."""
         return self._points(what, [(self.setup, config) for config in configs], self._seeds)
 
@@ -182,7 +184,7 @@ class _Bench:
             Variation(what=what, value=value, point=point) for (what, value), point in zip(names, points, strict=True)
         ]
 
-    def _points(self, what: str, work: Sequence[tuple[Setup, RolloutConfig]], seeds: range) -> list[Point]:
+    def _points(self, what: str, work: Sequence[tuple[Setup, RolloutConfig]], seeds: range) -> list[FrontierPoint]:
         trials = [
             Trial(config=config, seed=seed, lengths=setup.lengths, scenario=setup.scenario)
             for setup, config in work
@@ -194,7 +196,7 @@ class _Bench:
             outcomes = tuple(done[place * len(seeds) : (place + 1) * len(seeds)])
             if config.strategy == "sync":
                 self._baselines.setdefault(id(setup), outcomes)
-            points.append(Point(config=config, outcomes=outcomes, baseline=self._baselines[id(setup)]))
+            points.append(FrontierPoint(config=config, outcomes=outcomes, baseline=self._baselines[id(setup)]))
         return points
 
 

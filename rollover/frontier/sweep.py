@@ -49,7 +49,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialResult:
     """What one simulation came to, warm-up left out; waste is of the whole run."""
 
     tokens_per_s: float
@@ -72,7 +72,7 @@ class Outcome:
     """Share of decoded tokens, by cause."""
 
     @classmethod
-    def of(cls, run: Simulation, length: Length) -> Outcome:
+    def of(cls, run: Simulation, length: Length) -> TrialResult:
         window = run.after(length.warmup)
         wasted = {str(cause): n / run.tokens.decoded for cause, n in run.tokens.wasted.items() if n}
         return cls(
@@ -92,7 +92,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class MeanOverSeeds:
     """A mean over seeds."""
 
     mean: float
@@ -100,7 +100,7 @@ class Estimate:
     """Half of its 95% interval; ``None`` for one seed."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> MeanOverSeeds:
         if len(values) < 2:
             return cls(mean=values[0], margin=None)
         student = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
@@ -108,23 +108,23 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """A setting and what it came to, by seed."""
 
     config: RolloutConfig
-    outcomes: tuple[Outcome, ...]
-    baseline: tuple[Outcome, ...] = field(repr=False)
+    outcomes: tuple[TrialResult, ...]
+    baseline: tuple[TrialResult, ...] = field(repr=False)
     """Synchronous rollout on the same lengths, seed by seed."""
 
     def mean(self, figure: str) -> float:
-        """Of a numeric field of ``Outcome``."""
+        """Of a numeric field of ``TrialResult``."""
         return statistics.fmean(getattr(o, figure) for o in self.outcomes)
 
     @property
-    def gain(self) -> Estimate:
+    def gain(self) -> MeanOverSeeds:
         """Throughput over that of synchronous rollout: the mean of paired ratios."""
         pairs = zip(self.outcomes, self.baseline, strict=True)
-        return Estimate.of([o.tokens_per_s / b.tokens_per_s for o, b in pairs])
+        return MeanOverSeeds.of([o.tokens_per_s / b.tokens_per_s for o, b in pairs])
 
     @property
     def lag(self) -> float:
@@ -145,7 +145,7 @@ def strategy_of(config: RolloutConfig, scenario: Scenario) -> Strategy:
     return STRATEGIES[config.strategy].from_config(config, scenario.capabilities)
 
 
-def run_trial(trial: Trial, *, length: Length) -> Outcome:
+def run_trial(trial: Trial, *, length: Length) -> TrialResult:
     run = simulate(
         strategy_of(trial.config, trial.scenario),
         trial.lengths.workload(trial.seed),
@@ -153,10 +153,10 @@ def run_trial(trial: Trial, *, length: Length) -> Outcome:
         steps=length.steps,
         seed=trial.seed,
     )
-    return Outcome.of(run, length)
+    return TrialResult.of(run, length)
 
 
-Runner = Callable[[Callable[[Trial], Outcome], Sequence[Trial]], Iterable[Outcome]]
+Runner = Callable[[Callable[[Trial], TrialResult], Sequence[Trial]], Iterable[TrialResult]]
 """Outcomes of trials in their order, as ``map`` gives them."""
 
 
@@ -176,7 +176,7 @@ def workers(jobs: int) -> Iterator[Runner]:
 
 def run_trials(
     trials: Sequence[Trial], length: Length, runner: Runner, on_done: Callable[[int], None] = lambda num_done: None
-) -> list[Outcome]:
+) -> list[TrialResult]:
     """Outcomes in the order of ``trials``.
 
     Raises:

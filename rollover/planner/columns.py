@@ -15,7 +15,7 @@ from rollover.devices.records import (
     Device,
     Mixture,
     ModelShape,
-    RolloutColumn,
+    ReplicaKind,
     TrainingPart,
     TrainingPlan,
     WorkloadSpec,
@@ -77,17 +77,17 @@ def of_stock(
 # --- Rollout ----------------------------------------------------------------------------------------------------------
 
 
-def rollout_columns(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[RolloutColumn]:
+def rollout_columns(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[ReplicaKind]:
     """Undominated replicas of up to ``count`` devices."""
     found = [
-        costs.rollout_column(engine, cap)
+        costs.replica_kind(engine, cap)
         for engine in _engines(device, count, model, workload)
         for cap in _caps(max(engine.batch(bucket, MAX_BATCH) for bucket in workload.buckets))
     ]
     return undominated(found, workload)
 
 
-def _engines(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> Iterator[costs.Replica]:
+def _engines(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> Iterator[costs.ReplicaCosts]:
     for tp, pp in product(_tensor_sizes(device, model), _doublings(min(MAX_REPLICA_STAGES, model.num_layers))):
         engine = costs.replica(model, workload, device, tp, pp)
         if tp * pp <= count and engine.fits():
@@ -99,17 +99,17 @@ def _caps(largest: int) -> list[int]:
     return sorted({largest, *(c for c in (4, 16, 32, 64, 128, 256, 512) if c < largest)})
 
 
-def undominated(columns: Sequence[RolloutColumn], workload: WorkloadSpec) -> list[RolloutColumn]:
+def undominated(columns: Sequence[ReplicaKind], workload: WorkloadSpec) -> list[ReplicaKind]:
     """Columns of one device type without those that a whole number of some other's replicas replaces: at least as fast
     for every bucket, with at least as much cache and no later."""
-    kept: list[RolloutColumn] = []
+    kept: list[ReplicaKind] = []
     for column in sorted(columns, key=lambda c: (c.num_devices, c.latencies_s, c.tp)):
         if not any(_replaces(other, column, workload) for other in kept):
             kept.append(column)
     return kept
 
 
-def _replaces(other: RolloutColumn, column: RolloutColumn, workload: WorkloadSpec) -> bool:
+def _replaces(other: ReplicaKind, column: ReplicaKind, workload: WorkloadSpec) -> bool:
     copies, rest = divmod(column.num_devices, other.num_devices)
     if rest:
         return False
@@ -125,7 +125,7 @@ def _below(low: Iterable[float], high: Iterable[float]) -> bool:
     return all(a <= b for a, b in zip(low, high, strict=True))
 
 
-def _fill(column: RolloutColumn, copies: int) -> list[float]:
+def _fill(column: ReplicaKind, copies: int) -> list[float]:
     """Part of the cache that a sample/s fills."""
     return [held / column.kv_bytes / copies for held in column.kv_byte_s]
 
@@ -137,7 +137,7 @@ def _fill(column: RolloutColumn, copies: int) -> list[float]:
 class _Choice:
     """Pipelines of one type, with what they cost alone."""
 
-    trainer: costs.Trainer
+    trainer: costs.TrainerCosts
     cost: costs.PartCost
     num_devices: int
 

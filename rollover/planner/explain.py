@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rollover.planner.load import Load
+from rollover.planner.load import RateLoad
 from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
-from rollover.planner.program import Point, Program, Relaxation
+from rollover.planner.program import Program, ProgramPoint, Relaxation
 from rollover.planner.records import Problem, ShadowPrice, Solution
 from rollover.planner.solver import OutOfTime
 
@@ -75,11 +75,11 @@ def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
         yield f"tail: without ({problem.tail}) some plan keeps the bound on average, its longest responses do not"
 
 
-def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Point | None:
+def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> ProgramPoint | None:
     """The least of what ``relaxed`` lets grow: devices beyond the stock, or the bound; the least cost where it lets
     nothing grow."""
     some_rate = _SLOW / min(plan.cycle_s for plan in problem.plans)
-    load = Load(problem, problem.target_steps_per_s or some_rate, any_bound=relaxed.staleness)
+    load = RateLoad(problem, problem.target_steps_per_s or some_rate, any_bound=relaxed.staleness)
     plans = load.able(any_stock=relaxed.stock)
     if not plans:
         return None

@@ -26,7 +26,7 @@ from rollover.planner.make import make_plan
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Fleet, Tail
 from rollover.planner.routing import Routing, routed
-from rollover.planner.what_if import Scenario, changed
+from rollover.planner.scenario import PlanScenario, changed
 from rollover.planner.words import sentences
 from rollover.report.html import write_page
 from rollover.settings import toml
@@ -36,7 +36,7 @@ DEFAULT_WORKLOAD = "math-16k"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What is asked for; ``None`` where nothing was said."""
 
     fleet: str
@@ -72,14 +72,16 @@ class Request:
             raise PlanError("--budget has no effect with --aim cost: leave one of them out")
 
 
-def plan(request: Request) -> None:
+def plan(request: PlanRequest) -> None:
     """Plan, and write what was asked for.
 
     Raises:
         RolloverError: with what is wrong in the fleet, the model, the workload or the aim.
     """
     console = Console(highlight=False)
-    scenario = Scenario(fleet=_with_budget(_read_fleet(request.fleet), request), max_staleness=request.max_staleness)
+    scenario = PlanScenario(
+        fleet=_with_budget(_read_fleet(request.fleet), request), max_staleness=request.max_staleness
+    )
     # Everything that a user may have mistyped is read before anything is solved.
     others = [changed(scenario, text) for text in request.what_if]
     model = models.load(request.model)
@@ -116,7 +118,7 @@ def _read_fleet(name: str) -> Fleet:
     return fleets.parse(toml.parse(examples[name].read_text(encoding="utf-8"), f"{name}.toml"))
 
 
-def _with_budget(fleet: Fleet, request: Request) -> Fleet:
+def _with_budget(fleet: Fleet, request: PlanRequest) -> Fleet:
     if request.aim == "cost":
         return replace(fleet, budget_per_hour=None)
     budget = fleet.budget_per_hour if request.budget is None else request.budget
@@ -129,7 +131,7 @@ def _with_budget(fleet: Fleet, request: Request) -> Fleet:
     return replace(fleet, budget_per_hour=budget)
 
 
-def _plan(request: Request, scenario: Scenario, model: ModelShape, spec: WorkloadSpec) -> Plan:
+def _plan(request: PlanRequest, scenario: PlanScenario, model: ModelShape, spec: WorkloadSpec) -> Plan:
     return make_plan(
         scenario.fleet,
         model,
@@ -142,7 +144,7 @@ def _plan(request: Request, scenario: Scenario, model: ModelShape, spec: Workloa
     )
 
 
-def _checked(request: Request, made: Plan, model: ModelShape, spec: WorkloadSpec) -> Plan:
+def _checked(request: PlanRequest, made: Plan, model: ModelShape, spec: WorkloadSpec) -> Plan:
     """With the simulated rate, the shadow prices and the alternatives."""
     from rollover.planner import columns
     from rollover.planner.simulation import check
@@ -175,7 +177,9 @@ def _show(console: Console, made: Plan) -> None:
         console.print(Text(f"- {sentence}"))
 
 
-def _what_ifs(request: Request, made: Plan, others: Sequence[Scenario], model: ModelShape, spec: WorkloadSpec) -> Table:
+def _what_ifs(
+    request: PlanRequest, made: Plan, others: Sequence[PlanScenario], model: ModelShape, spec: WorkloadSpec
+) -> Table:
     """One line for each scenario, against the plan, both by the formula."""
     table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
     per_step = step_tokens(spec)
@@ -196,7 +200,7 @@ def _what_ifs(request: Request, made: Plan, others: Sequence[Scenario], model: M
     return table
 
 
-def _write(console: Console, request: Request, made: Plan) -> None:
+def _write(console: Console, request: PlanRequest, made: Plan) -> None:
     if request.page is not None:
         console.print(f"page: {write_page(request.page, report.render_plan(made))}", markup=False)
     if request.json is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.devices.records import RolloutColumn
+from rollover.devices.records import ReplicaKind
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
 from rollover.planner.words import cannot_train
@@ -30,7 +30,7 @@ class _Replica:
     """A replica with the address it answers at."""
 
     number: int
-    column: RolloutColumn
+    column: ReplicaKind
     pipeline: Pipeline
     nodes: tuple[str, ...]
     """Names, the one that answers first."""

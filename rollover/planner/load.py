@@ -24,7 +24,7 @@ USABLE = 1e-3
 _ROUNDING = 1e-9
 
 
-class Load:
+class RateLoad:
     """``problem`` at ``rate`` steps/s. Arrays run over columns (C), buckets (W), training plans (P) and types (G)."""
 
     def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
@@ -98,7 +98,7 @@ class Load:
         a part of the bound: a bound of zero leaves no time at any rate, however low."""
         return self._tail * (1 + _ROUNDING) - busy
 
-    def joined(self, problem: Problem) -> Load:
+    def joined(self, problem: Problem) -> RateLoad:
         """The same with the training plans that ``problem`` lists beyond this load's."""
         other = copy(self)
         busy, training = self._needs(problem.plans[len(self.busy) :])

@@ -1,6 +1,6 @@
 """Phase 1: the fastest plan of a problem, or the cheapest that is fast enough, proved to a gap.
 
-At a given rate everything is linear (``Load``), and what can be done at a rate can be done at any lower one. So the
+At a given rate everything is linear (``RateLoad``), and what can be done at a rate can be done at any lower one. So the
 search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
 
 Trainers are asked one by one, the most promising first. Prices (``Market``) tell what each can promise, and leave out
@@ -23,9 +23,9 @@ import numpy as np
 
 from rollover.devices.records import Mixture, PartChoice, TrainingPlan
 from rollover.errors import PlanError
-from rollover.planner.load import Floats, Load
+from rollover.planner.load import Floats, RateLoad
 from rollover.planner.prices import Market
-from rollover.planner.program import Point, Program
+from rollover.planner.program import Program, ProgramPoint
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
@@ -76,14 +76,14 @@ def solve(
 def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
     """Whether some plan might reach a rate, for no more than a cost where one is given; ``False`` is a proof."""
     search = _Search(_canonical(problem).problem, GAP, math.inf)
-    return any(True for _ in search._promising(Load(search.problem, steps_per_s), cost_per_hour))
+    return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     """Whole numbers and the rate they reach."""
 
-    point: Point
+    point: ProgramPoint
     rate: float
     bound: float = math.inf
     gap: float = math.inf
@@ -154,13 +154,13 @@ class _Search:
     def _promised(self, rate: float) -> float:
         """How much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
         fail."""
-        load = Load(self.problem, rate)
+        load = RateLoad(self.problem, rate)
         able = load.able()
         return Market(load).promise(able) if able else -1.0
 
     def _ceiling(self, rate: float) -> float:
         """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
-        load = Load(self.problem, rate)
+        load = RateLoad(self.problem, rate)
         able, market = load.able(), Market(load)
         prices = market.prices(able)
         more = market.beyond(load.training[able], load.busy[able], prices).max()
@@ -173,7 +173,7 @@ class _Search:
         Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
         times faster than to look for the best."""
         left = []
-        for plan, program in islice(self._promising(Load(self.problem, rate)), most):
+        for plan, program in islice(self._promising(RateLoad(self.problem, rate)), most):
             shared = program.copy()
             objective = shared.open_share()
             shared.share_caps()
@@ -195,14 +195,14 @@ class _Search:
             self.missed[plan] = rate
         return None
 
-    def _reached(self, point: Point | None, rate: float) -> _Found | None:
+    def _reached(self, point: ProgramPoint | None, rate: float) -> _Found | None:
         """``None`` too for a point without replicas: at a low rate the solver takes a millionth of one for none."""
         if point is None or not point.y.any():
             return None
         reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
         return _Found(point=point, rate=reached or rate)
 
-    def _promising(self, load: Load, cost: float | None = None) -> Iterator[tuple[int, Program]]:
+    def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
         """Each plan that may carry ``load`` (with a ``cost``: for no more than that), the most promising first, and a
         programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
         are listed when their turn comes."""
@@ -230,7 +230,7 @@ class _Search:
                 unlisted.judge(market, prices, total)
                 most[best] = market.most(prices, best, max(0.0, float(room[best])))
 
-    def _listed(self, load: Load, plan: TrainingPlan) -> Load:
+    def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
         """``load`` of the problem that lists ``plan`` too."""
         self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
         self.missed.append(math.inf)
@@ -244,7 +244,7 @@ class _Search:
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
             raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
-        load = Load(self.problem, target)
+        load = RateLoad(self.problem, target)
         point, least = None, float(load.stock @ load.costs)
         while (cheaper := self._below(load, least, exact=True)) is not None:
             point, least = cheaper, cheaper.objective * (1 - self.gap)
@@ -257,7 +257,7 @@ class _Search:
         """Least cost at (almost) the rate found, then fewest kinds of column at that cost."""
         target = self.problem.target_steps_per_s
         floor = found.rate * (1 - self.spare) if target is None else target
-        load, point = Load(self.problem, floor), found.point
+        load, point = RateLoad(self.problem, floor), found.point
         costs = load.sizes * (load.kinds.T @ load.costs)
         try:
             if target is None:
@@ -275,7 +275,7 @@ class _Search:
         bound = max(found.bound, rate)
         return replace(found, point=point, rate=rate, bound=bound, gap=bound / rate - 1)
 
-    def _below(self, load: Load, cost: float, *, exact: bool) -> Point | None:
+    def _below(self, load: RateLoad, cost: float, *, exact: bool) -> ProgramPoint | None:
         """A point that carries ``load`` and costs no more than ``cost``; its objective is what it costs. Not ``exact``:
         one that rounding finds."""
         for _, program in self._promising(load, cost):
@@ -294,7 +294,7 @@ class _Search:
                 return point
         return None
 
-    def _fewest_kinds(self, load: Load, point: Point) -> Point:
+    def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
         """The same trainer, at the same cost, with fewer of the kinds of column in use."""
         program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
         costs = load.sizes * (load.kinds.T @ load.costs)
@@ -308,7 +308,7 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class _CanonicalProblem:
     """A problem in canonical order, and the way back."""
 
     problem: Problem
@@ -323,7 +323,7 @@ class _Order:
         )
 
 
-def _canonical(problem: Problem) -> _Order:
+def _canonical(problem: Problem) -> _CanonicalProblem:
     """Sorted by what things are, never by what they are called."""
 
     def signature(index: int) -> tuple[Any, ...]:
@@ -352,7 +352,7 @@ def _canonical(problem: Problem) -> _Order:
         mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
     )
     places = {index: place for place, index in enumerate(columns)}
-    return _Order(problem=ordered, columns=tuple(places[i] for i in range(len(columns))))
+    return _CanonicalProblem(problem=ordered, columns=tuple(places[i] for i in range(len(columns))))
 
 
 def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:

@@ -14,7 +14,7 @@ from rollover.planner.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class PlanningRound:
     """One pass through both phases."""
 
     assumed_step_s: float
@@ -61,7 +61,7 @@ class Plan:
     solution: Solution
     placement: Placement
     """``member`` of a replica is an index of the problem's columns."""
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[PlanningRound, ...] = ()
     shadows: tuple[ShadowPrice, ...] = ()
     """What one unit more of something would bring."""
     alternatives: tuple[Alternative, ...] = ()

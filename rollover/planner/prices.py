@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import LinearConstraint
 
-from rollover.planner.load import Floats, Load
+from rollover.planner.load import Floats, RateLoad
 from rollover.planner.solver import minimum
 
 _MOST = 1e5
@@ -37,7 +37,7 @@ class Prices:
 class Market:
     """What plans must pay and can pay at one rate."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: RateLoad) -> None:
         problem = load.problem
         self.load = load
         self.unit = float(load.stock @ load.costs)

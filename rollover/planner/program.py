@@ -1,7 +1,7 @@
 """The linear programme of phase 1, at one rate.
 
-A problem at a rate (``Load``) is a question without rates: is there a trainer, and are there replicas, that do all of
-it? Per column c, bucket w and training plan p:
+A problem at a rate (``RateLoad``) asks: is there a trainer, and are there replicas, that do all of the work? Per
+kind of replica c, bucket w and training plan p:
 
     x[c,w] >= 0   part of the bucket that the column decodes
     y[c]          replicas, whole
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner.load import Floats, Load
-from rollover.planner.solver import Rows, minimum
+from rollover.planner.load import Floats, RateLoad
+from rollover.planner.solver import ConstraintRows, minimum
 
 _EXACT = 1e-9
 _NEAR = 2
@@ -39,7 +39,7 @@ _NEAR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ProgramPoint:
     """Values of the variables, over all columns and plans of the problem."""
 
     x: Floats
@@ -66,7 +66,7 @@ class Program:
     """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each column."""
 
     def __init__(
-        self, load: Load, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
+        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
     ) -> None:
         self.load = load
         self.problem = load.problem
@@ -115,7 +115,7 @@ class Program:
             self.at[name] = np.arange(end, end + size)
             end += size
         self.num_variables = end
-        self.rows = Rows(end)
+        self.rows = ConstraintRows(end)
         self.bottom, self.top = np.zeros(end), np.full(end, np.inf)
         self.top[self.at["x"]] = 1
         self.top[self.at["y"]] = self._most[self.columns]
@@ -216,7 +216,7 @@ class Program:
         which is found at once, is a bound close to the true one."""
         self.whole[self.at["y"]] = 0
 
-    def round_caps(self, point: Point) -> None:
+    def round_caps(self, point: ProgramPoint) -> None:
         """As many replicas of each shape as in ``point``, where they share caps; each with one of the caps it used or
         one near them."""
         self.whole[self.at["y"]] = 1
@@ -240,7 +240,7 @@ class Program:
 
     def minimise(
         self, objective: Floats | None, *, gap: float = 0.0, time_limit_s: float | None = None
-    ) -> Point | None:
+    ) -> ProgramPoint | None:
         """The best point, or any without an ``objective``; ``None`` where there is none. Raises ``OutOfTime`` before
         either is known."""
         found = minimum(
@@ -259,7 +259,7 @@ class Program:
         x[self._pair_c, self._pair_w] = np.maximum(values[self.at["x"]], 0)
         replicas = values[self.at["y"]]
         y[self.columns] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
-        return Point(
+        return ProgramPoint(
             x=x,
             y=y,
             plan=self.plans[int(np.argmax(values[self.at["z"]]))],

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.devices.records import Device, Link, Mixture, RolloutColumn, TrainingPlan, WorkloadSpec
+from rollover.devices.records import Device, Link, Mixture, ReplicaKind, TrainingPlan, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
 
@@ -76,7 +76,7 @@ class Problem:
     """A planning problem in numbers: all the optimiser sees."""
 
     supplies: tuple[Supply, ...]
-    columns: tuple[RolloutColumn, ...]
+    columns: tuple[ReplicaKind, ...]
     plans: tuple[TrainingPlan, ...]
     workload: WorkloadSpec
     max_staleness: int

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.devices import costs
-from rollover.devices.records import Device, Link, ModelShape, RolloutColumn, TrainingPlan
+from rollover.devices.records import Device, Link, ModelShape, ReplicaKind, TrainingPlan
 from rollover.planner.placement import Pipeline, Placement, neighbours, rings
 from rollover.planner.records import Problem, Solution
 from rollover.planner.solution import held
@@ -100,14 +100,14 @@ def _column(
     devices: dict[str, Device],
     model: ModelShape,
     problem: Problem,
-    column: RolloutColumn,
+    column: ReplicaKind,
     replicas: list[Pipeline],
     ways: dict[int, Link | None],
-) -> RolloutColumn:
+) -> ReplicaKind:
     device = devices[column.device]
     hand_over = stage_link(topology, replicas)
     engine = costs.replica(model, problem.workload, device, column.tp, column.pp, stage_link=hand_over or device.link)
-    return costs.rollout_column(engine, column.batch_cap, weights_link(device, replicas, ways))
+    return costs.replica_kind(engine, column.batch_cap, weights_link(device, replicas, ways))
 
 
 def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollover.devices.records import Link, ModelShape, RolloutColumn, TrainingPart, TrainingPlan, WorkloadSpec
+from rollover.devices.records import Link, ModelShape, ReplicaKind, TrainingPart, TrainingPlan, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import columns
 from rollover.planner.explain import why_infeasible
 from rollover.planner.milp import solve
 from rollover.planner.placement import Pipeline, Placement, place
-from rollover.planner.plan import Plan, Round
+from rollover.planner.plan import Plan, PlanningRound
 from rollover.planner.records import Fleet, Problem, Solution, Tail
 from rollover.planner.recost import Recosted, recost
 from rollover.planner.routing import Routing, routed
@@ -75,7 +75,7 @@ def best_of_rounds(question: Question, fleet: Fleet, networks: Mapping[str, Link
     topology, model = Topology.of(fleet), question.model
     met: list[Problem] = []
     found: list[Plan] = []
-    rounds: list[Round] = []
+    rounds: list[PlanningRound] = []
     seen = set()
     while len(rounds) < MAX_ROUNDS:
         problem = _with_placed(question.problem(fleet, networks), met)
@@ -136,9 +136,9 @@ def _plan(
     )
 
 
-def _round(assumed: Solution, real: Recosted) -> Round:
+def _round(assumed: Solution, real: Recosted) -> PlanningRound:
     plan = real.problem.plans[0]
-    return Round(
+    return PlanningRound(
         assumed_step_s=assumed.plan.step_s,
         step_s=plan.step_s,
         assumed_sync_s=assumed.plan.sync_s,
@@ -162,7 +162,7 @@ def _shape(plan: TrainingPlan) -> tuple[TrainingPart, ...]:
     return tuple(replace(part, share=1.0) for part in plan.parts)
 
 
-def _kind(column: RolloutColumn) -> tuple[str, int, int, int]:
+def _kind(column: ReplicaKind) -> tuple[str, int, int, int]:
     return column.device, column.tp, column.pp, column.batch_cap
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollover.devices.records import LengthBucket, RolloutColumn
+from rollover.devices.records import LengthBucket, ReplicaKind
 from rollover.planner.records import Problem
 
 Routing = Literal["load", "length"]
@@ -47,7 +47,7 @@ def mixed(problem: Problem) -> Problem:
     )
 
 
-def _mixed(column: RolloutColumn, buckets: tuple[LengthBucket, ...]) -> RolloutColumn:
+def _mixed(column: ReplicaKind, buckets: tuple[LengthBucket, ...]) -> ReplicaKind:
     shares = [bucket.share for bucket in buckets]
 
     def dot(weights: Sequence[float], values: Sequence[float]) -> tuple[float]:

@@ -78,7 +78,7 @@ def scenario(plan: Plan) -> Scenario:
     )
 
 
-def replica_model(engine: costs.Replica, batch_cap: int, *, pause_s: float) -> ReplicaModel:
+def replica_model(engine: costs.ReplicaCosts, batch_cap: int, *, pause_s: float) -> ReplicaModel:
     """An engine as a line through two of its iteration times: of one sample, and of a full batch."""
     workload = engine.workload
     squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)

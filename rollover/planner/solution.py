@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from rollover.planner.load import Floats, Load
-from rollover.planner.program import Point, Program, Relaxation
+from rollover.planner.load import Floats, RateLoad
+from rollover.planner.program import Program, ProgramPoint, Relaxation
 from rollover.planner.records import Binding, Problem, Solution
 
 TOLERANCE = 1e-3
@@ -45,10 +45,10 @@ def rate_reached(
     counts = replicas[active]
 
     def late(rate: float) -> float:
-        return 0.0 if Load(alone, rate).in_time([0]).any(axis=0).all() else -1.0
+        return 0.0 if RateLoad(alone, rate).in_time([0]).any(axis=0).all() else -1.0
 
     def share(rate: float) -> float:
-        program = Program(Load(alone, rate), [0], most=counts)
+        program = Program(RateLoad(alone, rate), [0], most=counts)
         program.fix()
         point = program.minimise(program.open_share(0.0))
         return 0.0 if point is None else -point.objective
@@ -90,7 +90,7 @@ def highest(surplus: Callable[[float], float], top: float, *, known: float, accu
 
 def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bound: float, gap: float) -> Solution:
     """The solution of these whole numbers at ``rate``: with the samples that keep staleness lowest."""
-    load = Load(problem, rate)
+    load = RateLoad(problem, rate)
     program = Program(load, [plan], most=replicas)
     program.fix()
     reached = program.copy()
@@ -116,7 +116,7 @@ def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bou
     )
 
 
-def _used(load: Load, replicas: Floats, plan: int) -> Floats:
+def _used(load: RateLoad, replicas: Floats, plan: int) -> Floats:
     """(G,): devices of each type."""
     return load.kinds @ (load.sizes * replicas) + load.training[plan]
 
@@ -125,7 +125,7 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
     """The least bound under which these replicas and this trainer keep ``rate``."""
     for least in (0, 1):
         bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
-        program = Program(Load(bound, rate), [plan], most=replicas, relaxed=Relaxation(staleness=True))
+        program = Program(RateLoad(bound, rate), [plan], most=replicas, relaxed=Relaxation(staleness=True))
         program.fix()
         point = program.minimise(program.staleness_row())
         if point is not None and (least or point.objective <= 1 + 1e-6):
@@ -133,7 +133,7 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
     return problem.max_staleness
 
 
-def _bindings(load: Load, replicas: Floats, point: Point) -> tuple[Binding, ...]:
+def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Binding, ...]:
     """Limits without slack, in the order of the rows."""
     problem, bound, busy = load.problem, load.problem.max_staleness, float(load.busy[point.plan])
     found = []

@@ -22,7 +22,7 @@ class OutOfTime(Exception):
     """The solver stopped with neither a point nor a proof that there is none."""
 
 
-class Rows:
+class ConstraintRows:
     """The rows of a programme, collected one by one."""
 
     def __init__(self, num_variables: int) -> None:
@@ -39,8 +39,8 @@ class Rows:
         self._values.append(factors[factors != 0])
         self._limits.append((low, high))
 
-    def copy(self) -> Rows:
-        other = Rows(self.num_variables)
+    def copy(self) -> ConstraintRows:
+        other = ConstraintRows(self.num_variables)
         other._where, other._values, other._limits = list(self._where), list(self._values), list(self._limits)
         return other
 

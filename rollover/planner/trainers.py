@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rollover.devices import costs
 from rollover.devices.records import Mixture, PartChoice, TrainingPart, TrainingPlan
-from rollover.planner.load import Floats, Load
+from rollover.planner.load import Floats, RateLoad
 from rollover.planner.prices import Market, Prices
 from rollover.planner.records import Problem
 
@@ -98,7 +98,7 @@ class Table:
 class Unlisted:
     """What of a table may carry a load, less with every set of prices."""
 
-    def __init__(self, table: Table, load: Load) -> None:
+    def __init__(self, table: Table, load: RateLoad) -> None:
         self._load = load
         self._table = table.kept(table.cycle_s * load.rate <= 1 + _EXACT)
         able = np.concatenate([load.can_train(*means) for means in self._means()] or [np.zeros(0, dtype=bool)])

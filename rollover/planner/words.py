@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollover.devices.records import RolloutColumn
+from rollover.devices.records import ReplicaKind
 from rollover.planner.explain import in_words
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Binding
@@ -77,7 +77,7 @@ def _shape(*, dp: int, tp: int, pp: int) -> str:
     return " × ".join(ways) or "1 device"
 
 
-def _busy(plan: Plan, column: RolloutColumn, rates: tuple[float, ...]) -> float:
+def _busy(plan: Plan, column: ReplicaKind, rates: tuple[float, ...]) -> float:
     """Replicas' worth of time: decoding and weight updates."""
     rate = plan.solution.steps_per_s
     return sum(

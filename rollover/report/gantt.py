@@ -8,8 +8,8 @@ from typing import Any
 
 from rollover.report import measures
 from rollover.report.figures import Figure, axis, figure
-from rollover.report.measures import Window
-from rollover.report.timeline import SampleTrace, Span, Timeline
+from rollover.report.measures import StepWindow
+from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.types import FinishReason
 
 MAX_SPANS = 1500
@@ -21,7 +21,7 @@ _RAMP = ("#4453b8", "#2c86cc", "#1fa79b", "#6cb64e", "#dcb03a", "#e8853b", "#d25
 
 def gantt(
     timeline: Timeline,
-    window: Window,
+    window: StepWindow,
     *,
     origin_s: float,
     length_s: float | None = None,
@@ -95,7 +95,7 @@ def _bar(name: str, colour: str, width: float, **extra: Any) -> dict[str, Any]:
     }
 
 
-def _add(bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: Window, origin_s: float) -> bool:
+def _add(bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: StepWindow, origin_s: float) -> bool:
     """Put the part of an interval inside the window on the bar."""
     start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)
     if end_s <= start_s:
@@ -106,7 +106,7 @@ def _add(bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: W
     return True
 
 
-def _parked(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> dict[str, Any]:
+def _parked(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> dict[str, Any]:
     bar = _bar("parked", "--gap", 0.22, hovertemplate="parked<extra></extra>", legendrank=2000)
     for lane, sample in placed:
         for gap in sample.gaps:
@@ -114,7 +114,7 @@ def _parked(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s:
     return bar
 
 
-def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> list[dict[str, Any]]:
+def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     inside = [
         (lane, sample, span)
         for lane, sample in placed
@@ -140,7 +140,7 @@ def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: Window, origi
     return list(bars.values())
 
 
-def _hover(sample: SampleTrace, span: Span) -> str:
+def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
     ends = {
         FinishReason.ABORT: "parked",
         FinishReason.STOP: "finished",
@@ -160,7 +160,7 @@ def _hover(sample: SampleTrace, span: Span) -> str:
     )
 
 
-def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s: float) -> list[dict[str, Any]]:
+def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """A cross where a sample ended that was never trained."""
     ends = [
         (sample.spans[-1].end_s, lane, sample.waste)
@@ -184,7 +184,7 @@ def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: Window, origin_s:
     ]
 
 
-def _active(active: Sequence[tuple[float, int]], window: Window, origin_s: float) -> dict[str, Any]:
+def _active(active: Sequence[tuple[float, int]], window: StepWindow, origin_s: float) -> dict[str, Any]:
     closed = [*active, (window.end_s, active[-1][1])]
     return {
         "type": "scatter",
@@ -200,7 +200,7 @@ def _active(active: Sequence[tuple[float, int]], window: Window, origin_s: float
     }
 
 
-def _training(timeline: Timeline, window: Window, origin_s: float) -> list[dict[str, Any]]:
+def _training(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """Bands from the batch's consumption to the publication of the weights it made."""
     published = {p.policy_version: p.time_s for p in timeline.publishes}
     bands = []
@@ -220,7 +220,7 @@ def _training(timeline: Timeline, window: Window, origin_s: float) -> list[dict[
     return bands
 
 
-def _restarts(timeline: Timeline, window: Window, origin_s: float) -> list[dict[str, Any]]:
+def _restarts(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """A dashed line where a new process took over."""
     inside = (t for t in timeline.restarts_s if window.start_s <= t <= window.end_s)
     dashes = {"type": "line", "line": {"color": "--red", "width": 1.4, "dash": "dash"}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollover.report import captions, figures, measures
 from rollover.report.gantt import gantt
-from rollover.report.measures import Window
+from rollover.report.measures import StepWindow
 from rollover.report.page import Page, choices, details, fate_bar, header, preformatted, table, tiles
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import (
@@ -156,12 +156,12 @@ def _timeline(page: Page, record: RunRecord) -> None:
     )
 
 
-def most_resumed(found: Sequence[Window]) -> int:
+def most_resumed(found: Sequence[StepWindow]) -> int:
     """The window that shows the most rolling over; of equals the first."""
     return max(range(len(found)), key=lambda i: found[i].num_resumes, default=0)
 
 
-def window_label(window: Window) -> str:
+def window_label(window: StepWindow) -> str:
     if window.first_step < 0:
         return "before the first step"
     return f"steps {window.first_step}–{window.last_step}"

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollover.report.timeline import SampleTrace, Timeline, TrainedStep, WastePoint
+from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
 from rollover.types import SampleId, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lag:
+class LagSummary:
     """Token staleness over trained tokens, in versions. Mean and p95 are token-weighted."""
 
     mean: float
@@ -26,7 +26,7 @@ class Lag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class LengthSummary:
     """Response lengths of a set of samples, in tokens."""
 
     count: int
@@ -36,7 +36,7 @@ class Lengths:
     max: int
 
 
-def lag_histogram(steps: Iterable[TrainedStep]) -> dict[int, int]:
+def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
     """Token staleness to trained tokens, over all steps, ascending."""
     ages: Counter[int] = Counter()
     for step in steps:
@@ -44,14 +44,14 @@ def lag_histogram(steps: Iterable[TrainedStep]) -> dict[int, int]:
     return dict(sorted(ages.items()))
 
 
-def lag(steps: Sequence[TrainedStep]) -> Lag | None:
+def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
     """``None`` until a token has been trained."""
     ages = lag_histogram(steps)
     total = sum(ages.values())
     if not total:
         return None
     heads = [a for s in steps for a in s.head_ages]
-    return Lag(
+    return LagSummary(
         mean=sum(a * n for a, n in ages.items()) / total,
         p95=weighted_quantile(ages, 0.95),
         max=max(ages),
@@ -80,12 +80,12 @@ def trained_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
     return tuple(s.num_tokens for s in samples if s.trained_step is not None and s.num_tokens)
 
 
-def lengths(values: Sequence[int]) -> Lengths | None:
+def lengths(values: Sequence[int]) -> LengthSummary | None:
     """``None`` for no samples."""
     if not values:
         return None
     counts = Counter(values)
-    return Lengths(
+    return LengthSummary(
         count=len(values),
         mean=sum(values) / len(values),
         median=weighted_quantile(counts, 0.5),
@@ -112,7 +112,7 @@ def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class StepWindow:
     """A stretch of consecutive training steps and the time it took."""
 
     first_step: int
@@ -123,7 +123,7 @@ class Window:
     """Parked samples that went on inside it."""
 
 
-def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[Window, ...]:
+def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[StepWindow, ...]:
     """The run cut into stretches of ``num_steps`` steps; of many, ``max_windows`` spread evenly.
 
     The first and the last stretch are always there. A run without a batch is one window with steps -1.
@@ -141,7 +141,7 @@ def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[Wi
     return tuple(window_of(timeline, steps[a].step, steps[b].step) for a, b in zip(cuts, ends, strict=True))
 
 
-def window_of(timeline: Timeline, first_step: int, last_step: int) -> Window:
+def window_of(timeline: Timeline, first_step: int, last_step: int) -> StepWindow:
     """From the end of the rollout before ``first_step`` to the end of ``last_step``; both must exist."""
     consumed = {s.step: s.consumed_s for s in timeline.steps}
     start_s = max((t for s, t in consumed.items() if s < first_step), default=timeline.start_s)
@@ -156,18 +156,18 @@ def _last_activity_s(timeline: Timeline) -> float:
     return max((*spans, *(p.time_s for p in timeline.publishes), *(s.consumed_s for s in timeline.steps)))
 
 
-def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> Window:
+def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: float) -> StepWindow:
     resumed_s = (g.end_s for s in timeline.samples for g in s.gaps if g.end_s < s.spans[-1].end_s)
     num_resumes = sum(start_s < t < end_s for t in resumed_s)
-    return Window(first_step=first, last_step=last, start_s=start_s, end_s=end_s, num_resumes=num_resumes)
+    return StepWindow(first_step=first, last_step=last, start_s=start_s, end_s=end_s, num_resumes=num_resumes)
 
 
-def visible(samples: Iterable[SampleTrace], window: Window) -> tuple[SampleTrace, ...]:
+def visible(samples: Iterable[SampleTrace], window: StepWindow) -> tuple[SampleTrace, ...]:
     """Samples that were decoding or parked at some moment of the window."""
     return tuple(s for s in samples if _bounds(s, window) is not None)
 
 
-def lanes(samples: Iterable[SampleTrace], window: Window) -> dict[int, list[SampleTrace]]:
+def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[SampleTrace]]:
     """Samples packed into few rows without overlap: row number to its samples, in time order.
 
     A sample keeps its row from its first token to its end, parked time included.
@@ -188,7 +188,7 @@ def lanes(samples: Iterable[SampleTrace], window: Window) -> dict[int, list[Samp
     return rows
 
 
-def _bounds(sample: SampleTrace, window: Window) -> tuple[float, float] | None:
+def _bounds(sample: SampleTrace, window: StepWindow) -> tuple[float, float] | None:
     """From when to when the sample is inside the window; ``None`` when it never is."""
     parts = [(p.start_s, p.end_s) for p in sample.spans] + [(g.start_s, g.end_s) for g in sample.gaps]
     inside = [(a, b) for a, b in parts if b > window.start_s and a < window.end_s]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.report import measures, phases
-from rollover.report.measures import Lag, Lengths
+from rollover.report.measures import LagSummary, LengthSummary
 from rollover.report.metrics import MetricRow, series
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
@@ -67,13 +67,13 @@ class RunSummary:
     rollout_tokens_per_s: float | None
     trained_tokens_per_s: float | None
     """Both as ``throughput`` defines them."""
-    lag: Lag | None
+    lag: LagSummary | None
     guessing: Guessing | None
     """``None`` where the engine makes no guesses."""
     resumes_per_sample: float | None
     """Over trained samples."""
-    generated: Lengths | None
-    trained: Lengths | None
+    generated: LengthSummary | None
+    trained: LengthSummary | None
     length_drift: float | None
     """Mean length trained over mean length generated; 1 is no drift."""
     phase_s: Mapping[str, float]
@@ -234,13 +234,13 @@ def accuracy_text(accuracy: Accuracy | None) -> str:
     return f"{accuracy.value:.3f}{se} (step {accuracy.step})"
 
 
-def lag_text(lag: Lag | None) -> str:
+def lag_text(lag: LagSummary | None) -> str:
     if lag is None:
         return "–"
     return f"mean {lag.mean:.2f}, p95 {lag.p95}, max {lag.max} versions; head {lag.head_mean:.2f}"
 
 
-def lengths_text(found: Lengths | None) -> str:
+def lengths_text(found: LengthSummary | None) -> str:
     if found is None:
         return "–"
     return f"mean {found.mean:.1f}, median {found.median}, p95 {found.p95}, max {found.max} tokens"

@@ -31,7 +31,7 @@ from rollover.types import FinishReason, SampleId, Segment, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class DecodedSpan:
     """Decoding of one sample under one policy version."""
 
     start_s: float
@@ -55,7 +55,7 @@ class SampleTrace:
 
     sample_id: SampleId
     prompt: str
-    spans: tuple[Span, ...]
+    spans: tuple[DecodedSpan, ...]
     gaps: tuple[Gap, ...]
     reward: float | None
     trained_step: int | None
@@ -78,7 +78,7 @@ class SampleTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedStep:
+class ConsumedStep:
     """The batch of one training step, and how old it was when it was consumed."""
 
     step: int
@@ -118,7 +118,7 @@ class Timeline:
 
     samples: tuple[SampleTrace, ...]
     """Samples that decoded something."""
-    steps: tuple[TrainedStep, ...]
+    steps: tuple[ConsumedStep, ...]
     publishes: tuple[VersionPublished, ...]
     restarts_s: tuple[float, ...]
     active: tuple[tuple[float, int], ...]
@@ -178,7 +178,7 @@ class _Sample:
 
     sample_id: SampleId
     prompt: str
-    spans: list[Span] = field(default_factory=list)
+    spans: list[DecodedSpan] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     stopped_s: float | None = None
     """Since when it has been parked."""
@@ -194,7 +194,7 @@ class _Sample:
 
     def add(self, segment: Segment, now_s: float) -> None:
         self.spans.append(
-            Span(
+            DecodedSpan(
                 start_s=segment.start_s,
                 end_s=segment.end_s,
                 policy_version=segment.policy_version,
@@ -232,7 +232,7 @@ class _Fold:
     def __init__(self) -> None:
         self.samples: dict[SampleId, _Sample] = {}
         self.groups: dict[int, tuple[_Sample, ...]] = {}
-        self.steps: dict[int, TrainedStep] = {}
+        self.steps: dict[int, ConsumedStep] = {}
         self.running: set[SampleId] = set()
         self.active: list[tuple[float, int]] = []
         self.unscored: set[SampleId] = set()
@@ -339,7 +339,7 @@ class _Fold:
                     ages[event.step - span.policy_version] += span.num_tokens
             if sample.num_tokens:
                 heads.append(event.step - min(s.policy_version for s in sample.spans if s.num_tokens))
-        self.steps[event.step] = TrainedStep(
+        self.steps[event.step] = ConsumedStep(
             step=event.step,
             consumed_s=event.time_s,
             num_groups=len(event.group_ids),

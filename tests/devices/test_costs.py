@@ -61,7 +61,7 @@ def test_prefill_is_linear_in_parameters_and_square_in_attention() -> None:
 @given(st.integers(1, 1024))
 def test_as_many_samples_are_in_flight_as_are_decoded_at_once(cap: int) -> None:
     engine = costs.replica(MODEL, SPEC, device(), 1, 1)
-    column = costs.rollout_column(engine, cap)
+    column = costs.replica_kind(engine, cap)
     assert column.rates[0] * column.latencies_s[0] == pytest.approx(cap)
     assert column.group_latencies_s[0] == pytest.approx(column.latencies_s[0] * 300 / 200)
     held = column.kv_byte_s[0] * column.rates[0]
@@ -71,9 +71,9 @@ def test_as_many_samples_are_in_flight_as_are_decoded_at_once(cap: int) -> None:
 def test_an_update_costs_the_transfer_the_pause_and_the_prefill_of_all_that_runs() -> None:
     engine = costs.replica(MODEL, SPEC, device(), 1, 1)
     load_s = 2e-5 + 2e9 / 50e9 + 0.5
-    assert costs.rollout_column(engine, 8).updates_s[0] == pytest.approx(load_s + 8 * engine.prefill_s(200))
+    assert costs.replica_kind(engine, 8).updates_s[0] == pytest.approx(load_s + 8 * engine.prefill_s(200))
     kept = replace(engine, workload=replace(SPEC, keeps_kv=True))
-    assert costs.rollout_column(kept, 8).updates_s[0] == pytest.approx(load_s)
+    assert costs.replica_kind(kept, 8).updates_s[0] == pytest.approx(load_s)
 
 
 @given(st.integers(1, 6), st.integers(1, 3))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rollover.devices.fit import fit
-from rollover.devices.measure import Sizes, measure
+from rollover.devices.measure import MeasuredSizes, measure
 from rollover.devices.measurements import Measurements
 from rollover.trainer.config import ScratchConfig
 
 
 def test_every_quantity_is_measured_and_makes_a_device() -> None:
-    sizes = Sizes(
+    sizes = MeasuredSizes(
         scratch=ScratchConfig(max_position=256),
         batches=(1, 2, 4),
         context_tokens=16,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import Outcome, Point
+from rollover.frontier.sweep import FrontierPoint, TrialResult
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
@@ -26,13 +26,13 @@ def small(**changes: Any) -> Setup:
     return replace(setup, **changes)
 
 
-def outcome(**figures: float) -> Outcome:
-    blank = {name: 0.0 for name in Outcome.__slots__ if name != "wasted"}
-    return Outcome(**(blank | {"tokens_per_s": 1.0, "trained_length": 1.0} | figures), wasted={})
+def outcome(**figures: float) -> TrialResult:
+    blank = {name: 0.0 for name in TrialResult.__slots__ if name != "wasted"}
+    return TrialResult(**(blank | {"tokens_per_s": 1.0, "trained_length": 1.0} | figures), wasted={})
 
 
-def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> Point:
+def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> FrontierPoint:
     """A made-up one, of a single seed."""
     made = outcome(tokens_per_s=gain, lag=lag, trained_length=length, max_lag=max_lag)
     usual: dict[str, Any] = {"strategy": "april", "over_sampling_batch_size": 64, "max_staleness": 64}
-    return Point(config=RolloutConfig(**(usual | config)), outcomes=(made,), baseline=(outcome(),))
+    return FrontierPoint(config=RolloutConfig(**(usual | config)), outcomes=(made,), baseline=(outcome(),))

@@ -11,19 +11,19 @@ from rollover.frontier.refine import MOST_ROUNDS, TOLERANCE, next_setting
 from rollover.frontier.report import _gap, rivals
 from rollover.frontier.settings import knob_of, setting, settings, value_of
 from rollover.frontier.study import Study, study
-from rollover.frontier.sweep import Length, Point
+from rollover.frontier.sweep import FrontierPoint, Length
 from rollover.rollout.config import RolloutConfig
 from tests.frontier.kit import outcome, small
 
 
-def measured(config: RolloutConfig, lag_of: Callable[[float], float], gain: float | None = None) -> Point:
+def measured(config: RolloutConfig, lag_of: Callable[[float], float], gain: float | None = None) -> FrontierPoint:
     """A made-up measurement: more of the setting is more lag, and more throughput."""
     value = value_of(config) or 0.0
     found = outcome(tokens_per_s=1.0 + value if gain is None else gain, lag=lag_of(value))
-    return Point(config=config, outcomes=(found,), baseline=(outcome(),))
+    return FrontierPoint(config=config, outcomes=(found,), baseline=(outcome(),))
 
 
-def refined(name: str, lag: float, lag_of: Callable[[float], float], **changes: float) -> list[Point]:
+def refined(name: str, lag: float, lag_of: Callable[[float], float], **changes: float) -> list[FrontierPoint]:
     setup = small()
     points = [measured(c, lag_of, **changes) for c in settings(name, setup)]
     for _ in range(MOST_ROUNDS):
@@ -121,7 +121,7 @@ def test_a_recommendation_says_what_the_others_reach_and_who_jumps_over_the_lag(
 def test_a_gap_that_short_responses_leave_is_not_called_a_jump() -> None:
     setup = small()
 
-    def made(value: float, lag: float) -> Point:
+    def made(value: float, lag: float) -> FrontierPoint:
         return measured(setting("rollover", setup, value), lambda _: lag)
 
     near, biased, beyond = made(0.5, 0.4), made(1.0, 0.98), made(2.0, 2.1)

@@ -14,7 +14,16 @@ from rollover.errors import ConfigError
 from rollover.frontier.report import HEAD, render_study, rows, study_json, study_table
 from rollover.frontier.settings import label, setting
 from rollover.frontier.study import Study, study
-from rollover.frontier.sweep import Estimate, Length, Outcome, Trial, run_trial, run_trials, strategy_of, workers
+from rollover.frontier.sweep import (
+    Length,
+    MeanOverSeeds,
+    Trial,
+    TrialResult,
+    run_trial,
+    run_trials,
+    strategy_of,
+    workers,
+)
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import Latency
 from rollover.sim.run import simulate
@@ -30,7 +39,7 @@ def found() -> Study:
 
 
 def test_gains_are_over_synchronous_rollout_on_the_same_lengths(found: Study) -> None:
-    assert found.sync.gain == Estimate(mean=1.0, margin=0.0)
+    assert found.sync.gain == MeanOverSeeds(mean=1.0, margin=0.0)
     april = next(p for p in found.points if label(p.config) == "april r=2")
     setup = found.setup
     for seed in (0, 1):
@@ -53,7 +62,7 @@ def test_a_trial_draws_lengths_and_latencies_from_its_seed() -> None:
         trial = Trial(config=config, seed=seed, lengths=setup.lengths, scenario=scenario)
         workload = setup.lengths.workload(seed)
         run = simulate(strategy_of(config, scenario), workload, scenario, steps=LENGTH.steps, seed=seed)
-        assert run_trial(trial, length=LENGTH) == Outcome.of(run, LENGTH)
+        assert run_trial(trial, length=LENGTH) == TrialResult.of(run, LENGTH)
 
 
 def test_nothing_lies_above_the_ceiling_and_lag_costs_what_it_should(found: Study) -> None:
@@ -135,17 +144,17 @@ def test_processes_find_what_one_finds() -> None:
 
 
 def test_intervals_are_students() -> None:
-    estimate = Estimate.of([1.0, 2.0, 3.0])
+    estimate = MeanOverSeeds.of([1.0, 2.0, 3.0])
     assert estimate.mean == 2.0
     assert estimate.margin == pytest.approx(4.30 / math.sqrt(3))
-    assert Estimate.of([1.5]) == Estimate(mean=1.5, margin=None)
+    assert MeanOverSeeds.of([1.5]) == MeanOverSeeds(mean=1.5, margin=None)
 
 
 def test_trials_can_be_sent_to_another_process() -> None:
     setup = small()
     trial = Trial(config=RolloutConfig(), seed=3, lengths=setup.lengths, scenario=setup.scenario)
     assert pickle.loads(pickle.dumps(trial)) == trial
-    assert isinstance(run_trial(replace(trial, config=setting("sync", setup, None)), length=LENGTH), Outcome)
+    assert isinstance(run_trial(replace(trial, config=setting("sync", setup, None)), length=LENGTH), TrialResult)
 
 
 def test_a_warm_up_leaves_steps_to_measure() -> None:

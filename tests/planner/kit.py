@@ -17,7 +17,7 @@ from rollover.devices.records import (
     LengthBucket,
     Link,
     ModelShape,
-    RolloutColumn,
+    ReplicaKind,
     TrainingPart,
     TrainingPlan,
     WorkloadSpec,
@@ -117,7 +117,7 @@ def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: b
     )
 
 
-def _column(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> RolloutColumn:
+def _column(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> ReplicaKind:
     def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
         return tuple(draw(values) for _ in range(num_buckets))
 
@@ -127,7 +127,7 @@ def _column(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, up
     held = tuple(100 * fill / rate for fill, rate in zip(fills, rates, strict=True))
     if spec.held_s:
         held = each(st.floats(1.0, 300.0))
-    return RolloutColumn(
+    return ReplicaKind(
         device=name,
         tp=draw(st.integers(1, 2)),
         pp=1,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from rollover.devices import workload
 from rollover.devices.model import parse
-from rollover.planner import workload
 from rollover.planner.alternatives import ALMOST, leaner, on_one_device
 from rollover.planner.launch import launch_files
 from rollover.planner.make import make_plan

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollover.devices.records import LengthBucket, RolloutColumn, TrainingPart, TrainingPlan, WorkloadSpec
+from rollover.devices.records import LengthBucket, ReplicaKind, TrainingPart, TrainingPlan, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import audit, columns
-from rollover.planner.load import Load
+from rollover.planner.load import RateLoad
 from rollover.planner.milp import solve
 from rollover.planner.prices import Market
-from rollover.planner.program import Point, Program
+from rollover.planner.program import Program, ProgramPoint
 from rollover.planner.records import Problem, Solution, Supply
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
@@ -53,7 +53,7 @@ def test_with_a_bound_on_the_tail_too(problem: Problem, tail: str) -> None:
 
 def twins() -> Problem:
     """Two types alike, each with its only replica and its only trainer listed twice."""
-    column = RolloutColumn(
+    column = ReplicaKind(
         device="a",
         tp=1,
         pp=1,
@@ -85,7 +85,7 @@ def twins() -> Problem:
 @given(problems(most=1))
 @example(twins())
 def test_what_rounding_misses_is_found_without_it(problem: Problem) -> None:
-    def nothing(program: Program, point: Point) -> None:
+    def nothing(program: Program, point: ProgramPoint) -> None:
         program.limit(program.unit_row("z"), 0.5)
 
     with patch.object(Program, "round_caps", nothing):
@@ -195,7 +195,7 @@ def test_the_same_problem_gives_the_same_plan_bit_for_bit(problem: Problem) -> N
 def test_without_whole_numbers_the_rate_is_no_less(problem: Problem) -> None:
     best = rate(problem) * (1 - 1e-6)
     if best:
-        load = Load(problem, best)
+        load = RateLoad(problem, best)
         assert Market(load).promise(load.able()) >= -1e-9
 
 
@@ -297,7 +297,7 @@ def test_a_choice_that_is_dominated_is_never_missed() -> None:
     built = columns.of_stock({device(): 4}, MODEL, spec, max_staleness=1)
     engines = list(columns._engines(device(), 4, MODEL, spec))
     every = tuple(
-        columns.costs.rollout_column(engine, cap)
+        columns.costs.replica_kind(engine, cap)
         for engine in engines
         for cap in columns._caps(max(engine.batch(bucket, columns.MAX_BATCH) for bucket in spec.buckets))
     )

@@ -22,9 +22,9 @@ from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
 from rollover.planner.rounds import SETTLED
+from rollover.planner.scenario import PlanScenario, changed
 from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
-from rollover.planner.what_if import Scenario, changed
 from rollover.planner.words import roles, sentences
 from rollover.run import config
 from rollover.settings import toml
@@ -181,7 +181,7 @@ def test_weights_take_the_widest_way(plan: Plan) -> None:
 
 
 def test_more_devices_never_slow_a_plan_down(plan: Plan, spec: workload.WorkloadSpec) -> None:
-    more = changed(Scenario(fleet=plan.fleet, max_staleness=4), "count.h20=+8")
+    more = changed(PlanScenario(fleet=plan.fleet, max_staleness=4), "count.h20=+8")
     other = make_plan(more.fleet, MODEL, spec, max_staleness=4)
     assert other.solution.steps_per_s >= plan.solution.steps_per_s * (1 - 2e-3)
 
@@ -300,12 +300,12 @@ def test_alternatives_spend_the_same_money(plan: Plan) -> None:
 )
 def test_a_what_if_that_cannot_be_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match="--what-if") as error:
-        changed(Scenario(fleet=fleet(), max_staleness=4), text)
+        changed(PlanScenario(fleet=fleet(), max_staleness=4), text)
     assert message in str(error.value)
 
 
 def test_what_ifs_change_what_they_say() -> None:
-    was = Scenario(fleet=fleet(), max_staleness=4)
+    was = PlanScenario(fleet=fleet(), max_staleness=4)
     now = changed(was, "count.h20=+8, price.h20=1.5, staleness=-1, budget=90")
     assert (now.max_staleness, now.fleet.budget_per_hour, now.fleet.stock) == (3, 90.0, (8, 24))
     assert {d.name: d.price_per_hour for d in now.fleet.devices} == {"h800-sxm": 5.28, "h20": 1.5}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.planner import columns
-from rollover.planner.load import Load
+from rollover.planner.load import RateLoad
 from rollover.planner.milp import solve
 from rollover.planner.prices import Market, Prices
 from rollover.planner.program import Program
@@ -30,7 +30,7 @@ def test_what_can_be_done_is_bearable_at_any_prices(problem: Problem, tail: str,
     for replicas, plan in islice(every, 3):
         rate = rate_of(problem, replicas, plan) * (1 - ROUNDING)
         if rate > ROUNDING:
-            load = Load(problem, rate)
+            load = RateLoad(problem, rate)
             market, able, index = Market(load), load.able(), problem.plans.index(plan)
             used = load.kinds @ (load.sizes * replicas) + load.training[index]
             for plans in (able, [index], able[:1], able[-1:]):
@@ -47,7 +47,7 @@ def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(pr
     # Prices leave out caches that are held without decoding, and that a part of a replica is none.
     columns = tuple(replace(column, tp=1) for column in problem.columns)
     problem = replace(problem, columns=columns, workload=replace(problem.workload, held_s=0.0))
-    load = Load(problem, 0.5 / max(plan.cycle_s for plan in problem.plans))
+    load = RateLoad(problem, 0.5 / max(plan.cycle_s for plan in problem.plans))
     for plan in load.able():
         program = Program(load, [plan])
         program.top[program.at["y"]] = np.inf
@@ -61,7 +61,7 @@ def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(pr
 def test_a_bound_that_leaves_the_longest_response_no_time_is_kept_at_no_rate(rate: float) -> None:
     built = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=0)
     problem = replace(built, tail="hard")
-    load = Load(problem, rate * 0.9 / max(plan.cycle_s for plan in problem.plans))
+    load = RateLoad(problem, rate * 0.9 / max(plan.cycle_s for plan in problem.plans))
     market, able = Market(load), load.able()
     assert not load.in_time(able).any()
     for real in (False, True):
@@ -75,7 +75,7 @@ def test_a_bound_that_leaves_the_longest_response_no_time_is_kept_at_no_rate(rat
 @given(problems(updates=True), st.sampled_from(["none", "soft", "hard"]), st.floats(1e-9, 1.0))
 def test_a_plan_is_priced_on_just_the_replicas_that_it_may_use(problem: Problem, tail: str, part: float) -> None:
     problem = replace(problem, tail=tail)
-    load = Load(problem, part / min(plan.cycle_s for plan in problem.plans))
+    load = RateLoad(problem, part / min(plan.cycle_s for plan in problem.plans))
     for plan in load.able():
         possible = bool(load.in_time([plan]).any(axis=0).all())
         some = Prices(limits=np.ones(len(load.stock) + 2), real=0.0)
@@ -84,6 +84,6 @@ def test_a_plan_is_priced_on_just_the_replicas_that_it_may_use(problem: Problem,
 
 def test_a_load_that_costs_nothing_is_promised_without_end() -> None:
     problem = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=1)
-    load = Load(problem, 0.1 / max(plan.cycle_s for plan in problem.plans))
+    load = RateLoad(problem, 0.1 / max(plan.cycle_s for plan in problem.plans))
     free = Prices(limits=np.zeros(len(load.stock) + 2), real=0.0)
     assert np.all(Market(load).beyond(load.training, load.busy, free) == np.inf)

@@ -14,7 +14,7 @@ from rollover.devices import costs
 from rollover.devices.records import Device, Link, TrainingPart, TrainingPlan
 from rollover.errors import PlanError
 from rollover.planner import audit, columns
-from rollover.planner.load import Load
+from rollover.planner.load import RateLoad
 from rollover.planner.milp import solve
 from rollover.planner.records import Problem
 from rollover.planner.trainers import Table, Unlisted
@@ -44,7 +44,7 @@ def fleets(draw: st.DrawFn, *, most: int = 6) -> dict[Device, int]:
 def every_plan(stock: dict[Device, int]) -> list[TrainingPlan]:
     """Every shape of every type, alone and beside every shape of the other, whatever it is worth."""
     spec, found = workload(), []
-    alone: dict[Device, list[costs.Trainer]] = {made: [] for made in stock}
+    alone: dict[Device, list[costs.TrainerCosts]] = {made: [] for made in stock}
     for made, count in stock.items():
         sizes = [1, 2, 4, 8]
         for dp, tp, pp in itertools.product(range(1, count + 1), sizes, [1, 2, 4]):
@@ -128,7 +128,7 @@ def test_a_trainer_is_taken_once() -> None:
     stock = {device("a"): 3, device("b", flops=150e12, price_per_hour=1.0): 3}
     built: Problem = columns.of_stock(stock, MODEL, workload(), max_staleness=2)
     table = Table.of(built)
-    left = Unlisted(table, Load(built, 1e-6))
+    left = Unlisted(table, RateLoad(built, 1e-6))
     taken = [left.taken(built)[0] for _ in range(len(table))]
     assert left.most_room == -np.inf
     assert len({(plan.count("a"), plan.count("b")) for plan in taken}) == len(table)

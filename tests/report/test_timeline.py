@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from rollover.report import measures
-from rollover.report.measures import Lag, Lengths
-from rollover.report.timeline import Gap, SampleTrace, Span, Timeline
+from rollover.report.measures import LagSummary, LengthSummary
+from rollover.report.timeline import DecodedSpan, Gap, SampleTrace, Timeline
 from rollover.rollout.events import (
     BatchConsumed,
     BatchTrained,
@@ -94,8 +94,8 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
         sample_id=SampleId(1, 0),
         prompt="prompt 1",
         spans=(
-            Span(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
-            Span(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
+            DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
+            DecodedSpan(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
         ),
         gaps=(Gap(start_s=3.5, end_s=5.5),),
         reward=0.0,
@@ -115,7 +115,9 @@ def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
     assert timeline.steps[1].ages == {0: 11, 1: 25}
     assert timeline.steps[1].head_ages == (1, 1)
     assert measures.lag_histogram(timeline.steps) == {0: 21, 1: 25}
-    assert measures.lag(timeline.steps) == Lag(mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46)
+    assert measures.lag(timeline.steps) == LagSummary(
+        mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46
+    )
 
 
 def test_tokens_prefilled_again_are_counted_apart() -> None:
@@ -252,7 +254,7 @@ def test_lengths_of_trained_samples_leave_out_what_never_trained() -> None:
     timeline = Timeline.of(ROLLED_OVER[:11])
     assert measures.generated_lengths(timeline.samples) == (10, 12, 13)
     assert measures.trained_lengths(timeline.samples) == (10,)
-    assert measures.lengths([10, 12, 13, 1]) == Lengths(count=4, mean=9.0, median=10, p95=13, max=13)
+    assert measures.lengths([10, 12, 13, 1]) == LengthSummary(count=4, mean=9.0, median=10, p95=13, max=13)
 
 
 def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:

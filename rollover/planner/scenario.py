@@ -22,14 +22,14 @@ _LOOSEST = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class PlanScenario:
     """What a plan is made for."""
 
     fleet: Fleet
     max_staleness: int
 
 
-def changed(scenario: Scenario, text: str) -> Scenario:
+def changed(scenario: PlanScenario, text: str) -> PlanScenario:
     """The scenario with the changes in ``text``; raises ``PlanError`` naming the one that cannot be."""
     for part in text.split(","):
         found = _CHANGE.fullmatch(part)
@@ -39,7 +39,7 @@ def changed(scenario: Scenario, text: str) -> Scenario:
     return scenario
 
 
-def _change(scenario: Scenario, part: str, key: str, device: str | None, text: str) -> Scenario:
+def _change(scenario: PlanScenario, part: str, key: str, device: str | None, text: str) -> PlanScenario:
     fleet = scenario.fleet
     if key not in ("staleness", "budget", "count", "price") or (device is None) != (key in ("staleness", "budget")):
         raise PlanError(f"--what-if {part!r}: no such key; known: {', '.join(_KEYS)}")

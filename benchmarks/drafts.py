@@ -36,7 +36,7 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig, load
 from rollover.run.prepare import initial_policy
-from rollover.tasks.source import train_source
+from rollover.tasks.open import train_source
 from rollover.types import SamplingParams
 
 Tokens = dict[str, list[int]]

@@ -100,9 +100,8 @@ def _tables(annotation: Any) -> tuple[list[type], bool]:
     is_list = False
     for option in _options(annotation):
         is_list = get_origin(option) is tuple
-        inner = get_args(option)[0] if is_list else option
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            classes.append(inner)
+        inner = _options(get_args(option)[0]) if is_list else (option,)
+        classes += [table for table in inner if isinstance(table, type) and dataclasses.is_dataclass(table)]
     return classes, is_list
 
 

@@ -21,7 +21,7 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeanEstimate:
     mean: float
     standard_error: float | None
     """``None`` with fewer than two prompts."""
@@ -34,8 +34,8 @@ class EvalRow:
     source: str
     num_prompts: int
     num_samples: int
-    reward: Estimate
-    pass_at: Mapping[int, Estimate]
+    reward: MeanEstimate
+    pass_at: Mapping[int, MeanEstimate]
     """pass@k by k."""
 
 
@@ -50,14 +50,14 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def mean_over_prompts(values: Sequence[float]) -> Estimate:
+def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
     """Mean and its standard error, one value per prompt."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
-        return Estimate(mean, None)
+        return MeanEstimate(mean, None)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count))
+    return MeanEstimate(mean, math.sqrt(variance / count))
 
 
 def evaluate(

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from rollover.environments.keeper import describe_exit
-from rollover.environments.rewards import RewardSpec
+from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError, RewardError
 
 _START_TIMEOUT_S = 120.0

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rollover.environments.outcome import Outcome, outcome
 from rollover.environments.pool import WorkerPool
 from rollover.environments.returns import MisshapenReward, RefusedReward
-from rollover.environments.rewards import FunctionReward, Reward, RewardSample, RewardSpec, build_reward
+from rollover.environments.rewards.base import Reward, RewardSample, RewardSpec
+from rollover.environments.scoring import ScoringResult, score_once
 from rollover.errors import DataError, RewardError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.types import Trajectory
@@ -36,7 +36,7 @@ class ScorerStats:
     """Time trajectories spent being scored, summed over them, waiting for a free process included."""
 
 
-class Scorer:
+class RewardScorer:
     """The rewards of all sources of a run. Belongs to one event loop; ``close`` it there.
 
     Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
@@ -47,16 +47,9 @@ class Scorer:
         self._specs = {spec.source: spec for spec in specs}
         self._inline: dict[str, Reward] = {}
         for spec in specs:
-            inline = spec.config.workers == 0
-            if inline or spec.config.kind == "function":
-                reward = build_reward(spec)
-                if inline and isinstance(reward, FunctionReward) and not reward.is_async:
-                    raise DataError(
-                        f"reward function {spec.config.function} is not async and would block the run; "
-                        "set reward.workers to 1 or more"
-                    )
-                if inline:
-                    self._inline[spec.source] = reward
+            spec.config.check(spec)
+            if spec.config.workers == 0:
+                self._inline[spec.source] = spec.config.build(spec)
         pooled = [spec for spec in specs if spec.config.workers > 0]
         self._pool = WorkerPool(pooled, max(s.config.workers for s in pooled)) if pooled else None
         self._stats = ScorerStats()
@@ -104,7 +97,7 @@ class Scorer:
                 self._count(num_scored=1, num_retried=num_retried, busy_s=time.perf_counter() - started_s)
                 return reward
         busy_s = time.perf_counter() - started_s
-        if late and spec.config.knows_the_answer:
+        if late and spec.config.late_scores_zero:
             self._count(num_scored=1, num_late=1, num_retried=num_retried, busy_s=busy_s)
             return 0.0
         self._count(num_failed=1, num_retried=num_retried, busy_s=busy_s)
@@ -128,15 +121,14 @@ class Scorer:
         when a process finds that the rewards cannot be built."""
         if spec.source in self._inline:
             async with asyncio.timeout(spec.config.timeout_s):
-                return (await outcome(self._inline[spec.source], sample)).number()
+                return (await score_once(self._inline[spec.source], sample)).number()
         assert self._pool is not None
         reply = await self._pool.run({"source": spec.source, "sample": sample.to_json()}, spec.config.timeout_s)
-        return Outcome.from_json(reply).number()
+        return ScoringResult.from_json(reply).number()
 
     def _count(self, **more: float) -> None:
         self._stats = ScorerStats(**{k: v + more.get(k, 0) for k, v in asdict(self._stats).items()})
 
 
 def _told(spec: RewardSpec, failure: str, trajectory: Trajectory) -> str:
-    what = spec.config.function or spec.config.kind
-    return f"reward {what} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})"
+    return f"reward {spec.config.label} of source {spec.source!r}: {failure} (prompt {trajectory.prompt.prompt_id})"

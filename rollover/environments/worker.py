@@ -14,16 +14,17 @@ from typing import Any
 
 from rollover.environments.channel import Channel
 from rollover.environments.keeper import keep
-from rollover.environments.outcome import outcome
-from rollover.environments.rewards import Reward, RewardSample, RewardSpec, build_reward
+from rollover.environments.rewards import spec_from_json
+from rollover.environments.rewards.base import Reward, RewardSample
+from rollover.environments.scoring import score_once
 from rollover.errors import DataError
 
 
 def main() -> None:
     channel = Channel(int(sys.argv[1]))
     try:
-        specs = [RewardSpec.from_json(value) for value in channel.receive()["specs"]]
-        rewards = {spec.source: build_reward(spec) for spec in specs}
+        specs = [spec_from_json(value) for value in channel.receive()["specs"]]
+        rewards = {spec.source: spec.config.build(spec) for spec in specs}
     except DataError as error:
         channel.send({"error": str(error)})
         return
@@ -37,7 +38,7 @@ def main() -> None:
 
 async def _score(reward: Reward, sample: RewardSample, channel: Channel) -> dict[str, Any]:
     try:
-        return (await outcome(reward, sample, own_process=True)).to_json()
+        return (await score_once(reward, sample, own_process=True)).to_json()
     finally:
         channel.leave_in_a_child()
 

@@ -24,7 +24,8 @@ from rollover.run import checks
 from rollover.settings import toml
 from rollover.settings.changes import Changeable, Fixed, OnResume
 from rollover.settings.schema import ByKind, build, parse_overrides
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -64,7 +65,7 @@ class WarmupConfig(SFTConfig):
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Whose solutions; those of ``tasks.train`` when left out."""
     bare_answers: float = 0.0
     """Share of the examples that show the last line of the solution alone. The model then learns to guess as well as to

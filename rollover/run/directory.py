@@ -41,6 +41,7 @@ from rollover.privacy import make_private, redacted_command
 from rollover.run.config import RunConfig, resolved, restore
 from rollover.settings.schema import on_resume, types_at
 from rollover.settings.toml import KeyPath
+from rollover.tasks.formats import without_keys_of_other_kinds
 
 _MAX_NAME_CHARACTERS = 50
 """Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
@@ -320,7 +321,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         meta = None
     if not isinstance(meta, dict):
         raise RunError(f"{file} is damaged: it is not what a run writes there")
-    return config, meta
+    return without_keys_of_other_kinds(config), meta
 
 
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:

@@ -23,9 +23,8 @@ def dry_run(config: RunConfig) -> list[str]:
         ConfigError: prompts and responses do not fit the model or the engine.
     """
     from rollover.run.engine import check_engine
-    from rollover.tasks.examples import solution
+    from rollover.tasks.open import check_source
     from rollover.tasks.prompts import PromptEncoder
-    from rollover.tasks.source import check_source
 
     r = config.rollout
     lines = [f"model: {_model_line(config)}"]
@@ -57,7 +56,7 @@ def dry_run(config: RunConfig) -> list[str]:
     for source in () if config.sft is None else config.sft.sources or config.tasks.train:
         facts = check_source(source, encoder)
         if facts.first is not None:
-            solution(source, facts.first, facts.prompt_column)
+            source.solution(facts.first, facts.prompt_column)
     return lines
 
 

@@ -14,11 +14,11 @@ from rollover.clock import Clock
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.engine.complete import complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
-from rollover.environments.scorer import Scorer
+from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
 from rollover.rollout.generation import sample_seed
 from rollover.run.config import RunConfig
-from rollover.tasks.source import RowSource
+from rollover.tasks.prompt_source import RowSource
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 
 _SEED = 0
@@ -63,7 +63,7 @@ class Evaluator:
         *,
         engine: Engine,
         sources: Sequence[RowSource],
-        scorer: Scorer,
+        scorer: RewardScorer,
         sampling: SamplingParams,
         samples_per_prompt: int,
         ks: Sequence[int],
@@ -190,7 +190,7 @@ def open_evaluator(
     *,
     engine: Engine,
     sources: Sequence[RowSource],
-    scorer: Scorer,
+    scorer: RewardScorer,
     stops: tuple[int, ...],
     clock: Clock,
     on_progress: Callable[[int, int], None],

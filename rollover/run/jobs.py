@@ -145,12 +145,12 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 
 async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
     from rollover.clock import SystemClock
-    from rollover.environments.scorer import Scorer
+    from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
     from rollover.run.engine import open_engine
     from rollover.run.evaluation import open_evaluator
     from rollover.run.prepare import initial_policy
-    from rollover.tasks.source import eval_sources
+    from rollover.tasks.open import eval_sources
 
     folder = initial_policy(config, run.path / "model", progress, metrics)
     tokenizer = load_tokenizer(folder)
@@ -159,7 +159,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         engine, _ = await open_engine(config, run, folder)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
-        scorer = Scorer([spec for s in sources for spec in s.reward_specs], tokenizer)
+        scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
         evaluator = open_evaluator(
             config,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine, EngineStats
-from rollover.environments.scorer import Scorer
+from rollover.environments.scorer import RewardScorer
 from rollover.report import throughput
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, draft_metrics, drift_metrics, ledger_metrics
@@ -27,7 +27,7 @@ class StepMeter:
     """
 
     def __init__(
-        self, ledger: Ledger, scorer: Scorer, engine: Engine, clock: Clock, *, overlaps_training: bool
+        self, ledger: Ledger, scorer: RewardScorer, engine: Engine, clock: Clock, *, overlaps_training: bool
     ) -> None:
         self._ledger = ledger
         self._scorer = scorer

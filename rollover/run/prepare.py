@@ -21,9 +21,9 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
-from rollover.tasks.config import SourceConfig
 from rollover.tasks.examples import Solutions, examples
-from rollover.tasks.source import eval_sources, held_out_texts, train_source
+from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.sources import SourceConfig
 
 NUM_TOKENIZER_TEXTS = 2000
 """Prompts with their solutions that a tokenizer from scratch is made of."""

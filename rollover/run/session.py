@@ -20,7 +20,7 @@ from rollover.algorithms.shaping import overlong_punishment
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import Engine
 from rollover.engine.servers.config import ServerConfig
-from rollover.environments.scorer import Scorer
+from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
@@ -42,8 +42,9 @@ from rollover.run.observers import MetricsObserver, Observer, ProgressObserver, 
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trust import open_trust
 from rollover.run.weight_sync import WeightSync
-from rollover.tasks.fingerprint import same_datasets
-from rollover.tasks.source import PromptSource, RowSource, eval_sources, held_out_texts, train_source
+from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.prompt_source import PromptSource, RowSource
+from rollover.tasks.resume_check import same_datasets
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class _Tasks(NamedTuple):
 
     source: PromptSource
     evaluation: Sequence[RowSource]
-    scorer: Scorer
+    scorer: RewardScorer
 
 
 def _open_tasks(config: RunConfig, tokenizer: Any) -> _Tasks:
@@ -158,7 +159,7 @@ def _open_tasks(config: RunConfig, tokenizer: Any) -> _Tasks:
     held_out = held_out_texts(config.tasks, evaluation)
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
     specs = [spec for s in (source, *evaluation) for spec in s.reward_specs]
-    return _Tasks(source, evaluation, Scorer(specs, tokenizer))
+    return _Tasks(source, evaluation, RewardScorer(specs, tokenizer))
 
 
 def _open_driver(

@@ -45,6 +45,11 @@ def _kinds(annotation: Any) -> tuple[str, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
+def kinds(union: Any) -> dict[str, Any]:
+    """Give the dataclasses of a union by their ``kind``."""
+    return {kind: option for option in _members(union) for kind in _kinds(option)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """One ``--section.key value`` of the command line."""
@@ -86,7 +91,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     for override in overrides:
         _change_kind(data, schema, override)
     overridden = {_lay(data, schema, override) for override in overrides}
-    _fill_kinds(data, schema)
+    _fill_kinds(data, [schema])
     report = _Report(schema, document, data, overridden)
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
@@ -163,17 +168,15 @@ def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
     return path
 
 
-def _fill_kinds(table: dict[str, Any], schema: Any) -> None:
-    """Write down the ``kind`` of each table that may be of several and does not say."""
-    for name, annotation in get_type_hints(schema).items():
-        inner = table.get(name)
-        options = [option for option in _members(annotation) if is_dataclass(option)]
-        if not isinstance(inner, dict) or not options:
-            continue
-        if len(options) > 1 and all(map(_kinds, options)):
-            inner.setdefault("kind", _kinds(options[0])[0])
-        for option in _of_kind(options, inner)[:1]:
-            _fill_kinds(inner, option)
+def _fill_kinds(data: Any, annotations: list[Any]) -> None:
+    """Write down the ``kind`` of each table that may be of several and does not say. An element of a list must say."""
+    for key, inner in list(data.items() if isinstance(data, dict) else enumerate(data)):
+        options = [member for annotation in annotations for member in _inner(annotation, key)]
+        tables = [option for option in options if is_dataclass(option)]
+        if isinstance(inner, dict) and isinstance(data, dict) and len(tables) > 1 and all(map(_kinds, tables)):
+            inner.setdefault("kind", _kinds(tables[0])[0])
+        if isinstance(inner, dict | list):
+            _fill_kinds(inner, _of_kind(options, inner))
 
 
 def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
@@ -223,8 +226,15 @@ def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[A
     here = _members(schema)
     for key in path:
         here = [member for annotation in _of_kind(here, data) for member in _inner(annotation, key)]
-        data = data.get(key) if isinstance(data, dict) else None
+        data = _at_key(data, key)
     return _of_kind(here, data)
+
+
+def _at_key(data: Any, key: str | int) -> Any:
+    """The value in a table or list; ``None`` when it is not there."""
+    if isinstance(data, dict):
+        return data.get(key)
+    return data[key] if isinstance(data, list) and isinstance(key, int) and key < len(data) else None
 
 
 def _of_kind(annotations: list[Any], data: Any) -> list[Any]:
@@ -280,8 +290,7 @@ def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
             if is_dataclass(option) and key in (hints := get_type_hints(option, include_extras=True)):
                 found = said_by(hints[key]) or found
         here = [member for option in options for member in _inner(option, key)]
-        inside = isinstance(data, dict) or (isinstance(data, list) and isinstance(key, int) and key < len(data))
-        data = (data.get(key) if isinstance(data, dict) else data[key]) if inside else None
+        data = _at_key(data, key)
     return found
 
 
@@ -314,6 +323,9 @@ class _Report:
                 message = f"unknown key{self._suggestion(path)}"
             case "literal_error" | "enum":
                 message = f"{seen!r} is not allowed{nearest(str(seen), _quoted(context['expected']))}"
+            case "union_tag_not_found":
+                path += (context["discriminator"].strip("'"),)
+                message = "this key is required"
             case "union_tag_invalid":
                 path += (context["discriminator"].strip("'"),)
                 tag, tags = context["tag"], _quoted(context["expected_tags"])
@@ -329,9 +341,13 @@ class _Report:
         """pydantic's place without the names of union members that it inserts."""
         path: KeyPath = ()
         here: Any = self.data
+        tagged = False
         for key in loc:
-            if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
-                path, here = (*path, key), here[key]  # type: ignore[index]
+            of_several = isinstance(here, dict) and len(types_at(self.schema, path)) > 1
+            if of_several and not tagged and key == here.get("kind"):
+                tagged = True  # pydantic puts it before the keys of the table
+            elif (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
+                path, here, tagged = (*path, key), here[key], False  # type: ignore[index]
             elif isinstance(here, dict) and key in field_names(types_at(self.schema, path, self.data)):
                 return (*path, key)
         return path
@@ -339,7 +355,7 @@ class _Report:
     def _suggestion(self, path: KeyPath) -> str:
         others = [a for a in types_at(self.schema, path[:-1]) if path[-1] in field_names([a])]
         if others:
-            kinds = " or ".join(repr(kind) for a in others for kind in _kinds(a))
+            kinds = " or ".join(dict.fromkeys(repr(kind) for a in others for kind in _kinds(a)))
             here: Any = functools.reduce(lambda table, key: table[key], path[:-1], self.data)  # type: ignore[index]
             return f" of kind {here['kind']!r}; it belongs to kind {kinds}"
         elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]

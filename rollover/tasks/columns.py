@@ -1,6 +1,6 @@
-"""Which column of a dataset is the prompt, which the answer, and which travel with the prompt.
+"""Finds the columns of a dataset that are the prompt and the answer, and those that travel with the prompt.
 
-Decided once, on the first row: one candidate is taken, two are the user's to choose. Every later row must
+This is decided once, on the first row: one candidate is taken, two are the user's to choose. Every later row must
 hold the chosen columns; one that does not is named with its file and line.
 
 Messages that end with an assistant's turn hold prompt and answer in one column. That turn is then the reference, unless
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollover.environments.columns import REPLY, has_value, is_there, read_column
 from rollover.environments.conversation import ends_with_reply, is_messages, split_conversation
 from rollover.errors import DataError
-from rollover.tasks.config import SourceConfig
 
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages")
 ANSWER_COLUMNS = (
@@ -29,38 +29,52 @@ ANSWER_COLUMNS = (
 )
 
 
-class ColumnMap:
-    """The columns of one source.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSettings:
+    """Says what is known of a source's columns before its first row is read.
 
-    Args:
-        needed: columns that the reward function cannot do without.
+    Example: ``ColumnSettings(source="gsm8k", answer="solution", needs_answer=True)`` leaves the prompt to be found.
+    """
+
+    source: str
+    """Name of the source, for messages."""
+    prompt: str | None = None
+    answer: str | None = None
+    keep: tuple[str, ...] | None = None
+    """Columns that travel; ``None``: all."""
+    needs_answer: bool = False
+    """The reward compares with a reference answer."""
+    needed: tuple[str, ...] = ()
+    """Columns that the reward function cannot do without."""
+    whole: bool = False
+    """Every column travels as it is, that of the prompt too."""
+
+
+class ColumnMap:
+    """Decides on the first row which columns of a source are the prompt and the answer, and which travel.
 
     Raises ``DataError`` when the first row leaves a choice or lacks a column.
     """
 
-    def __init__(
-        self, config: SourceConfig, first: Mapping[str, Any], where: str, *, needed: Sequence[str] = ()
-    ) -> None:
-        self._config = config
-        self._is_gym = config.kind == "reasoning_gym"
-        self._prompt_key = f"prompt_column of source {config.name!r}"
-        self._answer_key = f"answer_column of source {config.name!r}"
-        prompt, answer = ("question", None) if self._is_gym else (config.prompt_column, config.answer_column)
-        self._prompt = prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
+    def __init__(self, settings: ColumnSettings, first: Mapping[str, Any], where: str) -> None:
+        self._settings = settings
+        self._prompt_key = f"prompt_column of source {settings.source!r}"
+        self._answer_key = f"answer_column of source {settings.source!r}"
+        self._prompt = settings.prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
         self._replies = ends_with_reply(_require(first, self._prompt, key=self._prompt_key, where=where))
-        self._answer = answer
-        if answer is None and self._replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
+        self._answer = settings.answer
+        if self._answer is None and self._replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
             self._answer = self._prompt
-        elif answer is None and config.reward.needs_answer:
+        elif self._answer is None and settings.needs_answer:
             self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
         # A name that no column has is the function's mistake, and told where functions are checked.
-        self._needed = tuple(name for name in needed if name in first)
-        self._function_key = f"reward.function of source {config.name!r}"
+        self._needed = tuple(name for name in settings.needed if name in first)
+        self._function_key = f"reward.function of source {settings.source!r}"
         self.content(first, where)
         self._travelling = tuple(self.kept(first, where))
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
-        """The prompt of a row: text, or messages without the reply that they may end with. ``DataError`` when its
+        """Give the prompt of a row: text, or messages without the reply that they may end with. ``DataError`` when its
         prompt, its answer or a column that the reward function asks for is missing."""
         if self._answer is not None:
             _require(row, self._answer, key=self._answer_key, where=where)
@@ -79,13 +93,13 @@ class ColumnMap:
         return prompt
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The columns that travel, as they come back from the journal: those wanted, the answer, and a prompt
-        of messages, which reward functions get as messages. An entry of reasoning-gym travels whole."""
-        if self._is_gym:
+        """Give the columns that travel, as they come back from the journal: those wanted, the answer, and a prompt
+        of messages, which reward functions get as messages."""
+        if self._settings.whole:
             return dict(row)
-        wanted = self._config.keep_columns
+        wanted = self._settings.keep
         for name in wanted or ():
-            _require(row, name, key=f"keep_columns of source {self._config.name!r}", where=where)
+            _require(row, name, key=f"keep_columns of source {self._settings.source!r}", where=where)
         names = set(row if wanted is None else wanted)
         if self._answer is not None:
             names.add(_top(row, self._answer))
@@ -108,7 +122,7 @@ class ColumnMap:
 
     @property
     def replies(self) -> bool:
-        """Whether the messages of the first row end with an assistant's turn."""
+        """The messages of the first row end with an assistant's turn."""
         return self._replies
 
     @property
@@ -119,7 +133,7 @@ class ColumnMap:
 
 
 def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str | None:
-    """The only candidate that ``row`` holds; ``None`` when it holds none.
+    """Find the only candidate that ``row`` holds; ``None`` when it holds none.
 
     Raises ``DataError`` when it holds several; ``key`` names the setting that chooses among them.
     """
@@ -157,7 +171,7 @@ def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: 
 
 
 def _top(row: Mapping[str, Any], path: str) -> str:
-    """The column a dotted path starts in."""
+    """Give the column that a dotted path starts in."""
     return path if path in row else path.split(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""Supervised examples: a prompt with the response it should have had.
+"""Makes supervised examples: a prompt with the response it should have had.
 
 For reasoning-gym tasks the response is a worked solution made from the item. For datasets it is the assistant's turn
 that ends the messages, where they end with one, and else the answer column.
@@ -10,18 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from rollover.environments.columns import read_column, read_reply
-from rollover.environments.reasoning_gym import thaw
-from rollover.errors import DataError
-from rollover.tasks.columns import ANSWER_COLUMNS, find_column
-from rollover.tasks.config import SourceConfig
-from rollover.tasks.source import PromptSource
-from rollover.tasks.worked import worked_solution
+from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.sources import SourceConfig
 from rollover.types import Prompt
 
 
 class Solutions:
-    """The responses that the prompts of ``source`` should have; ``configs`` are those of its parts."""
+    """Knows the responses that the prompts of ``source`` should have; ``configs`` are those of its parts."""
 
     def __init__(self, source: PromptSource, configs: Sequence[SourceConfig]) -> None:
         self._configs = {config.name: config for config in configs}
@@ -29,27 +24,7 @@ class Solutions:
 
     def of(self, prompt: Prompt) -> str:
         """Raises ``DataError`` when the task has no worked solutions, or the row neither reply nor answer."""
-        return solution(self._configs[prompt.source], prompt, self._prompt_columns[prompt.source])
-
-
-def solution(config: SourceConfig, prompt: Prompt, prompt_column: str | None) -> str:
-    """The response that a prompt of the source ``config`` should have. Raises ``DataError`` as ``Solutions.of``."""
-    if config.kind == "reasoning_gym":
-        return worked_solution(config.gym_dataset, thaw(prompt.columns))
-    return read_reply(prompt.columns, prompt_column) or _answer(config, prompt)
-
-
-def _answer(config: SourceConfig, prompt: Prompt) -> str:
-    where = f"prompt {prompt.prompt_id}"
-    column = config.answer_column or find_column(
-        prompt.columns, ANSWER_COLUMNS, where=where, key=f"source {config.name!r}: answer_column"
-    )
-    if column is None:
-        raise DataError(
-            f"{where}: no column to learn from; set answer_column of source {config.name!r}"
-            f" (columns: {', '.join(prompt.columns)})"
-        )
-    return str(read_column(prompt.columns, column))
+        return self._configs[prompt.source].solution(prompt, self._prompt_columns[prompt.source])
 
 
 def examples(

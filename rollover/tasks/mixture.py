@@ -1,4 +1,4 @@
-"""Several prompt sources as one, in exact proportion to their weights; a pure function of the index still."""
+"""Mixes several prompt sources into one, in exact proportion to their weights; a pure function of the index still."""
 
 from __future__ import annotations
 
@@ -6,37 +6,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import reduce
 from math import gcd, lcm
-from typing import Protocol
 
-from rollover.environments.rewards import RewardSpec
+from rollover.environments.rewards.base import RewardSpec
+from rollover.tasks.prompt_source import PromptSource
 from rollover.types import Prompt
 
 _MAX_CYCLE = 10_000
 
 
-class PromptSource(Protocol):
-    """Prompts by number."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """Admissible rows of one epoch; ``None``: without end."""
-        ...
-
-    @property
-    def num_skipped(self) -> int:
-        """Rows left out so far because their prompt is longer than ``max_prompt_tokens``."""
-        ...
-
-    @property
-    def reward_specs(self) -> tuple[RewardSpec, ...]:
-        """How the prompts of this source are scored: what ``Scorer`` is built from."""
-        ...
-
-    def prompt(self, index: int) -> Prompt: ...
-
-
 class MixtureSource:
-    """Several sources interleaved: over every ``cycle`` draws each source has exactly its share.
+    """Interleaves several sources: over every ``cycle`` draws each source has exactly its share.
 
     With shares p_k = n_k / L in lowest terms the cycle has L draws. Draws are spread evenly (the j-th of
     source k stands at (j + 1/2) / n_k), so that every batch has the mixture too. Shares that would need a
@@ -72,7 +51,7 @@ class MixtureSource:
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Draws of each source in one cycle."""
+    """Count the draws of each source in one cycle."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     counts = [int(weight * scale) for weight in exact]

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
 from rollover.environments.keeper import describe_exit
-from rollover.environments.rewards import RewardSpec
-from rollover.environments.scorer import Scorer
+from rollover.environments.rewards import FunctionConfig
+from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
@@ -54,15 +54,15 @@ def specs(name: str, **fields: Any) -> list[RewardSpec]:
 
     def of(source: str, timeout_s: float) -> RewardSpec:
         given = {"workers": 1, "retries": 0, "timeout_s": timeout_s} | fields
-        config = RewardConfig(kind="function", function=f"{HOSTILE}:{name}", **given)
+        config = FunctionConfig(function=f"{HOSTILE}:{name}", **given)
         return RewardSpec(source=source, config=config)
 
     return [of("s", _PATIENCE_S), of("late", 0.3)]
 
 
-def with_scorer(made: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]) -> None:
+def with_scorer(made: list[RewardSpec], use: Callable[[RewardScorer], Awaitable[None]]) -> None:
     async def run() -> None:
-        scorer = Scorer(made, char_tokenizer())
+        scorer = RewardScorer(made, char_tokenizer())
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await use(scorer)
@@ -90,7 +90,7 @@ def with_scorer(made: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]
     ],
 )
 def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         numbers = range(3 if name == "prints_a_lot" else 12)
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(), str(n))) for n in numbers))
         assert rewards == [float(n) for n in numbers]
@@ -105,7 +105,7 @@ def test_every_sample_gets_its_own_reward_and_no_process_is_left(name: str, mark
     ["leaves_a_program", "leaves_a_program_in_a_session_of_its_own", "leaves_a_daemon", "ignores_signals"],
 )
 def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
         with pytest.raises(RewardError, match=r"timed out after 0\.3 s"):
             await scorer.score(trajectory(prompt("late"), "hang 2"))
@@ -132,7 +132,7 @@ def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Ca
 def test_a_function_that_ruins_its_process_fails_its_sample_alone(
     name: str, text: str, message: str, marked: Callable[[], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         for _ in range(2):
             with pytest.raises(RewardError) as caught:
                 await scorer.score(trajectory(prompt(), text))
@@ -150,7 +150,7 @@ def test_a_function_that_ruins_its_process_fails_its_sample_alone(
 def test_samples_that_wait_for_a_slot_get_it_when_others_were_late_died_or_were_cancelled(
     marked: Callable[[], list[int]],
 ) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         texts = ["hang 1", "die 2", "3", "hang 4", "die 5", "6", "7"] * 2
         sources = ["late" if "hang" in text else "s" for text in texts]
         asked = [trajectory(prompt(source), text) for source, text in zip(sources, texts, strict=True)]
@@ -175,7 +175,7 @@ def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(monke
     async def none_left(*args: object, **options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "create_subprocess_exec", none_left)
             with pytest.raises(RewardError, match="a reward process cannot be started: Resource temporarily unavail"):
@@ -186,7 +186,7 @@ def test_a_process_that_cannot_be_started_fails_its_sample_with_the_reason(monke
 
 
 def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[], list[int]]) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "1")) == 1.0
         waiting = [asyncio.create_task(scorer.score(trajectory(prompt(), f"hang {n}"))) for n in range(4)]
         await asyncio.sleep(0)
@@ -200,10 +200,10 @@ def test_closing_ends_scorings_under_way_and_lets_none_begin(marked: Callable[[]
 
 KILLED = """
 import asyncio, sys
-from tests.environments.test_hostile import Scorer, char_tokenizer, prompt, specs, trajectory
+from tests.environments.test_hostile import RewardScorer, char_tokenizer, prompt, specs, trajectory
 
 async def run():
-    scorer = Scorer(specs(sys.argv[1]), char_tokenizer())
+    scorer = RewardScorer(specs(sys.argv[1]), char_tokenizer())
     await scorer.score(trajectory(prompt(), "1"))
     hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang 2")))
     await asyncio.sleep(0.2)

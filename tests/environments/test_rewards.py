@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
 from rollover.environments.reasoning_gym import GymDataset, freeze
-from rollover.environments.rewards import RewardSample, RewardSpec, build_reward, extract_answer
+from rollover.environments.rewards import (
+    ExactConfig,
+    FunctionConfig,
+    MathVerifyConfig,
+    RewardConfig,
+    VerifierConfig,
+    spec_from_json,
+)
+from rollover.environments.rewards.base import RewardSample, RewardSpec
+from rollover.environments.rewards.extraction import extract_answer
 from rollover.errors import DataError, RewardError
 
 FUNCTIONS = "tests.environments.functions"
@@ -18,13 +26,14 @@ def scored(config: RewardConfig, completion: str, columns: dict[str, Any], **spe
     """The reward of one completion, by a reward that has travelled as JSON."""
     defaults = {"answer_column": "answer"} if config.needs_answer else {}
     made = RewardSpec(source="s", config=config, columns=tuple(columns), **(defaults | spec))
-    reward = build_reward(RewardSpec.from_json(json.loads(json.dumps(made.to_json()))))
+    travelled = spec_from_json(json.loads(json.dumps(made.to_json())))
+    reward = travelled.config.build(travelled)
     sample = RewardSample(prompt="p", columns=columns, completion=completion, completion_ids=(4, 5))
     return asyncio.run(reward.score(sample))
 
 
 def function(name: str, **fields: Any) -> RewardConfig:
-    return RewardConfig(kind="function", function=f"{FUNCTIONS}:{name}", **fields)
+    return FunctionConfig(function=f"{FUNCTIONS}:{name}", **fields)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +72,11 @@ def test_a_pattern_gives_its_first_group_or_the_whole_match() -> None:
     ],
 )
 def test_exact_means_equal_up_to_white_space(completion: str, answer: Any, reward: float) -> None:
-    assert scored(RewardConfig(kind="exact"), completion, {"answer": answer}) == reward
+    assert scored(ExactConfig(), completion, {"answer": answer}) == reward
 
 
 def test_the_reference_may_end_a_worked_solution() -> None:
-    config = RewardConfig(kind="exact", extract="hashes", reference_extract="hashes")
+    config = ExactConfig(extract="hashes", reference_extract="hashes")
     assert scored(config, "so\n#### 72", {"answer": "24 * 3 = 72\n#### 72"}) == 1.0
     with pytest.raises(RewardError, match="'24' has no '####'"):
         scored(config, "#### 72", {"answer": "24"})
@@ -91,12 +100,12 @@ def test_the_reference_may_end_a_worked_solution() -> None:
     ],
 )
 def test_math_verify_judges_by_meaning(completion: str, answer: str, reward: float) -> None:
-    assert scored(RewardConfig(kind="math_verify"), completion, {"answer": answer}) == reward
+    assert scored(MathVerifyConfig(), completion, {"answer": answer}) == reward
 
 
 def test_the_verifier_is_the_librarys() -> None:
     entry = GymDataset("chain_sum", {"min_terms": 1, "max_terms": 1}, seed=1).entry(0)
-    config = RewardConfig(extract="hashes")
+    config = VerifierConfig(extract="hashes")
 
     def score(completion: str) -> float:
         return scored(config, completion, freeze(entry), gym_dataset="chain_sum")
@@ -148,13 +157,13 @@ def test_a_reward_that_is_no_number_names_its_function(name: str, message: str) 
     ],
 )
 def test_a_function_that_cannot_be_called_is_told_before_the_first_sample(path: str, message: str) -> None:
-    spec = RewardSpec(source="s", config=RewardConfig(kind="function", function=path), columns=("answer",))
+    spec = RewardSpec(source="s", config=FunctionConfig(function=path), columns=("answer",))
     with pytest.raises(DataError) as caught:
-        build_reward(spec)
+        spec.config.build(spec)
     assert message in str(caught.value)
 
 
 def test_a_parameter_no_one_takes_is_told() -> None:
     spec = RewardSpec(source="s", config=function("narrow", params={"bonsu": 1}), columns=("label",))
     with pytest.raises(DataError, match=r"takes no 'bonsu' .*did you mean 'bonus'"):
-        build_reward(spec)
+        spec.config.build(spec)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
-from rollover.environments.outcome import outcome
-from rollover.environments.rewards import RewardSample, RewardSpec, build_reward
-from rollover.environments.scorer import Scorer
+from rollover.environments.rewards import FunctionConfig, MathVerifyConfig, VerifierConfig
+from rollover.environments.rewards.base import RewardSample, RewardSpec
+from rollover.environments.scorer import RewardScorer
+from rollover.environments.scoring import score_once
 from rollover.errors import DataError, RewardError
-from rollover.tasks.config import SourceConfig, TasksConfig
-from rollover.tasks.source import train_source
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.open import train_source
+from rollover.tasks.sources import ReasoningGymConfig
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.environments.words import char_tokenizer, ids
 
@@ -43,13 +44,13 @@ def prompt(source: str = "s", **columns: Any) -> Prompt:
 
 
 def spec(name: str, source: str = "s", columns: tuple[str, ...] = (), **fields: Any) -> RewardSpec:
-    config = RewardConfig(kind="function", function=f"{FUNCTIONS}:{name}", **({"workers": 1} | fields))
+    config = FunctionConfig(function=f"{FUNCTIONS}:{name}", **({"workers": 1} | fields))
     return RewardSpec(source=source, config=config, columns=columns)
 
 
-def with_scorer(specs: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]]) -> None:
+def with_scorer(specs: list[RewardSpec], use: Callable[[RewardScorer], Awaitable[None]]) -> None:
     async def run() -> None:
-        scorer = Scorer(specs, char_tokenizer())
+        scorer = RewardScorer(specs, char_tokenizer())
         try:
             await use(scorer)
         finally:
@@ -59,14 +60,12 @@ def with_scorer(specs: list[RewardSpec], use: Callable[[Scorer], Awaitable[None]
 
 
 def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         for text, reward in ((f"#### {answer}", 1.0), ("#### x", 0.0), ("", 0.0)):
             assert await scorer.score(trajectory(asked, text)) == reward
 
     for workers in (0, 1):
-        config = SourceConfig(
-            kind="reasoning_gym", name="chain_sum", reward=RewardConfig(extract="hashes", workers=workers)
-        )
+        config = ReasoningGymConfig(name="chain_sum", reward=VerifierConfig(extract="hashes", workers=workers))
         source = train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0)
         asked = source.prompt(5)
         answer = asked.columns["answer"]
@@ -74,14 +73,14 @@ def test_inline_and_in_a_process_the_verifier_gives_the_same_reward() -> None:
 
 
 def test_special_tokens_are_not_part_of_the_response() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "four")) == 4.0
 
     with_scorer([spec("length")], use)
 
 
 def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "ok")) == 1.0
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), "hang"))
@@ -95,7 +94,7 @@ def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
 
 
 def test_a_reward_frozen_in_c_is_killed_too() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         async with asyncio.timeout(60.0):
             with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
                 await scorer.score(trajectory(prompt(), "x"))
@@ -104,7 +103,7 @@ def test_a_reward_frozen_in_c_is_killed_too() -> None:
 
 
 def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         await scorer.score(trajectory(prompt(), "ok"))
         hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
         turns = 0
@@ -118,7 +117,7 @@ def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
 
 
 def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         await scorer.score(trajectory(prompt(), "ok"))
         hanging = asyncio.create_task(scorer.score(trajectory(prompt(), "hang")))
         await asyncio.sleep(0)
@@ -132,7 +131,7 @@ def test_a_cancelled_scoring_leaves_no_busy_process_behind() -> None:
 
 
 def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         asked = prompt(path=str(tmp_path / "called"))
         assert await scorer.score(trajectory(asked, "x")) == 1.0
         assert scorer.stats.num_retried == 1
@@ -149,7 +148,7 @@ def test_a_failing_reward_is_retried_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: str, message: str) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), "x"))
         text = str(caught.value)
@@ -172,7 +171,7 @@ def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: st
 def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_for_again(
     workers: int, text: str, message: str
 ) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), text))
         assert message in str(caught.value) and f"{FUNCTIONS}:evaluated" in str(caught.value)
@@ -185,7 +184,7 @@ def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_fo
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': 1.0}", "None", "[[1.0]]"])
 def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sample(workers: int, text: str) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with pytest.raises(DataError) as caught:
             await scorer.score(trajectory(prompt(), text))
         assert not isinstance(caught.value, RewardError)
@@ -195,7 +194,7 @@ def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sa
 
 
 def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_not() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
         with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
             await scorer.score(trajectory(prompt(), "[]"))
@@ -204,14 +203,14 @@ def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_n
 
 
 def test_a_function_that_cannot_be_built_in_its_process_is_the_user_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
         with pytest.raises(
             DataError, match=r"cannot import 'tests.environments.only_once' \(RuntimeError: once was enough\)"
         ):
             await scorer.score(trajectory(prompt(), "x"))
 
-    config = RewardConfig(kind="function", function="tests.environments.only_once:reward", workers=1)
+    config = FunctionConfig(function="tests.environments.only_once:reward", workers=1)
     with_scorer([RewardSpec(source="s", config=config)], use)
 
 
@@ -229,7 +228,7 @@ def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         asked = prompt(answer="4")
         assert await scorer.score(trajectory(asked, "4")) == 1.0
         assert await scorer.score(trajectory(prompt("late", answer="4"), "hang")) == 0.0
@@ -238,7 +237,7 @@ def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
         stats = scorer.stats
         assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (4, 1, 0, retries)
 
-    config = RewardConfig(kind="math_verify", workers=1, timeout_s=60.0, retries=retries)
+    config = MathVerifyConfig(workers=1, timeout_s=60.0, retries=retries)
     near = replace(config, timeout_s=0.3)
     with_scorer(
         [RewardSpec(source=s, config=c, answer_column="answer") for s, c in (("s", config), ("late", near))], use
@@ -264,7 +263,7 @@ ODD_REASONS = [
 def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_nothing(
     kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), kind))
         assert reason in str(caught.value) and "\n" not in str(caught.value)
@@ -277,7 +276,7 @@ def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_
 
 
 def test_ctrl_c_ends_the_run_also_while_a_function_is_called_in_its_process() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
 
     with pytest.raises(KeyboardInterrupt):
@@ -285,11 +284,12 @@ def test_ctrl_c_ends_the_run_also_while_a_function_is_called_in_its_process() ->
 
 
 def test_a_scoring_that_is_closed_from_outside_ends() -> None:
-    reward = build_reward(spec("awaited_forever", workers=0))
+    forever = spec("awaited_forever", workers=0)
+    reward = forever.config.build(forever)
     sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
 
     async def use() -> None:
-        scoring = outcome(reward, sample)
+        scoring = score_once(reward, sample)
 
         async def give_up() -> None:
             scoring.throw(GeneratorExit)
@@ -304,7 +304,7 @@ def test_a_scoring_that_is_closed_from_outside_ends() -> None:
 def test_sources_share_one_pool_of_the_largest_size() -> None:
     specs = [spec("length", "a"), spec("awaited", "b", workers=2), spec("awaited", "c", workers=0)]
 
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         rewards = await asyncio.gather(*(scorer.score(trajectory(prompt(source), "abc")) for source in "abcabcabc"))
         assert rewards == [3.0, 0.25, 0.25] * 3
         assert 1 <= scorer.num_processes <= 2
@@ -313,7 +313,7 @@ def test_sources_share_one_pool_of_the_largest_size() -> None:
 
 
 def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> None:
-    async def use(scorer: Scorer) -> None:
+    async def use(scorer: RewardScorer) -> None:
         with pytest.raises(RewardError, match=r"timed out after 0.05 s"):
             await scorer.score(trajectory(prompt(), "x"))
         assert scorer.num_processes == 0
@@ -323,16 +323,16 @@ def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> Non
 
 def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
     with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
-        Scorer([spec("length", workers=0)], char_tokenizer())
+        RewardScorer([spec("length", workers=0)], char_tokenizer())
 
 
 def test_a_wrong_function_is_told_when_the_scorer_is_made() -> None:
     with pytest.raises(DataError, match="asks for 'rubric'"):
-        Scorer([spec("wants_more")], char_tokenizer())
+        RewardScorer([spec("wants_more")], char_tokenizer())
 
 
 def test_pass_scores_are_the_sources_own() -> None:
-    scorer = Scorer([spec("length", pass_score=0.5)], char_tokenizer())
+    scorer = RewardScorer([spec("length", pass_score=0.5)], char_tokenizer())
     assert scorer.pass_score("s") == 0.5
     assert math.isfinite(scorer.stats.busy_s)
 

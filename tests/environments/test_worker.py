@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rollover.environments.channel import LOST
-from rollover.environments.config import RewardConfig
-from rollover.environments.rewards import RewardSample, RewardSpec
+from rollover.environments.rewards import FunctionConfig
+from rollover.environments.rewards.base import RewardSample, RewardSpec
 
 _PATIENCE_S = 120.0
 
@@ -22,7 +22,7 @@ def line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-CONFIG = RewardConfig(kind="function", function="tests.environments.functions:length")
+CONFIG = FunctionConfig(function="tests.environments.functions:length")
 SPECS = line({"specs": [RewardSpec(source="s", config=CONFIG).to_json()]})
 SAMPLE = RewardSample(prompt="p", columns={}, completion="abc", completion_ids=(1,))
 JOB = line({"id": 0, "source": "s", "sample": SAMPLE.to_json()})

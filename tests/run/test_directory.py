@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.environments.config import RewardConfig
+from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
 from rollover.run.config import ModelConfig, RunConfig, resolved
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.sources import JsonlConfig
 from rollover.trainer.config import TrainerConfig
 
 CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
@@ -134,7 +135,7 @@ CHANGES = {
         *("--eval.num_prompts", "9", "--engine.dtype", "bfloat16"),
     ),
 }
-SOURCE = SourceConfig(kind="jsonl", name="a", path="a.jsonl", reward=RewardConfig(kind="exact"))
+SOURCE = JsonlConfig(name="a", path="a.jsonl", reward=ExactConfig())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

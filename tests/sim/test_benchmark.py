@@ -99,14 +99,14 @@ def test_no_target_within_the_lag_is_faster_than_the_one_that_is_found(
     model = replace(MODEL, prefill_tokens_per_s=2000.0)  # slow: carrying much over does not pay where caches are lost
     workload, steps, warmup = trace.workload(), 40, 8
 
-    def outcome(target: float) -> tuple[float, float]:
+    def score_once(target: float) -> tuple[float, float]:
         setting = replace(ours, config=replace(ours.config, lag_target=target))
         window = replayed.foretell(setting, workload, model, steps).after(warmup)
         return window.lag, window.tokens_per_s
 
     chosen = replayed.target_for(1.2, ours, workload, model, steps, warmup).config.lag_target
-    found = {target: outcome(target) for target in (0.3, 0.6, 0.9, 1.2)}
-    lag, fastest = outcome(chosen)
+    found = {target: score_once(target) for target in (0.3, 0.6, 0.9, 1.2)}
+    lag, fastest = score_once(chosen)
     assert lag <= 1.2
     assert fastest >= max(speed for lag, speed in found.values() if lag <= 1.2)
     assert fastest > found[0.3][1]

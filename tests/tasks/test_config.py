@@ -4,68 +4,90 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.environments.rewards import ExactConfig, VerifierConfig
+from rollover.errors import ConfigError
+from rollover.settings import toml
+from rollover.settings.schema import build, kinds
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.sources import SourceConfig
 
 GYM: dict[str, Any] = {"kind": "reasoning_gym", "name": "chain_sum"}
-FILE: dict[str, Any] = {"kind": "jsonl", "name": "f", "path": "f.jsonl", "reward": RewardConfig(kind="exact")}
+FILE: dict[str, Any] = {"kind": "jsonl", "name": "f", "path": "f.jsonl", "reward": ExactConfig()}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"kind": "function"}, "reward.function"),
-        ({"function": "m:f"}, "reward.function"),
-        ({"kind": "function", "function": "m.f"}, "'module:function', got 'm.f'"),
-        ({"params": {"a": 1}}, "reward.params"),
-        ({"kind": "function", "function": "m:f", "params": {"prompts": []}}, "reward.params.prompts cannot be set"),
-        ({"kind": "math_verify", "extract": "tag"}, "reward.extract has no effect with kind 'math_verify'"),
-        ({"reference_extract": "hashes"}, "reward.reference_extract"),
-        ({"extract": "pattern"}, "set both or none"),
-        ({"answer_pattern": "x"}, "set both or none"),
-        ({"extract": "pattern", "answer_pattern": "("}, "no regular expression"),
-        ({"timeout_s": 0.0}, "reward.timeout_s must be above 0 and finite, got 0.0"),
-        ({"timeout_s": float("nan")}, "reward.timeout_s must be above 0 and finite, got nan"),
-        ({"timeout_s": float("inf")}, "reward.timeout_s must be above 0 and finite, got inf"),
-        ({"pass_score": float("nan")}, "reward.pass_score must be a finite number, got nan"),
-        ({"workers": -1}, "reward.workers"),
-        ({"kind": "math_verify", "workers": 0}, "only a process can be stopped"),
-        ({"retries": -1}, "reward.retries"),
-    ],
-)
-def test_a_reward_setting_that_cannot_work_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        RewardConfig(**fields)
-    assert message in str(caught.value)
+def source(**fields: Any) -> SourceConfig:
+    made: SourceConfig = kinds(SourceConfig)[fields["kind"]](**fields)
+    return made
+
+
+def loaded(text: str) -> TasksConfig:
+    return build(TasksConfig, toml.parse(text, "tasks.toml"))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({**GYM, "name": "a/b"}, "'a/b'"),
-        ({**GYM, "path": "x"}, "path has no effect with kind 'reasoning_gym'"),
-        ({**GYM, "prompt_column": "x"}, "prompt_column has no effect"),
         ({**GYM, "config": {"seed": 1}}, "config.seed"),
         ({**GYM, "config": {"size": 1}}, "use limit"),
         ({**GYM, "limit": 0}, "limit must be at least 1, got 0"),
         ({**GYM, "weight": 0.0}, "weight must be above 0"),
         ({**GYM, "weight": float("nan")}, "weight must be above 0 and finite, got nan"),
-        ({**FILE, "path": None}, "needs a path"),
-        ({**FILE, "config": {"a": 1}}, "config has no effect with kind 'jsonl'"),
-        ({**FILE, "split": "train"}, "split has no effect with kind 'jsonl'"),
-        ({**FILE, "reward": RewardConfig()}, "'verifier' belongs to reasoning_gym"),
+        ({**FILE, "path": ""}, "path is empty, and kind 'jsonl' needs one"),
+        ({**FILE, "reward": VerifierConfig()}, "'verifier' belongs to reasoning_gym; set reward.kind to 'exact'"),
     ],
 )
 def test_a_source_setting_that_cannot_work_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        SourceConfig(**fields)
+        source(**fields)
     assert message in str(caught.value)
+
+
+EXACT = "reward = { kind = 'exact' }"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind = 'reasoning_gym'\nname = 'a'\npath = 'x'", ":4: train.0.path: unknown key of kind 'reasoning_gym'; it belongs to kind 'jsonl' or 'parquet' or 'hf'"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nprompt_column = 'x'", ":4: train.0.prompt_column: unknown key of kind 'reasoning_gym'; it belongs to"),
+        (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nconfig = {{ a = 1 }}", ":6: train.0.config: unknown key of kind 'jsonl'; it belongs to kind 'reasoning_gym'"),
+        (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nsplit = 'train'", ":6: train.0.split: unknown key of kind 'jsonl'; it belongs to kind 'hf'"),
+        (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nlimits = 3", ":6: train.0.limits: unknown key; did you mean 'limit'?"),
+        (f"kind = 'jsonl'\nname = 'a'\n{EXACT}", ":1: train.0.path: this key is required"),
+        (f"name = 'a'\npath = 'x'\n{EXACT}", ":1: train.0.kind: this key is required"),
+        ("kind = 'json'\nname = 'a'", ":2: train.0.kind: 'json' is not allowed; did you mean 'jsonl'?"),
+        ("kind = 'jsonl'\nname = 'a'\npath = 'x'", ":2: train.0: source 'a': reward kind 'verifier' belongs to reasoning_gym"),
+        ("kind = 'jsonl'\nname = 'a'\npath = 7", ":4: train.0.path: expected a string, got the whole number 7"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { reference_extract = 'hashes' }", ":4: train.0.reward.reference_extract: unknown key of kind 'verifier'; it belongs to kind 'exact' or 'math_verify'"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'math_verify', extract = 'tag' }", ":4: train.0.reward.extract: unknown key of kind 'math_verify'; it belongs to kind 'verifier' or 'exact'"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { function = 'm:f' }", ":4: train.0.reward.function: unknown key of kind 'verifier'; it belongs to kind 'function'"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { params = { a = 1 } }", ":4: train.0.reward.params: unknown key of kind 'verifier'; it belongs to kind 'function'"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function' }", ":4: train.0.reward.function: this key is required"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function', function = 'm:f', timeout_s = 'x' }", ":4: train.0.reward.timeout_s: expected a number, got the string \"x\""),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function', function = 'm:f', retries = -1 }", ":4: train.0.reward.retries must be at least 0, got -1"),
+        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'exakt' }", ":4: train.0.reward.kind: 'exakt' is not allowed; did you mean 'exact'?"),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_kind_is_refused_with_its_line_and_the_kind_it_belongs_to(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(f"[[train]]\n{text}")
+    assert str(caught.value).startswith(f"tasks.toml{message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_each_kind_is_what_its_table_says_and_the_reward_of_generated_items_is_their_verifier() -> None:
+    tasks = loaded(
+        "[[train]]\nkind = 'reasoning_gym'\nname = 'chain_sum'\nreward = { extract = 'hashes' }\n"
+        "[[train]]\nkind = 'jsonl'\nname = 'f'\npath = 'f.jsonl'\n[train.reward]\nkind = 'exact'"
+    )
+    assert tasks.train == (source(**GYM, reward=VerifierConfig(extract="hashes")), source(**FILE))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"train": (SourceConfig(**GYM), SourceConfig(**GYM))}, "two sources are called 'chain_sum'"),
+        ({"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
         ({"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ({"eval_seed": -1}, "eval_seed"),
@@ -78,4 +100,4 @@ def test_tasks_that_contradict_themselves_are_refused(fields: dict[str, Any], me
 
 
 def test_train_and_eval_may_name_the_same_source() -> None:
-    TasksConfig(train=(SourceConfig(**GYM),), eval=(SourceConfig(**GYM),))
+    TasksConfig(train=(source(**GYM),), eval=(source(**GYM),))

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
-from rollover.environments.rewards import RewardSample, build_reward
+from rollover.environments.rewards import ExactConfig, FunctionConfig
+from rollover.environments.rewards.base import RewardSample
 from rollover.errors import DataError
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import TasksConfig
 from rollover.tasks.examples import examples
-from rollover.tasks.mixture import PromptSource
-from rollover.tasks.source import check_source, eval_sources, train_source
+from rollover.tasks.open import check_source, eval_sources, train_source
+from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.sources import JsonlConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
 
-WHOLE = RewardConfig(kind="exact", extract="whole", workers=0)
+WHOLE = ExactConfig(extract="whole", workers=0)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 REPLY = {"role": "assistant", "content": "It is 2.\n#### 2"}
 PROMPT = "<system>Be brief.\n<user>1+1?\n<assistant>"
@@ -27,7 +28,7 @@ PROMPT = "<system>Be brief.\n<user>1+1?\n<assistant>"
 
 def config(path: Path, *rows: dict[str, Any], **fields: Any) -> SourceConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return SourceConfig(**{"kind": "jsonl", "name": "chat", "path": str(path), "reward": WHOLE, **fields})
+    return JsonlConfig(**{"name": "chat", "path": str(path), "reward": WHOLE, **fields})
 
 
 def opened(source: SourceConfig, **fields: Any) -> PromptSource:
@@ -42,7 +43,7 @@ def score(source: SourceConfig, completion: str) -> float:
     made = opened(source)
     prompt = made.prompt(0)
     sample = RewardSample(prompt=prompt.text, columns=prompt.columns, completion=completion, completion_ids=())
-    return asyncio.run(build_reward(made.reward_specs[0]).score(sample))
+    return asyncio.run((spec := made.reward_specs[0]).config.build(spec).score(sample))
 
 
 def test_the_prompt_is_the_chat_template_of_the_turns_before_the_reply(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_without_an_answer_column_the_reply_is_the_reference(tmp_path: Path, col
     whole = config(tmp_path / "a.jsonl", row, **chosen)
     assert score(whole, "It is 2.\n#### 2") == 1.0
     assert score(whole, "2") == 0.0
-    hashes = RewardConfig(kind="exact", extract="whole", reference_extract="hashes", workers=0)
+    hashes = ExactConfig(extract="whole", reference_extract="hashes", workers=0)
     assert score(config(tmp_path / "a.jsonl", row, reward=hashes, **chosen), "2") == 1.0
 
 
@@ -97,7 +98,7 @@ def test_an_answer_column_comes_first_and_the_prompt_column_s_name_chooses_the_r
 
 
 def test_a_function_gets_the_turns_before_and_the_reply_as_the_answer(tmp_path: Path) -> None:
-    reward = RewardConfig(kind="function", function="tests.environments.functions:of_a_conversation")
+    reward = FunctionConfig(function="tests.environments.functions:of_a_conversation")
     assert score(config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY]}, reward=reward), "x") == 2.0
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rollover.environments.config import RewardConfig
+from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import TasksConfig
 from rollover.tasks.examples import examples
-from rollover.tasks.source import train_source
+from rollover.tasks.open import train_source
+from rollover.tasks.sources import JsonlConfig, ReasoningGymConfig, SourceConfig
 
 
 class Characters:
@@ -31,12 +32,11 @@ class Characters:
         raise AssertionError("nothing is decoded")
 
 
-SUMS = SourceConfig(
-    kind="reasoning_gym",
+SUMS = ReasoningGymConfig(
     name="sums",
     dataset="chain_sum",
     config={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-    reward=RewardConfig(extract="hashes", workers=0),
+    reward=VerifierConfig(extract="hashes", workers=0),
 )
 
 
@@ -72,11 +72,11 @@ def test_the_asked_share_shows_the_answer_alone(share: float) -> None:
 def test_a_file_is_learned_from_its_answer_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in [("1+1?", "2"), ("2+2?", "4")]))
-    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
     assert set(shown(config, 2)) == {("1+1?\n", "2"), ("2+2?\n", "4")}
 
 
 def test_a_task_without_solutions_is_refused_by_name() -> None:
-    config = SourceConfig(kind="reasoning_gym", name="maze", reward=RewardConfig(workers=0))
+    config = ReasoningGymConfig(name="maze", reward=VerifierConfig(workers=0))
     with pytest.raises(DataError, match="'maze' has no worked solutions"):
         shown(config, 1)

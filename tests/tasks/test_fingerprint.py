@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from rollover.environments.config import RewardConfig
+from rollover.environments.rewards import ExactConfig
 from rollover.errors import DataError
 from rollover.tasks import data_file as data_files
-from rollover.tasks.config import SourceConfig, TasksConfig
+from rollover.tasks.config import TasksConfig
 from rollover.tasks.data_file import DataFile
-from rollover.tasks.fingerprint import Fingerprint, same_datasets
-from rollover.tasks.rows import open_rows
+from rollover.tasks.fingerprint import Fingerprint
+from rollover.tasks.resume_check import same_datasets
+from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig, SourceConfig
 
-EXACT = RewardConfig(kind="exact", workers=0)
+EXACT = ExactConfig(workers=0)
 
 
 def rows(count: int) -> list[dict[str, str]]:
@@ -26,7 +27,7 @@ def rows(count: int) -> list[dict[str, str]]:
 
 def jsonl(path: Path, count: int = 5) -> SourceConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
-    return SourceConfig(kind="jsonl", name="sums", path=str(path), reward=EXACT)
+    return JsonlConfig(name="sums", path=str(path), reward=EXACT)
 
 
 def recorded(tasks: TasksConfig) -> dict[str, Fingerprint]:
@@ -74,11 +75,11 @@ def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, 
 
 
 def test_a_source_without_a_record_is_recorded_and_a_generated_one_needs_none(tmp_path: Path) -> None:
-    gym = SourceConfig(kind="reasoning_gym", name="chain_sum")
+    gym = ReasoningGymConfig(name="chain_sum")
     tasks = TasksConfig(train=(gym, jsonl(tmp_path / "a.jsonl")))
     assert same_datasets(tasks, {}).keys() == {"train/sums"}
     with pytest.raises(DataError, match=r"no file gone.jsonl .* correct its path"):
-        same_datasets(TasksConfig(train=(SourceConfig(kind="jsonl", name="s", path="gone.jsonl", reward=EXACT),)), None)
+        same_datasets(TasksConfig(train=(JsonlConfig(name="s", path="gone.jsonl", reward=EXACT),)), None)
 
 
 def test_of_a_large_file_size_head_tail_and_blocks_between_count(
@@ -107,7 +108,7 @@ def test_of_a_saved_dataset_rows_count_and_not_files(tmp_path: Path) -> None:
 
     def saved(name: str, table: list[dict[str, Any]]) -> TasksConfig:
         datasets.Dataset.from_list(table).save_to_disk(tmp_path / name)
-        return TasksConfig(train=(SourceConfig(kind="hf", name="s", path=str(tmp_path / name), reward=EXACT),))
+        return TasksConfig(train=(HubConfig(name="s", path=str(tmp_path / name), reward=EXACT),))
 
     before = recorded(saved("one", rows(9)))
     assert before["train/s"]["size"] == 9 and before["train/s"]["unit"] == "rows"
@@ -122,7 +123,7 @@ def test_of_a_saved_dataset_rows_count_and_not_files(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_noticed_before_a_wrong_row_is_given(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    opened = open_rows(jsonl(path))
+    opened = jsonl(path).open(seed=0)
     assert opened[2] == rows(5)[2]
     os.utime(path, (1, 1))
     assert opened[2] == rows(5)[2]

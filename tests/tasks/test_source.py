@@ -10,24 +10,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollover.environments.config import RewardConfig
+from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
-from rollover.tasks.config import SourceConfig, TasksConfig
-from rollover.tasks.mixture import PromptSource
-from rollover.tasks.source import eval_sources, held_out_texts, train_source
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.sources import HubConfig, JsonlConfig, ParquetConfig, ReasoningGymConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
 
-EXACT = RewardConfig(kind="exact", workers=0)
+EXACT = ExactConfig(workers=0)
 
 
 def gym(name: str = "chain_sum", **fields: Any) -> SourceConfig:
-    return SourceConfig(kind="reasoning_gym", name=name, **fields)
+    return ReasoningGymConfig(name=name, **fields)
 
 
 def jsonl(path: Path, *rows: dict[str, Any] | str, **fields: Any) -> SourceConfig:
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
     merged: dict[str, Any] = {"name": "file", "path": str(path), "reward": EXACT, **fields}
-    return SourceConfig(kind="jsonl", **merged)
+    return JsonlConfig(**merged)
 
 
 def sums(count: int) -> list[dict[str, Any]]:
@@ -197,9 +198,9 @@ def test_parquet_and_saved_datasets_read_like_json_lines(tmp_path: Path) -> None
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
     lines = opened(jsonl(tmp_path / "a.jsonl", *rows))
     for config in (
-        SourceConfig(kind="parquet", name="file", path=str(tmp_path / "a.parquet"), reward=EXACT),
-        SourceConfig(kind="hf", name="file", path=str(tmp_path / "saved"), split="test", reward=EXACT),
-        SourceConfig(kind="hf", name="file", path=str(tmp_path / "one"), reward=EXACT),
+        ParquetConfig(name="file", path=str(tmp_path / "a.parquet"), reward=EXACT),
+        HubConfig(name="file", path=str(tmp_path / "saved"), split="test", reward=EXACT),
+        HubConfig(name="file", path=str(tmp_path / "one"), reward=EXACT),
     ):
         assert [opened(config).prompt(i) for i in range(5)] == [lines.prompt(i) for i in range(5)]
 
@@ -294,13 +295,13 @@ def test_a_chosen_column_ends_the_ambiguity(tmp_path: Path) -> None:
 
 def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-    for kind, name, message in (
-        ("jsonl", "none.jsonl", "source 'file': no file"),
-        ("parquet", "none.parquet", "source 'file': no file"),
-        ("parquet", "a.parquet", "a.parquet: not a readable Parquet file"),
+    for config, name, message in (
+        (JsonlConfig, "none.jsonl", "source 'file': no file"),
+        (ParquetConfig, "none.parquet", "source 'file': no file"),
+        (ParquetConfig, "a.parquet", "a.parquet: not a readable Parquet file"),
     ):
         with pytest.raises(DataError, match=message):
-            opened(SourceConfig(kind=kind, name="file", path=str(tmp_path / name), reward=EXACT))  # type: ignore[arg-type]
+            opened(config(name="file", path=str(tmp_path / name), reward=EXACT))
 
 
 def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,14 +309,14 @@ def test_a_dataset_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytes
 
     datasets.DatasetDict({"test": datasets.Dataset.from_list(sums(1))}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="has no split 'train'; it has: test"):
-        opened(SourceConfig(kind="hf", name="file", path=str(tmp_path / "saved"), reward=EXACT))
+        opened(HubConfig(name="file", path=str(tmp_path / "saved"), reward=EXACT))
 
     def offline(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(DataError) as caught:
-        opened(SourceConfig(kind="hf", name="file", path="owner/set", reward=EXACT))
+        opened(HubConfig(name="file", path="owner/set", reward=EXACT))
     assert "dataset 'owner/set' (subset None, split 'train') cannot be loaded: no route to the hub; check" in str(
         caught.value
     )
@@ -330,21 +331,16 @@ def test_text_of_a_parquet_file_that_is_none_is_told_with_its_row(tmp_path: Path
     broken = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     pq.write_table(pa.table({"question": ["1"], "answer": broken}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet, row 0: 'utf-8' codec can't decode .*; mend the row"):
-        opened(SourceConfig(kind="parquet", name="p", path=str(tmp_path / "a.parquet"), reward=EXACT))
+        opened(ParquetConfig(name="p", path=str(tmp_path / "a.parquet"), reward=EXACT))
 
 
 def test_a_column_json_cannot_hold_is_told(tmp_path: Path) -> None:
     table = pa.table({"question": ["1"], "answer": ["2"], "image": [b"\x00"]})
     pq.write_table(table, tmp_path / "a.parquet")
-    config: dict[str, Any] = {
-        "kind": "parquet",
-        "name": "p",
-        "path": str(tmp_path / "a.parquet"),
-        "reward": EXACT,
-    }
+    config = ParquetConfig(name="p", path=str(tmp_path / "a.parquet"), reward=EXACT)
     with pytest.raises(DataError, match=r"a.parquet, row 0: column 'image' cannot travel.*keep_columns"):
-        opened(SourceConfig(**config))
-    assert opened(SourceConfig(**config, keep_columns=())).prompt(0).columns == {"answer": "2"}
+        opened(config)
+    assert opened(replace(config, keep_columns=())).prompt(0).columns == {"answer": "2"}
 
 
 def test_a_run_without_sources_is_told() -> None:
@@ -355,7 +351,7 @@ def test_a_run_without_sources_is_told() -> None:
 def test_evaluation_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"question": f"q{i}", "answer": "1"}) for i in range(20)))
-    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
     tasks = TasksConfig(train=(config,), eval=(config,), chat_template="off")
     evaluation = eval_sources(tasks, char_tokenizer(), num_prompts=5)
     held_out = held_out_texts(tasks, evaluation)
@@ -367,11 +363,10 @@ def test_evaluation_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
 
 
 def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
-    config = SourceConfig(
-        kind="reasoning_gym",
+    config = ReasoningGymConfig(
         name="chain_sum",
         config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        reward=RewardConfig(workers=0),
+        reward=VerifierConfig(workers=0),
     )
     tasks = TasksConfig(train=(config,))
     free = train_source(tasks, char_tokenizer(), seed=0)
@@ -388,6 +383,6 @@ def test_an_endless_source_draws_another_item_for_a_held_out_one() -> None:
 def test_a_source_whose_prompts_are_all_held_out_says_so(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "q", "answer": "1"}))
-    config = SourceConfig(kind="jsonl", name="file", path=str(path), reward=RewardConfig(kind="exact"))
+    config = JsonlConfig(name="file", path=str(path), reward=ExactConfig())
     with pytest.raises(DataError, match=r"or an evaluation prompt; .*tasks.keep_eval_out = false"):
         train_source(TasksConfig(train=(config,)), char_tokenizer(), seed=0, held_out={"q"})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.environments.reasoning_gym import GymDataset, freeze, thaw
-from rollover.environments.rewards import extract_answer
+from rollover.environments.rewards.extraction import extract_answer
 from rollover.errors import DataError
 from rollover.tasks.worked import worked_solution
 

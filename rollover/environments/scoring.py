@@ -1,4 +1,5 @@
-"""What came of one scoring, as JSON: between a reward process and the run, a reason and its kind must not get lost."""
+"""Scores one response and reports the reward, or why there is none, in JSON: between a reward process and the run, a
+reason and its kind must not get lost."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rollover.environments.returns import MisshapenReward, RefusedReward
-from rollover.environments.rewards import Reward, RewardSample
+from rollover.environments.rewards.base import Reward, RewardSample
 from rollover.errors import DataError, RewardError
 
 _LONGEST_REASON = 400
@@ -26,15 +27,18 @@ _ERRORS: dict[Failure, type[RewardError]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A reward, or why there is none."""
+class ScoringResult:
+    """Holds a reward, or why there is none.
+
+    Example: ``ScoringResult(failure="raised", reason="KeyError: 'answer' (mine.py, line 7)")``.
+    """
 
     reward: float | None = None
     failure: Failure | None = None
     reason: str = ""
 
     def number(self) -> float:
-        """The reward. Raises the ``RewardError`` that stands for the failure."""
+        """Give the reward. Raises the ``RewardError`` that stands for the failure."""
         if self.failure is not None:
             raise _ERRORS[self.failure](self.reason)
         assert self.reward is not None
@@ -44,11 +48,11 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, value: Mapping[str, Any]) -> ScoringResult:
         return cls(reward=value["reward"], failure=value["failure"], reason=value["reason"])
 
 
-async def outcome(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> Outcome:
+async def score_once(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> ScoringResult:
     """Score ``sample``. Whatever a reward raises fails its sample, never the run.
 
     Only the cancellation or the closing of the caller comes through, and Ctrl-C unless this is a reward process
@@ -56,24 +60,24 @@ async def outcome(reward: Reward, sample: RewardSample, *, own_process: bool = F
     """
     task = asyncio.current_task()
     try:
-        return Outcome(reward=await reward.score(sample))
+        return ScoringResult(reward=await reward.score(sample))
     except RewardError as error:
         failure: Failure = next(name for name, kind in reversed(_ERRORS.items()) if isinstance(error, kind))
-        return Outcome(failure=failure, reason=str(error))
+        return ScoringResult(failure=failure, reason=str(error))
     except asyncio.CancelledError:
         if task is None or task.cancelling():
             raise
-        return Outcome(failure="raised", reason="it cancelled itself")
+        return ScoringResult(failure="raised", reason="it cancelled itself")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not own_process:
             raise
         if isinstance(error, GeneratorExit) and not _runs(task):
             raise
-        return Outcome(failure="raised", reason=_reason(error))
+        return ScoringResult(failure="raised", reason=_reason(error))
 
 
 def _runs(task: asyncio.Task[Any] | None) -> bool:
-    """Whether it is ``task`` that runs now; a coroutine that is closed from outside does not."""
+    """Tell whether ``task`` runs now; a coroutine that is closed from outside does not."""
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # no event loop runs
@@ -81,7 +85,7 @@ def _runs(task: asyncio.Task[Any] | None) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a scoring failed, in one line: our own errors speak for themselves, others with type and place."""
+    """Say in one line why a scoring failed: our own errors by their message, others with type and place."""
     if isinstance(error, DataError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

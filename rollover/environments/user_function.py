@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rollover.environments.config import RewardConfig
 from rollover.errors import DataError, nearest
 
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
@@ -45,15 +44,12 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def function_columns(config: RewardConfig) -> tuple[str, ...]:
-    """Names that the reward function of ``config``, if it has one, asks for without a default, besides what every
-    function is given."""
-    if config.function is None:
-        return ()
-    given = {*ALWAYS_GIVEN, *config.params}
-    parameters = _parameters(config.function, load_function(config.function))
+def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
+    """Name the arguments that the function asks for without a default, besides those ``given`` and what every function
+    is given. Raises ``DataError`` as ``load_function``."""
+    parameters = _parameters(path, load_function(path))
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in given)
+    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in {*ALWAYS_GIVEN, *given})
 
 
 def accepted_names(

@@ -1,0 +1,29 @@
+"""The kinds of reward, one file each. A new kind is one file and one row of ``RewardConfig``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.rewards.exact import ExactConfig
+from rollover.environments.rewards.function import FunctionConfig
+from rollover.environments.rewards.math_verify import MathVerifyConfig
+from rollover.environments.rewards.verifier import VerifierConfig
+from rollover.settings.schema import kinds
+
+RewardConfig = (
+    VerifierConfig  #
+    | ExactConfig
+    | MathVerifyConfig
+    | FunctionConfig
+)
+"""Told apart by ``kind``; the first is meant where it is left out."""
+
+__all__ = ["ExactConfig", "FunctionConfig", "MathVerifyConfig", "RewardConfig", "VerifierConfig", "spec_from_json"]
+
+
+def spec_from_json(value: Mapping[str, Any]) -> RewardSpec:
+    """Rebuild a spec from what ``RewardSpec.to_json`` gave."""
+    config = kinds(RewardConfig)[value["config"]["kind"]](**value["config"])
+    return RewardSpec(**{**value, "config": config, "columns": tuple(value["columns"])})

@@ -1,0 +1,126 @@
+"""Defines what every kind of reward shares: its settings, what it is built from, and the response that it scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any, ClassVar, Protocol
+
+from rollover.settings.changes import Changeable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings(ABC):
+    """Holds the settings that all kinds of reward share. Each kind adds its own, and ``build``.
+
+    Example: ``ExactConfig(timeout_s=2.0, retries=0)`` scores a response in one attempt of at most 2 seconds.
+    """
+
+    needs_answer: ClassVar[bool] = False
+    """Each row must hold a reference answer."""
+    needs_verifier: ClassVar[bool] = False
+    """The source must bring a verifier of its own, as reasoning-gym's datasets do."""
+    late_scores_zero: ClassVar[bool] = True
+    """A response that cannot be judged by the deadline scores 0. ``False``: its sample fails."""
+
+    kind: str
+    timeout_s: Changeable[float] = 10.0
+    """Seconds one scoring may take; then its process is killed, with all it has started. When the last retry is late
+    too, a ``function`` has failed its sample, and every other kind scores 0: a response that cannot be judged is not
+    right, and leaving it out would favour easy ones."""
+    workers: Changeable[int] = 2
+    """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
+    the event loop: right for verifiers of a few microseconds, which then must not hang."""
+    retries: Changeable[int] = 1
+    """How often a scoring that raised or timed out is tried again before its sample counts as failed."""
+    pass_score: Changeable[float] = 1.0
+    """A response with at least this reward counts as solved in pass@k."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"reward.timeout_s must be above 0 and finite, got {self.timeout_s}")
+        if not isfinite(self.pass_score):
+            raise ValueError(f"reward.pass_score must be a finite number, got {self.pass_score}")
+        if self.workers < 0:
+            raise ValueError(f"reward.workers must be at least 0 (0: on the event loop), got {self.workers}")
+        if self.retries < 0:
+            raise ValueError(f"reward.retries must be at least 0, got {self.retries}")
+
+    @property
+    def label(self) -> str:
+        """The name by which messages call this reward."""
+        return self.kind
+
+    @abstractmethod
+    def build(self, spec: RewardSpec) -> Reward:
+        """Make the reward. Raises ``DataError`` when it cannot be used: a library or function is missing, or the
+        function has a wrong signature."""
+
+    def needed_columns(self) -> tuple[str, ...]:
+        """Name the columns that this reward cannot do without, besides the reference answer. Raises ``DataError`` when
+        they cannot be found out."""
+        return ()
+
+    def check(self, spec: RewardSpec) -> None:
+        """Raise ``DataError`` for what is known to be wrong before the first response, at little cost."""
+        del spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """Says all that is needed to score the responses of one source, in any process.
+
+    Example: ``RewardSpec(source="gsm8k", config=ExactConfig(), prompt_column="question", answer_column="answer")``
+    compares what stands in ``<answer>...</answer>`` with column ``answer``.
+    """
+
+    source: str
+    config: RewardSettings
+    gym_dataset: str | None = None
+    """The reasoning-gym dataset whose verifier can score; ``None`` for other sources."""
+    gym_config: Mapping[str, Any] = field(default_factory=dict)
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    """Path of the reference answer; that of the prompt where the reply that ends its messages is the reference."""
+    columns: tuple[str, ...] = ()
+    """Columns that travel with the prompts, for the check of a function's signature."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the spec in plain JSON. ``rewards.spec_from_json`` is the inverse."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSample:
+    """Holds one finished response, as rewards see it.
+
+    Example: ``RewardSample(prompt="7 * 6 =", columns={"answer": "42"}, completion="#### 42", completion_ids=(9, 12))``.
+    """
+
+    prompt: str
+    """The prompt as the model saw it."""
+    columns: Mapping[str, Any]
+    completion: str
+    """Decoded, without special tokens."""
+    completion_ids: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "columns": dict(self.columns)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RewardSample:
+        return cls(**{**value, "completion_ids": tuple(value["completion_ids"])})
+
+
+class Reward(Protocol):
+    """Turns a response into a finite number.
+
+    Example: with the reference answer ``"42"``, ``ExactReward`` gives 1.0 for ``"<answer> 42 </answer>"`` and 0.0 for
+    ``"42"``, which has no tag.
+    """
+
+    async def score(self, sample: RewardSample) -> float:
+        """Raises ``RewardError`` when the response cannot be scored."""
+        ...

@@ -1,0 +1,49 @@
+"""``kind = "exact"``: 1 for an answer that equals the reference, else 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rollover.environments.rewards.base import RewardSample, RewardSpec
+from rollover.environments.rewards.extraction import ExtractionSettings, ReferenceExtraction, reference_texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactConfig(ExtractionSettings):
+    """Scores 1 for an answer that equals the reference, or one of a list of references, up to white space; else 0.
+
+    Example: with the reference ``"Paris, France"``, ``<answer> Paris,  France </answer>`` scores 1 and
+    ``<answer>paris, France</answer>`` 0.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    needs_answer: ClassVar[bool] = True
+
+    kind: Literal["exact"] = "exact"
+    """``"exact"`` chooses this reward."""
+    reference_extract: ReferenceExtraction = "whole"
+    """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
+    ``#### 72``."""
+
+    def build(self, spec: RewardSpec) -> ExactReward:
+        return ExactReward(self, spec)
+
+
+class ExactReward:
+    """Compares the answer with the references, character by character but for white space."""
+
+    def __init__(self, config: ExactConfig, spec: RewardSpec) -> None:
+        self._config = config
+        self._spec = spec
+
+    async def score(self, sample: RewardSample) -> float:
+        answer = self._config.answer(sample.completion)
+        if answer is None:
+            return 0.0
+        references = reference_texts(self._spec, sample, self._config.reference_extract)
+        return float(any(_squeezed(answer) == _squeezed(text) for text in references))
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())

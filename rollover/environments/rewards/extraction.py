@@ -1,0 +1,91 @@
+"""Finds the answer within a response, and the reference answer within its column."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollover.environments.columns import read_reference
+from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
+from rollover.errors import RewardError
+
+Extraction = Literal["whole", "hashes", "tag", "last_line", "pattern"]
+ReferenceExtraction = Literal["whole", "hashes", "last_line"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractionSettings(RewardSettings):
+    """Holds the settings of rewards that look for the answer within the response."""
+
+    extract: Extraction = "tag"
+    """Where in the response the answer stands. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
+    the line after the last ``####``. ``last_line``: the last line that is not empty. ``whole``: everything.
+    ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one."""
+    answer_pattern: str | None = None
+    """Regular expression; its first group (or the whole match) is the answer. Only for ``pattern``."""
+
+    def __post_init__(self) -> None:
+        RewardSettings.__post_init__(self)
+        if (self.extract == "pattern") != (self.answer_pattern is not None):
+            raise ValueError("reward.answer_pattern and reward.extract = 'pattern' go together: set both or none")
+        if self.answer_pattern is not None:
+            try:
+                re.compile(self.answer_pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"reward.answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
+                ) from None
+
+    def answer(self, completion: str) -> str | None:
+        """Find the answer in a response; ``None`` where there is none."""
+        return extract_answer(completion, self.extract, self.answer_pattern)
+
+
+def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> str | None:
+    """Find the answer within a response, stripped; ``None`` when there is none. The last occurrence counts.
+
+    Example: ``extract_answer("6 * 7 = 42\n#### 42", "hashes")`` is ``"42"``.
+    """
+    match how:
+        case "whole":
+            return text.strip()
+        case "hashes":
+            _, mark, rest = text.rpartition("####")
+            return rest.strip().partition("\n")[0].strip() if mark else None
+        case "last_line":
+            lines = text.strip().splitlines()
+            return lines[-1].strip() if lines else None
+        case "tag":
+            found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+            return found[-1].strip() if found else None
+        case "pattern":
+            assert pattern is not None
+            matches = list(re.finditer(pattern, text))
+            if not matches:
+                return None
+            last = matches[-1]
+            return ((last.group(1) if last.re.groups else last.group(0)) or "").strip()
+
+
+def reference_answer(spec: RewardSpec, sample: RewardSample) -> Any:
+    """Read the reference answer as the row holds it."""
+    assert spec.answer_column is not None
+    return read_reference(sample.columns, answer=spec.answer_column, prompt=spec.prompt_column)
+
+
+def reference_texts(spec: RewardSpec, sample: RewardSample, how: ReferenceExtraction) -> list[str]:
+    """Read the reference answer, or the list of those that are right, as texts.
+
+    Raises ``RewardError`` when one of them is no text, or has no ``####`` where it should.
+    """
+    value = reference_answer(spec, sample)
+    texts: list[str] = []
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, (str, int, float)):
+            raise RewardError(f"the reference answer in {spec.answer_column!r} is a {type(one).__name__}, not text")
+        text = extract_answer(str(one), how)
+        if text is None:
+            raise RewardError(f"the reference answer {str(one)[-60:]!r} has no '####' (reward.reference_extract)")
+        texts.append(text)
+    return texts

@@ -1,0 +1,107 @@
+"""``kind = "function"``: a function of the user, called in the form that TRL has given such functions."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from rollover.environments.columns import REPLY, read_messages
+from rollover.environments.returns import single_reward
+from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
+from rollover.environments.rewards.extraction import reference_answer
+from rollover.environments.user_function import ALWAYS_GIVEN, accepted_names, load_function, required_names
+from rollover.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionConfig(RewardSettings):
+    """Scores with a function of your own.
+
+    Example: ``function = "mine:length", params = {most = 100}`` calls ``length(prompts=["..."], completions=["..."],
+    completion_ids=[[7, 9]], most=100)`` of ``mine.py``, which returns ``[0.5]``, say.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    late_scores_zero: ClassVar[bool] = False
+
+    kind: Literal["function"] = "function"
+    """``"function"`` chooses this reward."""
+    function: str
+    """``"module:function"``, called as ``f(prompts, completions, completion_ids=..., **columns)`` with lists
+    of one element each; returns a list, array or tensor of one number, at most 1e15. May be ``async``. ``None``, NaN
+    and infinity fail the sample, which then counts as waste. As in TRL, ``prompts[0]`` and ``completions[0]`` are texts
+    where the prompt column holds text; where it holds messages, ``prompts[0]`` is a list of messages and
+    ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for ``function``. They come before columns of the same name, and what every function
+    is given comes before both."""
+
+    def __post_init__(self) -> None:
+        RewardSettings.__post_init__(self)
+        if not re.fullmatch(r"[\w.]+:\w+", self.function):
+            raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
+        if given := sorted({*ALWAYS_GIVEN} & self.params.keys()):
+            raise ValueError(f"reward.params.{given[0]} cannot be set: it is what every reward function is given")
+
+    @property
+    def label(self) -> str:
+        return self.function
+
+    def build(self, spec: RewardSpec) -> FunctionReward:
+        return FunctionReward(self, spec)
+
+    def needed_columns(self) -> tuple[str, ...]:
+        """Name the arguments without a default, besides what every function is given."""
+        return required_names(self.function, given=self.params)
+
+    def check(self, spec: RewardSpec) -> None:
+        self.build(spec)
+
+
+class FunctionReward:
+    """Calls the user's function once per response, with lists of one element: a response is scored when it is finished,
+    and not when its siblings are.
+
+    Prompts given as messages arrive as messages, with the completion as ``[{"role": "assistant", "content": ...}]``.
+    Where their last turn is the reference it is not among them but in ``answer``. ``None`` ("does not apply") fails the
+    sample: the function is the only reward of its source.
+    """
+
+    def __init__(self, config: FunctionConfig, spec: RewardSpec) -> None:
+        self._config = config
+        self._spec = spec
+        self._function = load_function(config.function)
+        self._accepted = accepted_names(config.function, self._function, spec.columns, config.params)
+        if config.workers == 0 and not inspect.iscoroutinefunction(self._function):
+            raise DataError(
+                f"reward function {config.function} is not async and would block the run; "
+                "set reward.workers to 1 or more"
+            )
+
+    async def score(self, sample: RewardSample) -> float:
+        """Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the function raises."""
+        prompt, completion = self._texts(sample)
+        arguments: dict[str, Any] = {}
+        if self._spec.answer_column == self._spec.prompt_column is not None:
+            arguments[REPLY] = [reference_answer(self._spec, sample)]
+        arguments |= {k: [v] for k, v in sample.columns.items() if k != self._spec.prompt_column}
+        arguments |= self._config.params
+        arguments |= {
+            "prompts": [prompt],
+            "completions": [completion],
+            "completion_ids": [list(sample.completion_ids)],
+        }
+        if self._accepted is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+        result = self._function(**arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return single_reward(result, f"reward function {self._config.function}")
+
+    def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
+        messages = read_messages(sample.columns, self._spec.prompt_column)
+        if messages is not None:
+            return messages, [{"role": "assistant", "content": sample.completion}]
+        return sample.prompt, sample.completion

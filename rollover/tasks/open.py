@@ -1,0 +1,100 @@
+"""Opens the sources of a run for training and evaluation, and checks them before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from rollover.environments.reasoning_gym import gym_seed
+from rollover.errors import DataError
+from rollover.hf.tokenizer import Tokenizer
+from rollover.tasks.columns import ColumnMap
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.mixture import MixtureSource
+from rollover.tasks.prompt_source import EndlessSource, EpochOrder, PromptSource, RowSource
+from rollover.tasks.prompts import PromptEncoder
+from rollover.tasks.rows import first_rows
+from rollover.tasks.sources.base import SourceSettings
+from rollover.types import Prompt
+
+
+def train_source(
+    config: TasksConfig, tokenizer: Tokenizer, *, seed: int, held_out: Collection[str] = frozenset()
+) -> PromptSource:
+    """Open the training mixture, without the prompts whose text is among ``held_out``. Raises ``DataError`` for
+    anything wrong with a source."""
+    if not config.train:
+        raise DataError("tasks.train names no source; add one [[tasks.train]] table")
+    encoder = PromptEncoder(tokenizer, config)
+    sources: list[PromptSource] = []
+    skip_long = config.long_prompts == "skip"
+    for source in config.train:
+        rows = first_rows(source.open(gym_seed("train", source.name, seed)), source.limit)
+        if rows.num_rows is None:
+            sources.append(EndlessSource(source, rows, encoder, skip_long=skip_long, held_out=held_out))
+        else:
+            order = EpochOrder(name=source.name, seed=seed, shuffle=config.shuffle)
+            sources.append(RowSource(source, rows, encoder, order, skip_long=skip_long, held_out=held_out))
+    if len(sources) == 1:
+        return sources[0]
+    return MixtureSource(sources, [source.weight for source in config.train])
+
+
+def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
+    """Open the evaluation sets: the first ``num_prompts`` rows (or ``limit``, or all, if fewer) of each source in
+    file order, less the skipped ones. Ask ``prompt(i)`` for i below ``num_rows``."""
+    encoder = PromptEncoder(tokenizer, config)
+    sources = []
+    for source in config.eval:
+        order = EpochOrder(name=f"eval/{source.name}", seed=config.eval_seed, shuffle=False)
+        limit = min(num_prompts, source.limit or num_prompts)
+        rows = first_rows(source.open(gym_seed("eval", source.name, config.eval_seed)), limit)
+        sources.append(RowSource(source, rows, encoder, order, skip_long=config.long_prompts == "skip"))
+    return tuple(sources)
+
+
+def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> frozenset[str]:
+    """List the evaluation prompts that training must not see; none when ``keep_eval_out`` is off."""
+    if not config.keep_eval_out:
+        return frozenset()
+    return frozenset(source.prompt(i).text for source in evaluation for i in range(source.num_rows))
+
+
+class SourceFacts(NamedTuple):
+    """Says what is known of a source that was opened and not yet read."""
+
+    num_rows: int | None
+    """``None``: without end, or not known without a download."""
+    reply: str = ""
+    """The use of the turn that ends the messages, where it is an assistant's."""
+    first: Prompt | None = None
+    """Where there is a tokenizer, and nothing had to be downloaded."""
+    prompt_column: str = ""
+
+
+def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -> SourceFacts:
+    """Open the dataset and the reward of a source and write out its first prompt, as far as nothing is downloaded.
+
+    Raises:
+        DataError: as a run would.
+    """
+    if config.needs_download:
+        return SourceFacts(None)
+    rows = first_rows(config.open(seed=0), config.limit)
+    where = rows.where(0)
+    columns = ColumnMap(config.column_settings(), rows[0], where)
+    config.reward.build(config.reward_spec(columns, config.name))
+    first = None
+    if encoder is not None:
+        text, token_ids = encoder.encode(columns.content(rows[0], where), where=where)
+        kept = columns.kept(rows[0], where)
+        first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
+    return SourceFacts(rows.num_rows, _use_of_reply(columns), first, columns.prompt)
+
+
+def _use_of_reply(columns: ColumnMap) -> str:
+    if not columns.replies:
+        return ""
+    if columns.answer == columns.prompt:
+        return "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
+    return "the assistant's last turn is what sft teaches, and not in the prompt"

@@ -1,0 +1,48 @@
+"""Checks that the datasets of a run are those that it began with.
+
+A cursor is a number of prompts drawn: over other rows it means something else, and nothing would show. So a run keeps a
+fingerprint of each dataset, and compares it when it is resumed. When a file was written is told and never decides. What
+reasoning-gym generates depends on the config and the library's version, and is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollover.errors import DataError
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.fingerprint import Fingerprint
+from rollover.tasks.sources.base import SourceSettings
+
+
+def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:
+    """Take the fingerprints of all datasets of a run, which must be those ``recorded`` when it began (``None``: it
+    begins now, or began before they were recorded).
+
+    Raises:
+        DataError: a dataset is missing, or is not the recorded one.
+    """
+    roles = (("train", config.train), ("eval", config.eval))
+    datasets = {f"{role}/{source.name}": source for role, sources in roles for source in sources}
+    now = {name: _same(source, (recorded or {}).get(name), name) for name, source in datasets.items()}
+    return {name: found for name, found in now.items() if found is not None}
+
+
+def _same(source: SourceSettings, before: Fingerprint | None, name: str) -> Fingerprint | None:
+    mend = f"put the one that the run began with back, give its new path on --resume, or start a new run ({name})"
+    try:
+        now = source.fingerprint()
+    except DataError as error:
+        if before is None:
+            raise
+        raise DataError(f"a dataset of this run is gone: {str(error).partition(';')[0]}; {mend}") from None
+    if before is None or now is None or (before["size"], before["sha256"]) == (now["size"], now["sha256"]):
+        return before or now
+    change = f"{before['size']} {before['unit']} then, {now['size']} now"
+    if before["size"] == now["size"]:
+        change = f"{now['size']} {now['unit']} as before, with other content"
+    written = f", written {now['written']}" if "written" in now else ""
+    raise DataError(
+        f"{now['path']} has changed since the run began ({change}{written}), so its rows are no longer those that the"
+        f" run has counted; {mend}"
+    )

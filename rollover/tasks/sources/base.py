@@ -1,0 +1,159 @@
+"""Defines what every kind of task source shares: its settings, and what it can be asked for."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from rollover.environments.columns import read_column, read_reply
+from rollover.environments.rewards import RewardConfig, VerifierConfig
+from rollover.environments.rewards.base import RewardSpec
+from rollover.errors import DataError
+from rollover.settings.changes import Changeable
+from rollover.settings.schema import ByKind
+from rollover.tasks.columns import ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
+from rollover.tasks.fingerprint import Fingerprint, fingerprint_of_file
+from rollover.tasks.rows import DatasetRows
+from rollover.types import Prompt
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings(ABC):
+    """Holds the settings that all kinds of task source share. Each kind adds its own, and ``open``."""
+
+    kind: str
+    name: str
+    """Names the source in prompt ids and metrics."""
+    limit: int | None = None
+    """Use the first so many rows only. Unset: all; a reasoning-gym source then never repeats an item."""
+    weight: float = 1.0
+    """Share in the training mixture, relative to the other sources; without meaning in evaluation."""
+    reward: Annotated[RewardConfig, ByKind()] = field(default_factory=VerifierConfig)
+    """How responses are scored."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"source name must be letters, digits, '_', '-' and '.', got {self.name!r}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"source {self.name!r}: limit must be at least 1, got {self.limit}")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"source {self.name!r}: weight must be above 0 and finite, got {self.weight}")
+
+    @property
+    def needs_download(self) -> bool:
+        """The dataset cannot be opened without the network."""
+        return False
+
+    @abstractmethod
+    def open(self, seed: int) -> DatasetRows:
+        """Open the dataset; ``seed`` decides what a generated one holds. Raises ``DataError`` when it is missing,
+        broken or empty."""
+
+    @abstractmethod
+    def column_settings(self) -> ColumnSettings:
+        """Say which columns are the prompt and the answer, and which travel. Raises ``DataError`` when the reward
+        function cannot be loaded."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint | None:
+        """Take the fingerprint of the dataset as it is now; ``None`` where the config alone decides what it holds.
+        Raises ``DataError`` when it cannot be read."""
+
+    @abstractmethod
+    def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
+        """Give the response that a prompt of this source should have. Raises ``DataError`` when the task has no worked
+        solutions, or the row neither reply nor answer."""
+
+    def reward_spec(self, columns: ColumnMap, name: str) -> RewardSpec:
+        """Say how responses to the prompts called ``name`` are scored."""
+        return RewardSpec(
+            source=name,
+            config=self.reward,
+            prompt_column=columns.prompt,
+            answer_column=columns.answer,
+            columns=columns.travelling,
+            **self._verifier(),
+        )
+
+    def _verifier(self) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSettings(SourceSettings):
+    """Holds the settings of sources whose rows come from a dataset that the user names."""
+
+    path: Changeable[str]
+    """File (jsonl, parquet); hub id or folder (hf)."""
+    prompt_column: str | None = None
+    """Column of the prompt, text or messages; dots go into structures. Unset: the one column among ``prompt,
+    question, input, messages``. An assistant's turn that ends the messages is no part of the prompt: it is what
+    supervised fine-tuning teaches, and the reference answer where there is no answer column."""
+    answer_column: str | None = None
+    """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,
+    reward_model.ground_truth, reward_spec.ground_truth``, or else the assistant's turn that ends the messages, which
+    reward functions get as ``answer``. The name of the prompt column asks for that turn also where there are others."""
+    keep_columns: tuple[str, ...] | None = None
+    """Columns that travel with the prompt (to the reward function and into the journal). Unset: all."""
+
+    def __post_init__(self) -> None:
+        SourceSettings.__post_init__(self)
+        if not self.path:
+            raise ValueError(f"source {self.name!r}: path is empty, and kind {self.kind!r} needs one")
+        if self.reward.needs_verifier:
+            raise ValueError(
+                f"source {self.name!r}: reward kind {self.reward.kind!r} belongs to reasoning_gym; "
+                "set reward.kind to 'exact', 'math_verify' or 'function'"
+            )
+
+    def column_settings(self) -> ColumnSettings:
+        return ColumnSettings(
+            source=self.name,
+            prompt=self.prompt_column,
+            answer=self.answer_column,
+            keep=self.keep_columns,
+            needs_answer=self.reward.needs_answer,
+            needed=self.reward.needed_columns(),
+        )
+
+    def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
+        """Give the assistant's turn that ends the messages, where they end with one, and else the answer column."""
+        return read_reply(prompt.columns, prompt_column) or self._answer(prompt)
+
+    def _answer(self, prompt: Prompt) -> str:
+        where = f"prompt {prompt.prompt_id}"
+        column = self.answer_column or find_column(
+            prompt.columns, ANSWER_COLUMNS, where=where, key=f"source {self.name!r}: answer_column"
+        )
+        if column is None:
+            raise DataError(
+                f"{where}: no column to learn from; set answer_column of source {self.name!r}"
+                f" (columns: {', '.join(prompt.columns)})"
+            )
+        return str(read_column(prompt.columns, column))
+
+    def _not_empty(self, rows: DatasetRows) -> DatasetRows:
+        if rows.num_rows == 0:
+            raise DataError(f"source {self.name!r}: {self.path} holds no rows")
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSettings(DatasetSettings):
+    """Holds the settings of sources that read one file."""
+
+    def file(self) -> Path:
+        """Find the file. Raises ``DataError`` when there is none."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise DataError(f"source {self.name!r}: no file {path} (relative to {Path.cwd()}); correct its path")
+        return path
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of_file(self.file())

@@ -1,0 +1,75 @@
+"""``kind = "hf"``: a dataset of the Hugging Face hub, or a folder written by ``save_to_disk``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollover.errors import DataError
+from rollover.tasks.fingerprint import Fingerprint, fingerprint_of_rows
+from rollover.tasks.rows import DatasetRows
+from rollover.tasks.sources.base import DatasetSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubConfig(DatasetSettings):
+    """Takes prompts from a dataset of the Hugging Face hub, or a folder written by ``save_to_disk``.
+
+    Example: ``HubConfig(name="gsm8k", path="openai/gsm8k", subset="main", split="train",
+    reward=ExactConfig(extract="hashes", reference_extract="hashes"))``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["hf"] = "hf"
+    """``"hf"`` chooses a dataset of the hub or a saved one."""
+    split: str | None = None
+    """Split of the dataset. Unset: ``train``."""
+    subset: str | None = None
+    """Configuration name of the dataset."""
+
+    @property
+    def needs_download(self) -> bool:
+        return not Path(self.path).is_dir()
+
+    def open(self, seed: int) -> DatasetRows:
+        return self._not_empty(HubRows(self.path, self.subset, self.split or "train"))
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of_rows(self.open(seed=0), self.path)
+
+
+class HubRows:
+    """Reads one split of a hub dataset or of a ``save_to_disk`` folder."""
+
+    def __init__(self, path: str, subset: str | None, split: str) -> None:
+        import datasets
+
+        self._name = f"{path} [{split}]"
+        try:
+            if (Path(path) / "dataset_dict.json").exists():
+                self._data = datasets.load_from_disk(path)[split]
+            elif (Path(path) / "state.json").exists():
+                self._data = datasets.load_from_disk(path)
+            else:
+                self._data = datasets.load_dataset(path, subset, split=split)
+        except KeyError:
+            known = ", ".join(sorted(datasets.load_from_disk(path)))
+            raise DataError(f"dataset {path!r} has no split {split!r}; it has: {known}") from None
+        except Exception as error:  # the library raises its own, the hub client's and the network's errors
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"dataset {path!r} (subset {subset!r}, split {split!r}) cannot be loaded: {reason}; check "
+                "the name, or without a network give the path of a folder written by save_to_disk"
+            ) from None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self._data[row])
+
+    def where(self, row: int) -> str:
+        return f"dataset {self._name}, row {row}"

@@ -1,0 +1,93 @@
+"""``kind = "jsonl"``: a file with one JSON object per line.
+
+A row is read when it is asked for; memory holds one offset per line. What is wrong with a file is a ``DataError`` that
+names the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollover.errors import DataError
+from rollover.tasks.data_file import DataFile
+from rollover.tasks.rows import DatasetRows
+from rollover.tasks.sources.base import FileSettings
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Where the JSON text has one, alone or in a pair, the value is worth a closer look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlConfig(FileSettings):
+    """Takes prompts from a file of JSON lines.
+
+    Example: ``JsonlConfig(name="gsm8k", path="gsm8k.jsonl", reward=MathVerifyConfig())`` on lines like
+    ``{"question": "7 * 6 =", "answer": "42"}``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["jsonl"] = "jsonl"
+    """``"jsonl"`` chooses a file of JSON lines."""
+
+    def open(self, seed: int) -> DatasetRows:
+        return self._not_empty(JsonlRows(self.file()))
+
+
+class JsonlRows:
+    """Reads a file with one JSON object per line; blank lines are passed over. Every line is parsed once at the
+    start, so that a broken one is found before the first prompt."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = DataFile(path)
+        self._offsets = array("q")
+        self._lines = array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._parse(line, number)
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self._file.check()
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[row])
+            return self._parse(file.readline(), self._lines[row])
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, line {self._lines[row]}"
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:  # broken, of more digits than Python reads, or nested too deep
+            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); mend or delete the line") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")
+        if _SURROGATE.search(line) and (half := _half_a_character(value)):
+            raise DataError(
+                f"{self._path}, line {number}: {half!r} is one half of a character (a lone surrogate) and no text;"
+                " mend or delete the line"
+            )
+        return value
+
+
+def _half_a_character(value: Any) -> str:
+    """A surrogate in some text of ``value``; empty where there is none."""
+    if isinstance(value, str):
+        return "".join(c for c in value if "\ud800" <= c <= "\udfff")[:1]
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((half for one in inner if (half := _half_a_character(one))), "")

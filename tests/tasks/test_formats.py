@@ -40,7 +40,7 @@ STORED: dict[str, Any] = {
 def test_what_an_earlier_version_stored_is_the_same_config() -> None:
     before = copy.deepcopy(STORED)
     config = restore(without_keys_of_other_kinds(STORED), "config.json")
-    assert STORED == before
+    assert before == STORED
     assert config.tasks.train == (
         ReasoningGymConfig(name="s", config={"max_terms": 3}, reward=VerifierConfig(extract="hashes")),
         JsonlConfig(name="f", path="f.jsonl", reward=FunctionConfig(function="m:f", params={"a": 1})),

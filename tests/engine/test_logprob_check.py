@@ -1,4 +1,4 @@
-"""The proof of log-probs accepts the sampling distribution's own and refuses all others, saying which."""
+"""The log-prob check accepts the sampling distribution's own log-probs and refuses all others, saying which."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Reporting(FakeEngine):
             yield replace(chunk, token_ids=ids, logprobs=logprobs)
 
 
-def prove(engine: Reporting, tolerance: float) -> tuple[float, ...]:
+def check(engine: Reporting, tolerance: float) -> tuple[float, ...]:
     measured = run(check_logprobs(engine, REFERENCE, tolerance=tolerance, remedy=REMEDY))
     assert [m.temperature for m in measured] == [1.0, 0.5]
     assert measured[1].raw > 0.5
@@ -57,25 +57,25 @@ def test_the_reference_holds_log_softmax_of_logits_over_temperature() -> None:
 
 
 def test_log_probs_of_the_sampling_distribution_pass() -> None:
-    assert max(prove(Reporting(), 1e-6)) < 1e-9
+    assert max(check(Reporting(), 1e-6)) < 1e-9
 
 
 def test_log_probs_from_before_the_temperature_are_refused_with_the_mend() -> None:
     with pytest.raises(EngineMismatch, match=r"from before the temperature.*--logprobs-mode processed_logprobs"):
-        prove(Reporting(raw=True), 1e9)
+        check(Reporting(raw=True), 1e9)
 
 
 def test_log_probs_of_another_policy_are_refused() -> None:
     with pytest.raises(
         EngineMismatch, match=r"not sample from the trainer's policy.*0\.3 nats off.*serve the right one"
     ):
-        prove(Reporting(shift=-0.3), 0.1)
-    assert prove(Reporting(shift=-0.05), 0.1) == pytest.approx((0.05, 0.05))
+        check(Reporting(shift=-0.3), 0.1)
+    assert check(Reporting(shift=-0.05), 0.1) == pytest.approx((0.05, 0.05))
 
 
 def test_log_probs_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(EngineMismatch, match="nan nats off"):
-        prove(Reporting(shift=float("nan")), 1e9)
+        check(Reporting(shift=float("nan")), 1e9)
 
 
 def test_prompts_leave_room_for_a_token_in_the_smallest_context() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from rollover.engine.servers import guard
+from rollover.engine.servers import supervisor
 from rollover.engine.servers.launch import free_port
 
 START_S = 900.0
@@ -33,7 +33,7 @@ class RealServer:
         """Begin to start; see ``wait_until_ready``."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", guard.__file__, "20", *self._command],
+                [sys.executable, "-I", supervisor.__file__, "20", *self._command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -19,8 +19,10 @@ from rollover import cli
 from rollover.engine.base import WeightSource
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.engine import SGLangEngine
+from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests import runs
@@ -77,9 +79,10 @@ def config_of(url: str, **settings: Any) -> SGLangConfig:
 
 
 @asynccontextmanager
-async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[SGLangEngine]:
+async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(url, **settings)
-    engine = SGLangEngine(HTTPClient(url, config), config, folder)
+    client, model = HTTPClient(url, config), ModelFolder.read(folder)
+    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model))
     try:
         await engine.open()
         yield engine
@@ -230,8 +233,8 @@ def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, 
             await engine.abort([call.request_id for call in calls])
             ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
             assert set(ended) == {FinishReason.ABORT}
-            async with asyncio.timeout(120):
-                while await engine._server_load():
+            async with client_of(url) as client, asyncio.timeout(120):
+                while await SGLangDialect(client, config_of(url), ModelFolder.read(folders[0])).num_calls():
                     await asyncio.sleep(0.05)
 
     asyncio.run(law())
@@ -386,11 +389,11 @@ def test_quirk_log_probs_are_taken_before_the_distribution_is_cut(url: str, fold
 
 def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tuple[Path, Path]) -> None:
     async def law() -> None:
-        async with opened(url, folders[0]) as engine:
+        async with opened(url, folders[0]) as engine, client_of(url) as client:
             await engine.pause()
             with pytest.raises(EngineError, match="503"):
                 while True:
-                    await engine.client.call("GET", "/health", timeout_s=60)
+                    await client.call("GET", "/health", timeout_s=60)
             await engine.probe(decode=True)
             await engine.resume()
 

@@ -19,9 +19,11 @@ from rollover.clock import SystemClock
 from rollover.engine.base import WeightSource
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine
+from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
 from rollover.errors import EngineError
 from tests import runs
@@ -106,9 +108,10 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
 
 
 @asynccontextmanager
-async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[VLLMEngine]:
+async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(server, **changes)
-    engine = VLLMEngine(HTTPClient(server.url, config), config, folder)
+    client, model = HTTPClient(server.url, config), ModelFolder.read(folder)
+    engine = ServerEngine(client, config, model, VLLMDialect(client, config, model))
     try:
         await engine.open()
         yield engine

@@ -1,6 +1,6 @@
-"""Stopping calls of a server: asked for until each has ended, and never waited for longer than allowed.
+"""Aborting calls of a server: asked for until each has ended, and never waited for longer than allowed.
 
-What it keeps true: only the end of a call proves that it has stopped, whatever the server answers when it is asked; a
+What it keeps true: only the end of a call shows that it has stopped, whatever the server answers when it is asked; a
 call that is not handed over in time ends here, with what it has streamed.
 """
 
@@ -8,86 +8,129 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from rollover.engine.servers.call import GenerationCall
+from rollover.engine.servers.calls import OpenCalls
+from rollover.engine.servers.dialect import Dialect
+from rollover.engine.servers.gate import SendGate
 from rollover.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RESEND_S, _MAX_RESEND_S = 0.05, 1.0
+_SWEEP_S = 0.5
 
 
-class Stopper:
-    """Stops calls of one server.
+class Aborter:
+    """Aborts calls of one server.
 
     Args:
-        ask: to stop some calls by their ids, at least one.
-        ask_all: in a stronger way, to stop every call.
-        open_calls: those that ``ask_all`` stops.
-        end: ends a call from here.
-        timeout_s: how long a server may take; after half of it, all its calls are stopped.
+        server: what messages call it.
+        timeout_s: how long the server may take; after half of it, all its calls are aborted.
+
+    Example: with ``timeout_s=10``, ``await aborter.abort(calls)`` asks by id for 5 s, then aborts every call of the
+    server, and after 10 s ends from here those that are still open.
     """
 
-    def __init__(
-        self,
-        server: object,
-        *,
-        ask: Callable[[Collection[str]], Awaitable[None]],
-        ask_all: Callable[[], Awaitable[None]],
-        open_calls: Callable[[], Collection[GenerationCall]],
-        end: Callable[[GenerationCall], None],
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, server: str, dialect: Dialect, calls: OpenCalls, gate: SendGate, *, timeout_s: float) -> None:
         self._server = server
-        self._ask = ask
-        self._ask_all = ask_all
-        self._open_calls = open_calls
-        self._end = end
+        self._dialect = dialect
+        self._calls = calls
+        self._gate = gate
         self._timeout_s = timeout_s
+        self._sweeping = False
 
-    async def stop(self, calls: Collection[GenerationCall]) -> None:
+    async def abort(self, calls: Collection[GenerationCall]) -> None:
         """Return when each of ``calls`` has ended, after ``timeout_s`` at the latest."""
         for call in calls:
             call.asked_to_stop = True
             if not call.sent:
-                self._end(call)
-        for way in (self.ask_by_id, self.ask_for_all):
+                self._calls.end(call)
+        for way in (self._abort_by_id, self._abort_all):
             if _still_open(calls):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._timeout_s / 2):
                         await way(_still_open(calls))
         if late := _still_open(calls):
             logger.warning(
-                "%r did not hand over %s in %g s (engine.abort_timeout_s): %s with what had come",
+                "%s did not hand over %s in %g s (engine.abort_timeout_s): %s with what had come",
                 self._server,
-                late[0].request.request_id if len(late) == 1 else f"{len(late)} calls",
+                late[0].request_id if len(late) == 1 else f"{len(late)} calls",
                 self._timeout_s,
                 "it ends" if len(late) == 1 else "they end",
             )
             for call in late:
-                self._end(call)
+                self._calls.end(call)
 
-    async def ask_by_id(self, calls: Collection[GenerationCall]) -> None:
-        """A call that is still on its way to the server cannot be stopped there: ask again until all have
-        ended."""
+    async def check(self, call: GenerationCall) -> None:
+        """Abort a running call by its id.
+
+        Raises ``EngineError`` when it goes on: on such a server, work that is stopped would go on and be lost.
+        """
+        half_s = self._timeout_s / 2
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(half_s):
+                await self._abort_by_id([call], one_by_one=True)
+        if not call.ended.is_set():
+            with suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(half_s):
+                    await self._dialect.ask_to_abort_all()
+            self._calls.end(call)
+            raise EngineError(
+                f"{self._server} does not stop a call by its id within {half_s:g} s:"
+                " this version of the server cannot be used for partial rollouts"
+            )
+
+    async def sweep(self) -> None:
+        """See that the server runs no more calls than we have open: one whose connection was closed is decoded for
+        nobody. Its count comes with some delay, so one look is not enough."""
+        if self._sweeping:
+            return
+        self._sweeping = True
+        loop = asyncio.get_running_loop()
+        give_up_s, num_clear = loop.time() + self._timeout_s / 2, 0
+        try:
+            while num_clear < 2 and (num_calls := await self._dialect.num_calls()) is not None:
+                surplus = num_calls > len(self._calls.sent)
+                num_clear = 0 if surplus else num_clear + 1
+                if surplus and loop.time() > give_up_s:
+                    async with self._gate.held():
+                        if not self._calls.sent:
+                            await self._dialect.ask_to_abort_all()
+                await asyncio.sleep(_SWEEP_S)
+        except EngineError:
+            return  # the pool's probes say more about it
+        finally:
+            self._sweeping = False
+
+    async def _abort_by_id(self, calls: Collection[GenerationCall], *, one_by_one: bool = False) -> None:
+        """Ask again until all have ended: a call that is still on its way to the server cannot be aborted there."""
         wait_s = _FIRST_RESEND_S
         while late := _still_open(calls):
             for call in late:
                 call.asked_to_stop = True
             with suppress(EngineError):  # a server that fails ends the calls in its own way, or not at all
-                await self._ask([call.request.request_id for call in late])
+                await self._ask([call.request_id for call in late], one_by_one=one_by_one)
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await _all_ended(late)
             wait_s = min(2 * wait_s, _MAX_RESEND_S)
 
-    async def ask_for_all(self, calls: Collection[GenerationCall]) -> None:
-        for call in self._open_calls():
+    async def _ask(self, request_ids: list[str], *, one_by_one: bool) -> None:
+        if self._dialect.traits.aborts_all_at_once and not one_by_one:
+            async with self._gate.held():
+                if {call.request_id for call in self._calls.sent} <= {*request_ids}:
+                    await self._dialect.ask_to_abort_all()
+                    return
+        await self._dialect.ask_to_abort(request_ids)
+
+    async def _abort_all(self, calls: Collection[GenerationCall]) -> None:
+        for call in self._calls.sent:
             call.asked_to_stop = True
         with suppress(EngineError):
-            await self._ask_all()
+            await self._dialect.ask_to_abort_all()
         await _all_ended(calls)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -20,12 +21,17 @@ from rollover.errors import EngineError
 
 T = TypeVar("T")
 
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MAX_ANSWER_BYTES = 1 << 24
 """No call of ours has a longer answer."""
 _MAX_REFUSAL_BYTES = 1 << 16
 """Of an error page, more is not read."""
 _MAX_SHOWN_CHARS, _MAX_VALUE_CHARS = 600, 120
 _BLANKED = "***"
+
+
+class ServerBusy(EngineError):
+    """A server that answers, by 429 or 503, that it takes no calls now; also one that is paused may say so."""
 
 
 class Answer(BaseModel):
@@ -146,7 +152,8 @@ class Reader:
             )
         said = self.shown(_message(await _head_of(answer))) or "no reason given"
         hint = "; is engine.api_key_env set?" if answer.status_code in (401, 403) and not self._secrets else ""
-        return EngineError(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
+        kind = ServerBusy if answer.status_code in BUSY else EngineError
+        return kind(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
 
     def _location(self, answer: httpx.Response) -> str:
         """Without what a query may hold."""

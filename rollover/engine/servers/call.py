@@ -1,4 +1,4 @@
-"""One open call: its stream of chunks, and what has been decoded of its response."""
+"""One generation call: its stream of chunks, and what has been decoded of its response."""
 
 from __future__ import annotations
 
@@ -18,18 +18,29 @@ _LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one event of a server's stream says."""
+    """What one event of a server's stream adds to a call.
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    Example: ``Delta(token_ids=(17, 4), logprobs=(-0.2, -1.1))`` brings two tokens of the weights in force.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
-    policy_version: int | None = None
-    """Where the server itself says which weights sampled these tokens; else the version in force."""
+    label: str | None = None
+    """Of the weights that sampled these tokens, where the server says so; else they are those in force."""
+    num_held_tokens: int = 0
+    """Tokens that have arrived and are held back until the server says which weights sampled them."""
+    num_cached_tokens: int = 0
+    """Tokens of the call's input that the server had in its cache."""
 
 
 class GenerationCall:
-    """Kept true: the stream gets exactly one last item, a chunk with a finish reason or an exception; every
-    token on it was checked."""
+    """One open call. Its stream gets exactly one last item, a chunk with a finish reason or an exception, and every
+    token on it was checked.
+
+    Example: after ``call.take(Delta(token_ids=(5,), logprobs=(-0.1,)), 3, ...)`` the next item of ``call.stream`` is a
+    ``Chunk`` with token 5 and policy version 3.
+    """
 
     def __init__(self, request: GenerateRequest, patience: Patience, vocab_size: int) -> None:
         self.request = request
@@ -43,24 +54,29 @@ class GenerationCall:
         """Whether anybody here has asked for its end."""
         self.kv_version = -1
         """The version under which it was sent."""
+        self.label = ""
+        """The label of the weights under which it was sent; keys the server's prefix cache."""
         self.response = list(request.response_ids)
         self._vocab_size = vocab_size
         self._num_prefilled_tokens = len(request.response_ids)
 
     @property
-    def num_prompted_tokens(self) -> int:
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_input_tokens(self) -> int:
         """Tokens that were sent to be prefilled."""
         return len(self.request.prompt_ids) + len(self.request.response_ids)
 
-    def send(self, version: int) -> None:
-        self.sent, self.kv_version = True, version
+    def send(self, version: int, label: str) -> None:
+        self.sent, self.kv_version, self.label = True, version, label
 
-    def take(self, delta: Delta, version: int, *, cache_kept: bool, completes: Callable[[], bool]) -> int:
-        """Put a delta on the stream, up to the token after which ``completes`` says that a stop string is
-        complete.
+    def take(self, delta: Delta, version: int, *, kv_kept: bool, completes: Callable[[], bool]) -> int:
+        """Put a delta on the stream, up to the token after which ``completes`` says that a stop string is complete.
 
-        Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; nothing of
-        it is taken.
+        Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is
+        taken then.
         """
         self._check(delta)
         before, reason = len(self.response), delta.finish_reason
@@ -71,7 +87,7 @@ class GenerationCall:
                 break
         count = len(self.response) - before
         if count or reason is not None:
-            kv_version = min(self.kv_version, version) if cache_kept else version
+            kv_version = min(self.kv_version, version) if kv_kept else version
             self._put(delta.token_ids[:count], delta.logprobs[:count], version, kv_version, reason)
         return count
 

@@ -14,17 +14,15 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 import httpx
 
-from rollover.engine.servers.answer import Reader
+from rollover.engine.servers.answer import Reader, ServerBusy
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.sse import EventDecoder
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 
-BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 
 T = TypeVar("T")
@@ -200,7 +198,7 @@ class HTTPClient:
                         yield answer
                         return
                     refusal = await self.reader.refusal(answer, f"POST {path}")
-                if answer.status_code not in BUSY:
+                if not isinstance(refusal, ServerBusy):
                     raise refusal
                 wait_s = max(self._retry_after(answer) or backoff_s, _FIRST_BACKOFF_S)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)

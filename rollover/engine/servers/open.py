@@ -1,4 +1,4 @@
-"""From a config to a pool of servers that have proved themselves: found or started, opened, watched."""
+"""From a config to a pool of servers: found or started, checked, opened, watched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from rollover.clock import Clock
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.pool import EnginePool
@@ -28,7 +30,7 @@ _NOT_THERE = ("No module named", "cannot be started")
 class ServerKind:
     """How servers of one kind are started and spoken to."""
 
-    engine: Callable[[HTTPClient, ServerProcess | None, Ownership], ServerEngine]
+    dialect: Callable[[HTTPClient], Dialect]
     arguments: Callable[[int], list[str]]
     """What the command is given so that it serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
@@ -39,9 +41,9 @@ class ServerKind:
 
 
 async def open_servers(
-    config: ServerConfig, kind: ServerKind, folder: Path, *, run: str, logs: Path, clock: Clock
+    config: ServerConfig, kind: ServerKind, model: ModelFolder, *, run: str, logs: Path, clock: Clock
 ) -> EnginePool:
-    """A pool of the servers of ``config``, all with the weights in ``folder`` as version 0.
+    """A pool of the servers of ``config``, all with the weights of ``model`` as version 0.
 
     Args:
         run: the run's name among all runs, to which the servers belong while the pool is open.
@@ -50,23 +52,21 @@ async def open_servers(
     """
     async with AsyncExitStack() as stack:
         if config.launch:
-            starting = [_start(config, kind, number, run, logs, stack) for number in range(config.num_servers)]
+            starting = [_start(config, kind, model, number, run, logs, stack) for number in range(config.num_servers)]
             engines = await _all(starting)
         else:
-            ownerships = []
+            engines = []
             for url in config.urls:
-                ownerships.append(ownership := Ownership.on_this_machine(url, run))
+                ownership = Ownership.on_this_machine(url, run)
                 stack.callback(ownership.release)
-            engines = [
-                kind.engine(HTTPClient(url, config), None, ownership)
-                for url, ownership in zip(config.urls, ownerships, strict=True)
-            ]
+                client = HTTPClient(url, config)
+                engines.append(ServerEngine(client, config, model, kind.dialect(client), ownership=ownership))
         for engine in engines:
             stack.push_async_callback(engine.close)
         await _all([engine.open() for engine in engines])
         pool = EnginePool(
             engines,
-            folder,
+            model.path,
             clock,
             probe_interval_s=config.health_interval_s,
             max_retry_after_s=config.rejoin_max_interval_s,
@@ -80,7 +80,7 @@ async def open_servers(
 
 
 async def _start(
-    config: ServerConfig, kind: ServerKind, number: int, run: str, logs: Path, stack: AsyncExitStack
+    config: ServerConfig, kind: ServerKind, model: ModelFolder, number: int, run: str, logs: Path, stack: AsyncExitStack
 ) -> ServerEngine:
     port = free_port()
     client = HTTPClient(f"http://127.0.0.1:{port}", config)
@@ -105,7 +105,7 @@ async def _start(
             f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
             f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
         ) from None
-    return kind.engine(client, process, Ownership(run))
+    return ServerEngine(client, config, model, kind.dialect(client), process=process, ownership=Ownership(run))
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

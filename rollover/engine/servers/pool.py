@@ -43,8 +43,8 @@ from rollover.engine.base import (
     WeightSource,
     WeightTarget,
 )
+from rollover.engine.servers.background import in_time, wait_for_any
 from rollover.engine.servers.membership import Health, Membership
-from rollover.engine.servers.timeouts import in_time, wait_for_any
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
 

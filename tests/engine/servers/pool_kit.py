@@ -102,7 +102,7 @@ def scripted_engines(
     engines = []
     for host in servers:
         config = kind.settings(f"http://{host}", **settings)
-        engines.append(kind.Engine(HTTPClient(f"http://{host}", config, transport=transport), config, folder))
+        engines.append(kind.engine_over(HTTPClient(f"http://{host}", config, transport=transport), config, folder))
     return engines
 
 

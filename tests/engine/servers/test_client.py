@@ -19,11 +19,10 @@ from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.sse import EventDecoder
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
-from tests.engine.servers.vllm.kit import make_engine, model_folder, settings
+from tests.engine.servers.vllm.kit import engine_over, model_folder, settings
 from tests.virtual_time import run
 
 SECRET = "sk-very-secret-0123"
@@ -245,19 +244,20 @@ def test_an_engine_works_over_a_real_socket_and_a_dropped_call_is_stopped_there(
     async def main() -> None:
         server = ScriptedVLLM(tick_s=0.002)
         async with serve(server) as port:
-            engine = make_engine(server, folder, f"http://127.0.0.1:{port}")
-            engine.client = HTTPClient(f"http://127.0.0.1:{port}", settings(f"http://127.0.0.1:{port}"))
+            url = f"http://127.0.0.1:{port}"
+            client = HTTPClient(url, settings(url))
+            engine = engine_over(client, settings(url), folder)
             await engine.open()
             calls = [collect(engine, request(f"r{i}", seed=i, max_new_tokens=20)) for i in range(8)]
             assert [len(tokens(chunks)) for chunks in await asyncio.gather(*calls)] == [20] * 8
             stream = engine.generate(request("gone", max_new_tokens=400))
             await anext(stream)
             aborted = server.num_aborted
-            await engine.client.close()
+            await client.close()
             async with asyncio.timeout(20):
                 while server.num_aborted == aborted:
                     await asyncio.sleep(0.01)
-            engine.client = HTTPClient(f"http://127.0.0.1:{port}", settings(f"http://127.0.0.1:{port}"))
+            client._http = HTTPClient(url, settings(url))._http
             await engine.close()
 
     asyncio.run(main())
@@ -276,7 +276,7 @@ def test_error_bodies_of_any_shape_are_told() -> None:
 def test_each_url_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
     each = settings(urls=("http://a:1", "http://b:2/"), max_running=(8, 32))
     folder = model_folder(tmp_path / "model")
-    engines = [VLLMEngine(HTTPClient(url, each), each, folder) for url in each.urls]
+    engines = [engine_over(HTTPClient(url, each), each, folder) for url in each.urls]
     assert [engine.capabilities.max_running for engine in engines] == [8, 32]
 
 

@@ -38,8 +38,7 @@ def folder(tmp_path: Path) -> Path:
 async def engine_of(
     kind: ModuleType, server: ScriptedServer, folder: Path, ownership: Ownership
 ) -> AsyncIterator[ServerEngine]:
-    engine = kind.make_engine(server, folder)
-    engine._served.ownership = ownership
+    engine = kind.make_engine(server, folder, ownership=ownership)
     try:
         yield engine
     finally:
@@ -217,9 +216,10 @@ def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checks
         record = ChecksumRecord()
         one, two = ScriptedVLLM(), ScriptedVLLM()
         two.checksums = (lambda weights: "rounded to bfloat16") if spoil else one.checksums
-        engines = [vllm_kit.make_engine(server, folder, f"http://{n}") for n, server in (("one", one), ("two", two))]
-        for engine in engines:
-            engine._checksums = record
+        engines = [
+            vllm_kit.make_engine(server, folder, f"http://{n}", checksums=record)
+            for n, server in (("one", one), ("two", two))
+        ]
         try:
             await engines[0].open()
             await engines[1].open()

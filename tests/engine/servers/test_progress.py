@@ -77,7 +77,7 @@ def test_a_stop_without_a_token_is_no_stop(kind: ModuleType, tmp_path: Path, sto
     async def main() -> None:
         server = kind.Server()
         async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
-            engine._stop_strings = type("Never", (), {"complete": lambda *_: False})()
+            engine._calls._stop_strings = type("Never", (), {"complete": lambda *_: False})()
             server.mangle = lambda _: EVENT[kind]("stop", 0)
             asked = request("a", stop_token_ids=(1,), stop_strings=stop_strings)
             with pytest.raises(EngineError, match="stopped before its first token"):

@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rollover.engine.servers.broadcast import TorchGroup, address_towards, buckets, together
+from rollover.engine.servers.process_groups import NCCLGroup, TorchGroup, address_towards
 from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.weights import SGLangWeights
+from rollover.engine.servers.transfer import buckets, together
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
-from rollover.engine.servers.vllm.transfer import NCCLGroup
+from rollover.engine.servers.vllm.weights import VLLMWeights
 from rollover.errors import EngineError, EngineTimeout
 from tests.engine.contract import FullEngine, collect, request
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
@@ -80,13 +82,14 @@ def engine_before(
     kit: Any = vllm_kit if isinstance(server, ScriptedVLLM) else sglang_kit
     engine = kit.make_engine(server, folder, weight_transfer="nccl", **changes)
 
-    def open_group(num_workers: int) -> Meeting:
+    def open_group(self: object, num_workers: int) -> Meeting:
         assert num_workers == 2
         server.group = Meeting()  # type: ignore[attr-defined]
         meetings.append(server.group)  # type: ignore[attr-defined]
         return meetings[-1]
 
-    monkeypatch.setattr(engine, "_open_group", open_group)
+    for endpoint in (VLLMWeights, SGLangWeights):
+        monkeypatch.setattr(endpoint, "open_group", open_group)
     return engine
 
 
@@ -183,9 +186,7 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedSGLang(), list[Meeting]()
-    monkeypatch.setattr(
-        "rollover.engine.servers.sglang.transfer.buckets", lambda folder: buckets(folder, limit_bytes=1)
-    )
+    monkeypatch.setattr("rollover.engine.servers.sglang.weights.buckets", lambda folder: buckets(folder, limit_bytes=1))
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)

@@ -11,7 +11,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.engine import SGLangEngine
+from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.router import worker_urls
 from rollover.errors import EngineError
 
@@ -26,16 +26,15 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Pat
                 " give one number for all, or the servers' own urls"
             )
         config = replace(config, urls=workers)
+    model = ModelFolder.read(folder)
     kind = ServerKind(
-        engine=lambda client, process, ownership: SGLangEngine(
-            client, config, folder, process=process, ownership=ownership
-        ),
+        dialect=lambda client: SGLangDialect(client, config, model),
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
         health_path="/health",
         program="SGLang",
     )
-    return await open_servers(config, kind, folder, run=run, logs=logs, clock=clock)
+    return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)
 
 
 async def _workers(config: SGLangConfig) -> tuple[str, ...]:

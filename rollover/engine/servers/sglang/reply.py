@@ -29,7 +29,6 @@ class Reply:
 
     Args:
         label: of the weights in force when the call was sent.
-        version_of: what a label means; ``None`` for weights that are none of ours.
         incremental: events carry new tokens only.
         shown: makes a text of the server's fit for a message.
     """
@@ -39,13 +38,11 @@ class Reply:
         request: GenerateRequest,
         *,
         label: str,
-        version_of: Callable[[str], int | None],
         incremental: bool,
         shown: Callable[[str], str] = str,
     ) -> None:
         self._request = request
         self._label = label
-        self._version_of = version_of
         self._shown = shown
         self._incremental = incremental
         self._held: list[tuple[int, float]] = []
@@ -59,7 +56,7 @@ class Reply:
         return self._num_labelled + len(self._held)
 
     def read(self, event: Generation, *, certain: bool) -> list[Delta]:
-        """What an event adds, with the label as ``policy_version``.
+        """What an event adds, with the label of the weights that sampled it.
 
         Args:
             certain: no other weights can have sampled what has come until now; else it is held until the last event.
@@ -113,19 +110,11 @@ class Reply:
                 token_ids=tuple(token for token, _ in tokens),
                 logprobs=tuple(logprob for _, logprob in tokens),
                 finish_reason=reason if number == len(pieces) else None,
-                policy_version=self._version(version),
+                label=label,
             )
-            for number, (version, tokens) in enumerate(pieces, 1)
+            for number, (label, tokens) in enumerate(pieces, 1)
         ]
         return deltas or ([] if reason is None else [Delta(token_ids=(), logprobs=(), finish_reason=reason)])
-
-    def _version(self, label: str) -> int:
-        if (version := self._version_of(label)) is None:
-            raise EngineError(
-                f"{self._name}: its tokens were sampled by weights {self._shown(label)!r}, which are none of ours:"
-                " somebody else changes the server's weights, or it has been restarted"
-            )
-        return version
 
     def _refuse_failure(self, reason: ReportedEnd) -> None:
         """A rejection or an inner error also has the type ``abort``; a status or an error type tells it apart."""

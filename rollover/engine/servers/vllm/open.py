@@ -12,7 +12,7 @@ from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.checksums import ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine
+from rollover.engine.servers.vllm.dialect import VLLMDialect
 
 SERVED_NAME = "policy"
 _MAX_CPU_CACHE_SHARE = 0.4
@@ -22,17 +22,15 @@ _GIB = 2**30
 
 async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
     """See ``open_servers``."""
-    checksums = ChecksumRecord()
+    checksums, model = ChecksumRecord(), ModelFolder.read(folder)
     kind = ServerKind(
-        engine=lambda client, process, ownership: VLLMEngine(
-            client, config, folder, process=process, ownership=ownership, checksums=checksums
-        ),
+        dialect=lambda client: VLLMDialect(client, config, model, checksums),
         arguments=lambda port: launch_arguments(config, folder, port),
         env=launch_environment(config, folder),
         health_path="/health",
         program="vLLM",
     )
-    return await open_servers(config, kind, folder, run=run, logs=logs, clock=clock)
+    return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)
 
 
 def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:

@@ -9,29 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.engine import SGLangEngine
+from rollover.engine.servers.sglang.dialect import SGLangDialect
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm.kit import RUN
 
 Server = ScriptedSGLang
-Engine = SGLangEngine
 
 
 def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:
     return replace(SGLangConfig(urls=(url,), stream_interval_tokens=1), **changes)
 
 
-def make_engine(server: ScriptedServer, folder: Path, url: str = "http://one", **changes: Any) -> SGLangEngine:
+def engine_over(
+    client: HTTPClient, config: SGLangConfig, folder: Path, ownership: Ownership | None = None
+) -> ServerEngine:
+    model = ModelFolder.read(folder)
+    return ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=ownership)
+
+
+def make_engine(
+    server: ScriptedServer,
+    folder: Path,
+    url: str = "http://one",
+    *,
+    ownership: Ownership | None = None,
+    **changes: Any,
+) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return SGLangEngine(client, config, folder, ownership=Ownership(RUN))
+    return engine_over(client, config, folder, ownership or Ownership(RUN))
 
 
 @asynccontextmanager
-async def opened(server: ScriptedServer, folder: Path, **changes: Any) -> AsyncIterator[SGLangEngine]:
+async def opened(server: ScriptedServer, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
     engine = make_engine(server, folder, **changes)
     try:
         await engine.open()

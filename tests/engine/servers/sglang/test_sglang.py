@@ -12,8 +12,8 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.engine import SGLangEngine
 from rollover.engine.servers.sglang.open import launch_arguments, open_sglang
 from rollover.engine.servers.sglang.router import worker_urls
 from rollover.errors import EngineError
@@ -25,7 +25,7 @@ from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm.kit import label, model_folder
 from tests.virtual_time import run
 
-Law = Callable[[SGLangEngine, ScriptedSGLang], Awaitable[None]]
+Law = Callable[[ServerEngine, ScriptedSGLang], Awaitable[None]]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def absent_from(weights: Path) -> int:
     return next(t for t in range(64) if t not in scripted(6, 20, weights))
 
 
-async def update(engine: SGLangEngine, version: int, weights: Path) -> None:
+async def update(engine: ServerEngine, version: int, weights: Path) -> None:
     await engine.pause()
     try:
         await engine.load(version, weights)
@@ -76,7 +76,7 @@ async def update(engine: SGLangEngine, version: int, weights: Path) -> None:
 
 
 def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=6))
         assert tokens(chunks) == scripted(6, 20, folder)
         assert [p for c in chunks for p in c.logprobs] == [logprob_at(3, i, str(folder)) for i in range(20)]
@@ -85,7 +85,7 @@ def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
 
 
 def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", temperature=0.25, stop_token_ids=(1, 2)))
         await collect(engine, request("b", temperature=0.0, top_p=0.5, top_k=7))
 
@@ -100,7 +100,7 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
 
 
 def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", max_new_tokens=50))
         await collect(engine, request("a", call=1, max_new_tokens=50, response_ids=tuple(range(30))))
 
@@ -111,7 +111,7 @@ def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None
 
 
 def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         calls = [
             asyncio.create_task(collect(engine, request(n, max_new_tokens=LONG)))
             for n in ("g1", "g10", "g1#0", "g1#01")
@@ -137,7 +137,7 @@ def test_an_id_is_never_used_again_so_a_late_abort_of_its_first_owner_hits_nobod
 
 
 def test_truncated_sampling_whose_log_probs_would_be_wrong_is_refused(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         for cut in ({"top_p": 0.9}, {"top_k": 5}):
             with pytest.raises(EngineError, match=r"use rollout\.top_p = 1 and rollout\.top_k = 0"):
                 await collect(engine, request("a", **cut))
@@ -163,7 +163,7 @@ def test_a_key_never_reaches_a_command_line() -> None:
 def test_an_end_token_of_the_servers_own_is_an_error_when_there_are_stop_tokens_and_none_otherwise(
     folder: Path,
 ) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         server.eos = token_at(3, 2, str(folder))
         assert len(tokens(await collect(engine, request("a", seed=6, max_new_tokens=20)))) == 20
         with pytest.raises(EngineError, match=rf"stopped at {server.eos}, which was not asked for"):
@@ -173,7 +173,7 @@ def test_an_end_token_of_the_servers_own_is_an_error_when_there_are_stop_tokens_
 
 
 def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         server.nan_at = 4
         with pytest.raises(EngineError, match="stopped at 'NaN happened'"):
             await collect(engine, request("a", seed=6, stop_token_ids=(absent_from(folder),)))
@@ -184,7 +184,7 @@ def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
 def test_a_rejection_inside_the_stream_is_no_partial(folder: Path) -> None:
     server = ScriptedSGLang()
 
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         server.max_req_input_len = 2
         with pytest.raises(EngineError, match="ended it with 400: too long"):
             await collect(engine, request("a"))
@@ -195,7 +195,7 @@ def test_a_rejection_inside_the_stream_is_no_partial(folder: Path) -> None:
 
 @pytest.mark.parametrize("hidden", ["stop", "length"])
 def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: Path, hidden: str) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         ids = scripted(6, 20, folder)
         at = next(i for i in range(3, 20) if ids[i] not in ids[:i])
         stop = {"stop_token_ids": (ids[at],)} if hidden == "stop" else {"max_new_tokens": at + 1}
@@ -213,7 +213,7 @@ def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: P
 
 
 def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(5)]
         await asyncio.sleep(0.2)
         await engine.abort([f"r{i}#0" for i in range(1, 5)])
@@ -226,7 +226,7 @@ def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_running_call_taken_off_the_batch_and_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
         await asyncio.sleep(0.3)
         await engine.pause()
@@ -241,7 +241,7 @@ def test_a_running_call_taken_off_the_batch_and_aborted_keeps_each_token_once(fo
 
 
 def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         calls = [asyncio.create_task(collect(engine, request(n, max_new_tokens=400))) for n in "ab"]
         server.tick_s = 1.0
         await asyncio.sleep(2.5)
@@ -255,7 +255,7 @@ def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folde
 
 
 def test_all_calls_are_stopped_by_one_request(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(50)]
         await asyncio.sleep(0.2)
         await engine.abort([f"r{i}#0" for i in range(50)])
@@ -265,7 +265,7 @@ def test_all_calls_are_stopped_by_one_request(folder: Path) -> None:
 
 
 def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         stream = engine.generate(request("a", max_new_tokens=LONG))
         await anext(stream)
         slow, arrived = server._post_abort_request, asyncio.Event()
@@ -289,12 +289,13 @@ def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folde
 def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
     """A call that is not ours, of a run that has gone, say; the server's load tells of it."""
 
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
-        nobodys = engine._body(engine._admit(request("z", max_new_tokens=400)))
-        stream = (await server._post_generate({}, {**nobodys, "rid": "z"})).stream
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+        await collect(engine, request("z", max_new_tokens=1))
+        body = bodies(server, "/generate")[-1]
+        nobodys = {**body, "rid": "z", "sampling_params": {**body["sampling_params"], "max_new_tokens": 400}}
+        stream = (await server._post_generate({}, nobodys)).stream
         assert stream is not None
         await anext(stream)
-        engine._calls.clear()
         other = asyncio.create_task(collect(engine, request("b", max_new_tokens=30)))
         call = engine.generate(request("a", max_new_tokens=LONG))
         await anext(call)
@@ -316,7 +317,7 @@ def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
 def test_weights_are_replaced_under_running_calls_and_abort_none(
     folder: Path, new: Path, kv_on_update: str, mode: str, flushes: bool
 ) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await update(engine, 7, new)
@@ -344,7 +345,7 @@ def test_each_token_has_the_version_that_the_server_says_sampled_it(
     """Also where tokens are late, and where a chunk holds tokens of both versions."""
     weights = [folder, *(model_folder(tmp_path / f"w{i}") for i in (1, 2, 3))]
 
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         server.network_delay_s = 0.13
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
         for version in (1, 2, 3):
@@ -363,7 +364,7 @@ def test_each_token_has_the_version_that_the_server_says_sampled_it(
 
 
 def test_tokens_that_came_before_an_update_are_not_held_back(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         stream = engine.generate(request("a", max_new_tokens=LONG))
         assert [len((await anext(stream)).token_ids) for _ in range(5)] == [1] * 5
         await stream.aclose()  # type: ignore[attr-defined]
@@ -372,7 +373,7 @@ def test_tokens_that_came_before_an_update_are_not_held_back(folder: Path) -> No
 
 
 def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -386,7 +387,7 @@ def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -
 
 
 def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         replace, refused = server._post_update_weights_from_disk, []
 
         async def half(query: dict[str, str], body: Any) -> Answer:
@@ -411,7 +412,7 @@ def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: 
 
 
 def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         server.update_error = "out of memory"
         with pytest.raises(EngineError, match="out of memory"):
             await update(engine, 1, new)
@@ -427,7 +428,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Pat
 
 
 def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.1)
         await update(engine, 1, new)
@@ -451,7 +452,7 @@ def test_the_first_weights_flush_what_another_run_has_cached(folder: Path) -> No
 
 
 def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         other = {"model_path": str(new), "weight_version": "theirs", "flush_cache": False}
@@ -465,19 +466,24 @@ def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
 
 
 def test_a_paused_server_is_well(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await engine.pause()
         with pytest.raises(EngineError, match="503"):
-            await engine.client.call("GET", "/health")
+            await engine._client.call("GET", "/health")
         await engine.probe(decode=True)
+        server.answer_once("/server_info", Answer(503, {"error": "paused"}))
+        await engine.probe()
         await engine.resume()
         await engine.probe(decode=True)
+        server.answer_once("/server_info", Answer(503, {"error": "overloaded"}))
+        with pytest.raises(EngineError, match="with 503: overloaded"):
+            await engine.probe()
 
     check(folder, law)
 
 
 def test_a_server_that_another_run_left_paused_is_woken(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         assert len(tokens(await collect(engine, request("a")))) == 12
 
     server = ScriptedSGLang()
@@ -517,7 +523,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(fold
 
 
 def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folder: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         limit = engine.capabilities.max_context_tokens
         assert limit == CONTEXT - 6
         head = tuple(1 for _ in range(limit - 4))
@@ -528,7 +534,7 @@ def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folde
 
 
 def test_what_was_cached_is_not_counted_as_prefilled_and_what_is_recomputed_is(folder: Path, new: Path) -> None:
-    async def law(engine: SGLangEngine, server: ScriptedSGLang) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))

@@ -13,14 +13,16 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.vllm.checksums import ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine
+from rollover.engine.servers.vllm.dialect import VLLMDialect
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"
 Server = ScriptedVLLM
-Engine = VLLMEngine
 
 
 def label(version: int, run: str = RUN) -> str:
@@ -53,15 +55,33 @@ def settings(url: str = "http://one", **changes: Any) -> VLLMConfig:
     return replace(VLLMConfig(urls=(url,), stream_interval_tokens=1), **changes)
 
 
-def make_engine(server: ScriptedVLLM, folder: Path, url: str = "http://one", **changes: Any) -> VLLMEngine:
+def engine_over(
+    client: HTTPClient,
+    config: VLLMConfig,
+    folder: Path,
+    ownership: Ownership | None = None,
+    checksums: ChecksumRecord | None = None,
+) -> ServerEngine:
+    model = ModelFolder.read(folder)
+    return ServerEngine(client, config, model, VLLMDialect(client, config, model, checksums), ownership=ownership)
+
+
+def make_engine(
+    server: ScriptedVLLM,
+    folder: Path,
+    url: str = "http://one",
+    *,
+    ownership: Ownership | None = None,
+    checksums: ChecksumRecord | None = None,
+    **changes: Any,
+) -> ServerEngine:
     config = settings(url, **changes)
-    host = url.removeprefix("http://")
-    client = HTTPClient(url, config, transport=ScriptedTransport({host: server}))
-    return VLLMEngine(client, config, folder, ownership=Ownership(RUN))
+    client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
+    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums)
 
 
 @asynccontextmanager
-async def opened(server: ScriptedVLLM, folder: Path, **changes: Any) -> AsyncIterator[VLLMEngine]:
+async def opened(server: ScriptedVLLM, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
     engine = make_engine(server, folder, **changes)
     try:
         await engine.open()

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts
+from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.engine import VLLMEngine, call_seed
+from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
@@ -24,7 +25,7 @@ from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedVLLM, 
 from tests.engine.servers.vllm.kit import label, make_engine, model_folder, opened
 from tests.virtual_time import run
 
-Law = Callable[[VLLMEngine, ScriptedVLLM], Awaitable[None]]
+Law = Callable[[ServerEngine, ScriptedVLLM], Awaitable[None]]
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def scripted(seed: int, count: int, weights: str, start: int = 0) -> tuple[int, 
 
 
 def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
         seed = call_seed(3, 0)
         assert tokens(chunks) == scripted(seed, 20, str(folder))
@@ -68,7 +69,7 @@ def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
 
 
 def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a", top_p=0.5, top_k=7, temperature=0.25, stop_token_ids=(1, 2)))
 
     (body,) = bodies(check(folder, law), "/v1/completions")
@@ -80,7 +81,7 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
 
 
 def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a", max_new_tokens=50, seed=3))
         await collect(engine, request("a", call=1, max_new_tokens=50, seed=3, response_ids=tuple(range(30))))
 
@@ -116,7 +117,7 @@ def test_calls_carry_no_seed_where_that_would_kill_the_server(
 
 
 def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.eos = token_at(call_seed(3, 0), 2, str(folder))
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (20, FinishReason.LENGTH)
@@ -158,7 +159,7 @@ def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: 
 
 
 def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         stream = engine.generate(request("a", max_new_tokens=LONG))
         await anext(stream)
         await engine.abort(["a#0"])
@@ -169,7 +170,7 @@ def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> N
 
 
 def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG)))
         await asyncio.sleep(0.1)
         await engine.abort([])
@@ -181,7 +182,7 @@ def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -
 
 
 def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         held = asyncio.Event()
         stream = server._stream
 
@@ -220,7 +221,7 @@ def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Pat
 
 
 def test_an_abort_that_is_ignored_becomes_a_pause_that_stops_all_and_the_server_goes_on(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.aborts_by_id = False
         calls = [
             asyncio.create_task(collect(engine, request(n, max_new_tokens=400, seed=i))) for i, n in enumerate("ab")
@@ -237,7 +238,7 @@ def test_an_abort_that_is_ignored_becomes_a_pause_that_stops_all_and_the_server_
 
 
 def test_a_hung_server_cannot_hold_up_an_abort_and_what_it_has_streamed_is_kept(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.2)
         server.freeze()
@@ -255,7 +256,7 @@ def test_a_hung_server_cannot_hold_up_an_abort_and_what_it_has_streamed_is_kept(
 
 
 def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.network_delay_s = 0.5
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=3)))
         await asyncio.sleep(0.2)
@@ -268,7 +269,7 @@ def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
 
 
 def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         calls = [
             asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8 if i % 2 else LONG)))
             for i in range(1000)
@@ -322,7 +323,7 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
 def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
     folder: Path, mangle: Callable[[bytes], bytes], message: str
 ) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.mangle = mangle
         with pytest.raises(EngineError, match=message):
             await collect(engine, request("a"))
@@ -332,7 +333,7 @@ def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
 
 
 def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.mangle = spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13})
         with pytest.raises(EngineError, match="13 tokens were decoded, asked for at most 12"):
             await collect(engine, request("a"))
@@ -341,7 +342,7 @@ def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
 
 
 def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.mangle = lambda event: b"data: [DONE]\n\n" if b'"length"' in event else event
         with pytest.raises(EngineError, match=r"the stream of a#0 ended without a finish reason"):
             await collect(engine, request("a"))
@@ -350,7 +351,7 @@ def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
 
 
 def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         stream = engine.generate(request("a", max_new_tokens=LONG, seed=3))
         head = [await anext(stream) for _ in range(30)]
         server.kill()
@@ -365,7 +366,7 @@ def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
 
 
 def test_the_clock_of_a_frozen_call_stands_still_while_the_server_is_paused(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -394,7 +395,7 @@ class Spelling:
 
 
 def spelling(server: ScriptedVLLM, seed: int, folder: Path, places: dict[int, str]) -> Spelling:
-    """The tokens at some places of a generation call spell something, all others nothing."""
+    """The tokens at some places of a call spell something, all others nothing."""
     ids = scripted(seed, 60, str(folder))
     text = {ids[i]: s for i, s in places.items()}
     assert sum(t in text for t in ids) == len(places), "the tokens stand nowhere else"
@@ -411,11 +412,11 @@ def unique_seed(folder: Path, call: int, places: tuple[int, ...]) -> int:
 
 
 def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         seed = unique_seed(folder, 0, (4, 5))
-        engine._stop_strings = spelling(server, call_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
+        engine._calls._stop_strings = spelling(server, call_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
         for interval, name in ((1, "a"), (16, "b")):
-            engine._settings = _with_interval(engine._settings, interval)
+            engine._dialect._config = _with_interval(engine._dialect._config, interval)
             chunks = await collect(engine, request(name, max_new_tokens=60, seed=seed, stop_strings=("<end>",)))
             assert_wellformed(chunks)
             assert tokens(chunks) == scripted(call_seed(seed, 0), 6, str(folder))
@@ -426,10 +427,10 @@ def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: P
 
 
 def test_a_stop_string_over_the_cut_is_seen_here_and_the_call_is_stopped_there(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         seed = unique_seed(folder, 3, (1,))
         speller = spelling(server, call_seed(seed, 3), folder, {1: "nd>"})
-        engine._stop_strings = Spelling({**speller.text, 63: "<e"})  # type: ignore[assignment]
+        engine._calls._stop_strings = Spelling({**speller.text, 63: "<e"})  # type: ignore[assignment]
         resumed = request("a", call=1, max_new_tokens=60, seed=seed, response_ids=(0, 1, 63), stop_strings=("<end>",))
         if 63 in scripted(call_seed(seed, 3), 2, str(folder)):
             pytest.skip("the script happens to spell it twice")
@@ -462,7 +463,7 @@ def update_calls(server: ScriptedVLLM) -> list[str]:
 def test_weights_are_replaced_in_the_order_that_leaves_no_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.pause()
         await engine.load(7, new)
         await engine.resume()
@@ -484,7 +485,7 @@ def test_weights_are_replaced_in_the_order_that_leaves_no_stale_cache_or_label(f
 def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.held_resets = 4
         await engine.pause()
         await engine.load(1, new)
@@ -501,7 +502,7 @@ def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_pa
 def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a"))
         await engine.pause()
         await engine.load(1, new)
@@ -515,7 +516,7 @@ def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path
 def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -531,7 +532,7 @@ def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path
 def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.network_delay_s = 0.2
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.5)
@@ -556,7 +557,7 @@ def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folde
 def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.pause()
         server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*no such folder"):
@@ -571,7 +572,7 @@ def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Pat
 def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.pause()
         server.reload_error = "out of memory"
         with pytest.raises(EngineError, match="out of memory"):
@@ -593,7 +594,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path
 
 
 def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a"))
         server.restart()
         await asyncio.sleep(5.0)
@@ -607,7 +608,7 @@ def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) 
 
 
 def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await asyncio.sleep(5.0)
         await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(50)))
         assert len(bodies(server, "/weight_info")) == 1
@@ -620,7 +621,7 @@ def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folde
 
 
 def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.probe()
         server.restart()
         with pytest.raises(EngineError, match="restarted"):
@@ -630,7 +631,7 @@ def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> Non
 
 
 def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.probe(decode=True)
         server.paused = True
         with pytest.raises(EngineError, match="is paused, and not by us"):
@@ -652,7 +653,7 @@ def test_log_probs_are_proved_before_training(folder: Path) -> None:
         logits_PV[number, [token, (token + 1) % 64]] = p, np.log(-np.expm1(p))
     reference = Reference(version=0, prompts=prompts, logits_PV=logits_PV)
 
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.raw_logprobs = True
         with pytest.raises(EngineMismatch, match="--logprobs-mode processed_logprobs"):
             await check_logprobs(engine, reference, tolerance=1e9, remedy="")
@@ -723,7 +724,7 @@ def test_a_server_is_given_our_weights_before_the_first_call(folder: Path) -> No
 
 
 def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
-    async def law(engine: VLLMEngine, server: ScriptedVLLM) -> None:
+    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))

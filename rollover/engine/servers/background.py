@@ -1,4 +1,4 @@
-"""Waiting with an end: for one of several events, and for work that may take too long."""
+"""Work beside the caller: tasks that somebody keeps, and waits that come to an end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,30 @@ from rollover.clock import Clock
 from rollover.errors import EngineTimeout
 
 
+class BackgroundTasks:
+    """Tasks that nobody awaits, kept until they are done.
+
+    Example: ``tasks.start(work())`` returns at once; ``await tasks.cancel()`` ends what is left.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> None:
-    """Until one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
+    """Return when one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
     timer = asyncio.create_task(_passed(clock, limit_s))
     waiting = [timer, *(asyncio.create_task(_is_set(event)) for event in events)]
     try:

@@ -1,0 +1,206 @@
+"""The generation calls of one server: checked, sent, read to their end, and counted.
+
+::
+
+    start ──▶ a reader task for each call ──▶ the gate ──▶ dialect.decode ──▶ call.stream
+
+What it keeps true: a request id is used once; every call ends, whatever the server does; a token is labelled with the
+version of the weights that sampled it; a call that the server ends and nobody asked to end is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from contextlib import aclosing, suppress
+from dataclasses import replace
+
+from rollover.engine.base import EngineStats, GenerateRequest
+from rollover.engine.servers.background import BackgroundTasks
+from rollover.engine.servers.call import Delta, GenerationCall
+from rollover.engine.servers.client import Patience
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.dialect import Dialect
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.gate import SendGate
+from rollover.engine.servers.served_weights import ServedWeights
+from rollover.engine.stop_strings import StopStrings
+from rollover.errors import EngineError, EngineTimeout
+from rollover.types import FinishReason
+
+
+class OpenCalls:
+    """All calls of a server that have not ended, and the totals of all that were ever sent.
+
+    Args:
+        server: what messages call it.
+
+    Example: after ``call = calls.start(request)`` the first chunk is ``await call.stream.get()``.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        dialect: Dialect,
+        gate: SendGate,
+        served: ServedWeights,
+        model: ModelFolder,
+        config: ServerConfig,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self.max_context_tokens = model.max_context_tokens
+        self._server = server
+        self._dialect = dialect
+        self._gate = gate
+        self._served = served
+        self._model = model
+        self._config = config
+        self._tasks = tasks
+        self._open: dict[str, GenerationCall] = {}
+        self._used_ids: set[str] = set()
+        self._stop_strings: StopStrings | None = None
+        self._last_token_s = 0.0
+        self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
+
+    @property
+    def sent(self) -> list[GenerationCall]:
+        """Open calls that the server may know of."""
+        return [call for call in self._open.values() if call.sent]
+
+    def named(self, request_ids: Collection[str]) -> list[GenerationCall]:
+        """Those of some calls that are open."""
+        return [call for request_id in request_ids if (call := self._open.get(request_id)) is not None]
+
+    def start(self, request: GenerateRequest) -> GenerationCall:
+        """Open a call and send it as soon as the gate allows. Raises ``EngineError`` for a request that cannot run."""
+        self._check(request)
+        if request.params.stop_strings and self._stop_strings is None:
+            self._stop_strings = StopStrings(self._model.path)
+        patience = Patience(first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s)
+        call = GenerationCall(request, patience, self._model.vocab_size)
+        self._used_ids.add(request.request_id)
+        self._open[request.request_id] = call
+        call.reader = self._tasks.start(self._read(call))
+        return call
+
+    def end(self, call: GenerationCall) -> None:
+        """End a call from here as aborted; nothing more of its stream is read."""
+        call.end(FinishReason.ABORT, self._served.version)
+        self._open.pop(call.request_id, None)
+        if call.reader is not None:
+            call.reader.cancel()
+
+    def end_all(self) -> list[GenerationCall]:
+        """End every call from here. Returns those that the server may still decode."""
+        sent = self.sent
+        for call in list(self._open.values()):
+            self.end(call)
+        return sent
+
+    async def wait_for_silence(self) -> None:
+        """Return when no token has arrived for ``Traits.silence_s``. Raises ``EngineTimeout`` when they go on."""
+        loop = asyncio.get_running_loop()
+        frozen_s, limit_s, silence_s = loop.time(), self._config.control_timeout_s, self._dialect.traits.silence_s
+        while (left_s := max(frozen_s, self._last_token_s) + silence_s - loop.time()) > 0:
+            if loop.time() - frozen_s > limit_s:
+                raise EngineTimeout(f"{self._server} goes on sampling {limit_s:g} s after it was paused")
+            await asyncio.sleep(left_s)
+
+    # -- totals ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Report what is seen from here: a call in the server's own queue counts as running. Prefilled tokens are those
+        sent, less those that the server says it had cached."""
+        num_running = len(self.sent)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=len(self._open) - num_running,
+            policy_version=self._served.version,
+            decoded_tokens=self._decoded_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            reprefilled_tokens=self._reprefilled_tokens,
+        )
+
+    def count_from_zero(self) -> None:
+        self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
+
+    def count_lost_kv(self) -> None:
+        """Count that the server computes the cache of all running calls again."""
+        lost = sum(len(call.request.prompt_ids) + len(call.response) for call in self.sent)
+        self._prefilled_tokens += lost
+        self._reprefilled_tokens += lost
+
+    def _count_cached(self, call: GenerationCall, num_cached_tokens: int) -> None:
+        cached = min(num_cached_tokens, call.num_input_tokens)
+        self._prefilled_tokens -= cached
+        self._reprefilled_tokens -= max(0, cached - len(call.request.prompt_ids))
+
+    # -- one call --------------------------------------------------------------------------------------------
+
+    def _check(self, request: GenerateRequest) -> None:
+        name, params = request.request_id, request.params
+        self._dialect.check_request(request)
+        if name in self._used_ids:
+            raise EngineError(f"request id {name!r} was used before; each generation call needs its own")
+        if len(request.response_ids) >= params.max_new_tokens:
+            raise EngineError(
+                f"{name}: its response has {len(request.response_ids)} tokens already, of at most"
+                f" {params.max_new_tokens}"
+            )
+        size = len(request.prompt_ids) + params.max_new_tokens
+        if size > self.max_context_tokens:
+            raise EngineError(
+                f"{name}: prompt and response may reach {size} tokens, but {self._server} takes"
+                f" {self.max_context_tokens}; start it with a longer context"
+            )
+
+    async def _read(self, call: GenerationCall) -> None:
+        """Send a call and read it to its end; after a stop string that only we have seen, to the server's end of it."""
+        try:
+            await self._gate.passed()
+            call.send(self._served.version, self._served.label)
+            self._prefilled_tokens += call.num_input_tokens
+            self._reprefilled_tokens += len(call.request.response_ids)
+            async with aclosing(self._dialect.decode(call)) as deltas:
+                async for delta in deltas:
+                    self._count_cached(call, delta.num_cached_tokens)
+                    if not call.ended.is_set():
+                        self._take(call, delta)
+            if not call.ended.is_set():
+                raise EngineError(f"{self._server}: the stream of {call.request_id} ended without a finish reason")
+        except Exception as e:
+            call.fail(e)
+        finally:
+            self._open.pop(call.request_id, None)
+
+    def _take(self, call: GenerationCall, delta: Delta) -> None:
+        stops = call.request.params.stop_strings
+
+        def completes() -> bool:
+            return bool(stops) and self._stop_strings is not None and self._stop_strings.complete(call.response, stops)
+
+        version = self._served.version_of(delta.label, call.request_id)
+        unasked = delta.finish_reason is FinishReason.ABORT and not call.asked_to_stop
+        delta = replace(delta, finish_reason=None) if unasked else delta
+        keeps_kv = self._dialect.traits.keeps_kv
+        self._decoded_tokens += call.take(delta, version, kv_kept=keeps_kv, completes=completes)
+        if delta.token_ids or delta.num_held_tokens:
+            self._last_token_s = asyncio.get_running_loop().time()
+            call.patience.heard()
+        if unasked and not call.ended.is_set():
+            raise EngineError(
+                f"{self._server} stopped {call.request_id} after {len(call.response)} tokens, which nobody asked for"
+            )
+        if call.ended.is_set():
+            self._open.pop(call.request_id, None)
+            if delta.finish_reason is None:  # the server does not know yet
+                self._tasks.start(self._end_in_server(call))
+
+    async def _end_in_server(self, call: GenerationCall) -> None:
+        """Abort in the server a call that has ended here."""
+        assert call.reader is not None
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(self._config.abort_timeout_s):
+                await self._dialect.ask_to_abort([call.request_id])
+                await asyncio.wait([call.reader])
+        call.reader.cancel()

@@ -1,0 +1,109 @@
+"""The calls in which kinds of servers differ: ``vllm/dialect.py`` and ``sglang/dialect.py`` implement them.
+
+A dialect knows paths, bodies and answers. It knows no policy version, no other run and no other call: weights are named
+by a label, and what to do with an answer is decided above it (``engine``, ``calls``, ``abort``, ``served_weights``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.call import Delta, GenerationCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """How a server treats its calls, where kinds of servers or their settings differ.
+
+    Example: vLLM with ``kv_on_update = "recompute"`` is ``Traits(keeps_calls=False, keeps_kv=False, silence_s=0.25)``:
+    its running calls are aborted before a weight update.
+    """
+
+    keeps_calls: bool
+    """Running calls go on after a weight update."""
+    keeps_kv: bool
+    """They go on with the key-value cache that they had."""
+    silence_s: float
+    """How long after a pause a token that was sampled before it may still be on its way to us."""
+    aborts_all_at_once: bool = False
+    """When all open calls are to be aborted, one request that aborts all is better than one for each."""
+
+
+class WeightEndpoint(Protocol):
+    """How a server takes weights and says which ones it has. Each method raises ``EngineError``.
+
+    Example: ``await weights.send("rollover:run-1:7", source, keeps_kv=False)``; then ``await weights.label()`` is
+    ``"rollover:run-1:7"``.
+    """
+
+    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        """Replace the weights of a paused server and set the label. No later call finds cached blocks of older
+        weights; with ``keeps_kv`` the paused calls keep theirs. Servers that can show more than a label are checked."""
+        ...
+
+    async def label(self) -> str:
+        """Read the label of the weights that the server has."""
+        ...
+
+    async def set_label(self, label: str) -> None:
+        """Change the label; the weights stay."""
+        ...
+
+
+class Dialect(Protocol):
+    """One server, spoken to in the words of its kind. Each method raises ``EngineError`` when the server fails.
+
+    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause?mode=keep`` to vLLM and ``POST
+    /pause_generation {"mode": "retract"}`` to SGLang.
+    """
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def weights(self) -> WeightEndpoint: ...
+
+    async def identify(self) -> None:
+        """Check that the server is of this kind and can be controlled. Changes and decodes nothing there; the message
+        of an ``EngineError`` says what to change."""
+        ...
+
+    async def check_model(self) -> int:
+        """Check the model and the settings of a server that is ours and not paused. Returns its longest context."""
+        ...
+
+    def check_request(self, request: GenerateRequest) -> None:
+        """Raise ``EngineError`` for a request that this kind of server cannot answer as the contract asks."""
+        ...
+
+    def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
+        """Send a call and stream what comes back."""
+        ...
+
+    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
+        """Ask for an end of some calls, at least one. Only their streams show whether it has worked."""
+        ...
+
+    async def ask_to_abort_all(self) -> None:
+        """Ask, in a stronger way, for an end of every call of the server."""
+        ...
+
+    async def num_calls(self) -> int | None:
+        """Count the calls that the server runs or has queued; ``None`` where it decodes none that nobody waits for."""
+        ...
+
+    async def freeze(self, *, keeps_kv: bool) -> None:
+        """Stop sampling. Running calls stay; with ``keeps_kv`` their cache does too."""
+        ...
+
+    async def thaw(self) -> None:
+        """Go on sampling."""
+        ...
+
+    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
+        """Raise ``EngineError`` unless the server answers and, with ``decode``, samples a token in time."""
+        ...

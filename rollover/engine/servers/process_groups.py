@@ -1,0 +1,199 @@
+"""Process groups through which weights go from this process into the workers of a server; we are rank 0.
+
+``TorchGroup`` meets the workers as SGLang does, ``NCCLGroup`` as vLLM does. A group lives for one update.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Mapping
+from ctypes import CDLL, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_void_p, string_at
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from rollover.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ID_BYTES = 128
+_DATA_TYPES = {"torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
+_SUM = 0  # ncclRedOp_t
+
+
+class ProcessGroup(Protocol):
+    """Rank 0 of a group whose other ranks are a server's workers. All methods but ``close`` block.
+
+    Example: ``group.join()``, then ``group.broadcast(tensor)`` for each tensor in the order announced, then
+    ``group.close()``.
+    """
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        """Tell the workers where the group meets, in the server's own words."""
+        ...
+
+    def join(self) -> None:
+        """Return when all workers have joined."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def address_towards(url: str) -> str:
+    """Find our own address on the way to a server: the loopback address where it is on this machine."""
+    parts = urlsplit(url)
+    family, kind, _, _, peer = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(peer)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class TorchGroup:
+    """A group of torch.distributed, over gloo or NCCL. It listens on ``host`` only.
+
+    Args:
+        num_workers: of the server; their ranks begin at 1.
+        timeout_s: deadline of each step of ours.
+    """
+
+    def __init__(self, backend: str, host: str, name: str, *, num_workers: int, timeout_s: float) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        self._backend = backend
+        self._host = host
+        self._name = name
+        self._size = 1 + num_workers
+        self._timeout = timedelta(seconds=timeout_s)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self._port = int(listener.getsockname()[1])
+        store = TCPStore(
+            host,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        # As torch's own helper nests them; the workers look in the same place.
+        device = "cuda" if backend == "nccl" else "cpu"
+        self._store = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        self._group: Any = None
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        return {
+            "master_address": self._host,
+            "master_port": self._port,
+            "rank_offset": 1,
+            "world_size": self._size,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
+
+    def join(self) -> None:
+        from torch import distributed
+
+        if self._backend == "nccl":
+            nccl: Any = distributed.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = self._timeout
+            self._group = nccl(self._store, 0, self._size, options)
+            return
+        gloo: Any = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self._host)]
+        options._timeout = self._timeout
+        self._group = gloo(self._store, 0, self._size, options)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        import torch
+        from torch.distributed import BroadcastOptions
+
+        if self._backend == "nccl":
+            tensor = tensor.cuda()
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([tensor.contiguous()], options).wait()
+        if self._backend == "nccl":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self._group = None
+
+
+class _UniqueId(Structure):
+    _fields_ = (("bytes", c_char * _ID_BYTES),)
+
+
+class NCCLGroup:
+    """A group of NCCL itself, on this process's current GPU; the library is the one that PyTorch has loaded.
+
+    The workers are given the id of the group, without a meeting place, so all must enter at the same time; right after
+    that each takes part in a sum of one number, and so must we.
+
+    Raises ``EngineError`` where there is no GPU or no NCCL.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise EngineError("engine.weight_transfer 'nccl' needs a GPU in this machine: set it to 'folder'")
+        try:
+            self._nccl = CDLL("libnccl.so.2")
+        except OSError as e:
+            raise EngineError(f"engine.weight_transfer 'nccl' needs NCCL: {e}") from None
+        self._nccl.ncclGetErrorString.restype = c_char_p
+        self._nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, _UniqueId, c_int]
+        self._size = 1 + num_workers
+        self._device = torch.cuda.current_device()
+        self._communicator = c_void_p()
+        self._id = _UniqueId()
+        self._call("ncclGetUniqueId", byref(self._id))
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        return {
+            "nccl_unique_id_b64": base64.b64encode(string_at(byref(self._id), _ID_BYTES)).decode(),
+            "rank_offset": 1,
+            "world_size": self._size,
+            "packed": False,
+        }
+
+    def join(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)  # this is another thread
+        self._call("ncclCommInitRank", byref(self._communicator), c_int(self._size), self._id, c_int(0))
+        one = torch.zeros(1, device="cuda")
+        here, stream = c_void_p(one.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
+        kind, operation = c_int(_DATA_TYPES[str(one.dtype)]), c_int(_SUM)
+        self._call("ncclAllReduce", here, here, c_size_t(1), kind, operation, self._communicator, stream)
+        torch.cuda.synchronize()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)
+        if (kind := _DATA_TYPES.get(str(tensor.dtype))) is None:
+            raise EngineError(f"weights in {tensor.dtype} cannot be sent: set engine.weight_transfer to 'folder'")
+        tensor = tensor.to("cuda").contiguous()
+        here, stream = c_void_p(tensor.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
+        count = c_size_t(tensor.numel())
+        self._call("ncclBroadcast", here, here, count, c_int(kind), c_int(0), self._communicator, stream)
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        if self._communicator:
+            self._nccl.ncclCommAbort(self._communicator)
+            self._communicator = c_void_p()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._nccl, name)(*arguments):
+            raise EngineError(f"{name}: {self._nccl.ncclGetErrorString(code).decode()}")

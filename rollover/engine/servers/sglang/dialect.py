@@ -1,0 +1,213 @@
+"""SGLang: its ``/generate`` stream and its control calls.
+
+What is peculiar to it:
+
+* A request is aborted with all others whose ids begin with its own: ours end in a delimiter that is nowhere else in
+  them. Two seconds after a stream has ended its id is aborted once more, whoever has it then: ours begin with the name
+  of the dialect object, so that no other run can have used them. An abort is remembered with the request it was for,
+  also where it came too early to work; aborting all is not.
+* A pause is acknowledged before it has reached the scheduler; an answer that the scheduler itself gives afterwards
+  shows that it has. ``/health`` answers 503 after a pause of 20 s and is not asked.
+* ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
+  model folder as well, which is an error unless they are among ours.
+* Log-probs are taken before ``top_p`` and ``top_k`` cut the distribution; such calls are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from typing import Any
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.call import Delta, GenerationCall
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.reply import Reply
+from rollover.engine.servers.sglang.weights import SGLangWeights
+from rollover.errors import EngineError, EngineTimeout
+
+DELIMITER = ";"
+_DRAIN_S = 0.05
+"""How long what was sampled before a pause may take from the scheduler to us. Labels do not depend on it."""
+
+
+class SGLangDialect:
+    """Implements ``Dialect`` for one SGLang server (a worker, not a router)."""
+
+    def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder) -> None:
+        keeps_kv = config.kv_on_update == "keep"
+        self.traits = Traits(keeps_calls=True, keeps_kv=keeps_kv, silence_s=_DRAIN_S, aborts_all_at_once=True)
+        self.weights = SGLangWeights(client, config)
+        self._client = client
+        self._config = config
+        self._model = model
+        self._prefix = f"{secrets.token_hex(4)}/"
+        self._is_incremental = False
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    async def identify(self) -> None:
+        info = await self._client.ask(ModelInfo, "GET", "/model_info")
+        if not info.is_generation:
+            raise EngineError(f"{self._client} serves a model that does not generate text")
+        if info.preferred_sampling_params is not None:
+            raise EngineError(
+                f"{self._client} changes how tokens are drawn: start it without --preferred-sampling-params"
+            )
+        ours = json.loads((self._model.path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if info.model_type not in (None, ours):
+            raise EngineError(
+                f"{self._client} serves a model of type {info.model_type!r}, but {self._model.path} is of type {ours!r}"
+                ": it is another model"
+            )
+        self._model.check_served(info.model_path, self._client)
+
+    async def check_model(self) -> int:
+        info = await self._scheduler_answers()
+        self._is_incremental = info.incremental_streaming_output is True
+        await self._check_vocabulary()
+        await self._check_reports()
+        return info.max_req_input_len
+
+    async def _check_vocabulary(self) -> None:
+        """See that the server knows the last id of our vocabulary and not the next one."""
+        last = self._model.vocab_size - 1
+        for token, known in ((last, True), (last + 1, False)):
+            try:
+                await self._one_token(logit_bias={str(token): 0.0})
+            except EngineTimeout:
+                raise
+            except EngineError as e:
+                if known:
+                    raise EngineError(
+                        f"{self._client} does not know token {token} of {self._model.path} (vocabulary of {last + 1}):"
+                        f" is it another model? {e}"
+                    ) from None
+            else:
+                if not known:
+                    raise EngineError(
+                        f"{self._client} has a larger vocabulary than the {last + 1} of {self._model.path}:"
+                        " it is another model"
+                    )
+
+    async def _check_reports(self) -> None:
+        if (await self._one_token()).meta_info.weight_versions is None:
+            raise EngineError(
+                f"{self._client} does not say which weights sampled which token (meta_info.weight_versions): use"
+                " SGLang 0.5.23 or later"
+            )
+
+    async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, **params},
+            "return_logprob": True,
+        }
+        return await self._client.ask(Generation, "POST", "/generate", body=body, timeout_s=timeout_s)
+
+    async def _scheduler_answers(self, *, timeout_s: float | None = None) -> SGLangServerInfo:
+        """Ask for the settings, which only the scheduler can give; it takes calls in order."""
+        return await self._client.ask(SGLangServerInfo, "GET", "/server_info", timeout_s=timeout_s)
+
+    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
+        await self._scheduler_answers(timeout_s=timeout_s)
+        if decode:
+            await self._one_token(timeout_s=timeout_s)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def check_request(self, request: GenerateRequest) -> None:
+        params = request.params
+        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+            raise EngineError(
+                f"{request.request_id}: SGLang reports log-probs from before top_p and top_k, not those of the"
+                " distribution that it samples from: use rollout.top_p = 1 and rollout.top_k = 0, got"
+                f" {params.top_p:g} and {params.top_k}"
+            )
+        if DELIMITER in request.request_id:
+            raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
+
+    async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
+        """Tokens that come before any weights are sent are those of the label in force; others wait for the server's
+        word."""
+        shown = self._client.reader.shown
+        reply = Reply(call.request, label=call.label, incremental=self._is_incremental, shown=shown)
+        num_sends, is_first = self.weights.num_sends, True
+        stream = self._client.events(Generation, "/generate", self._body(call), call.patience)
+        async with aclosing(stream) as events:
+            async for event in events:
+                before = reply.num_tokens
+                deltas = reply.read(event, certain=self.weights.num_sends == num_sends)
+                if num_new := reply.num_tokens - before:
+                    cached = event.meta_info.cached_tokens or 0
+                    yield Delta(num_held_tokens=num_new, num_cached_tokens=cached if is_first else 0)
+                    is_first = False
+                for delta in deltas:
+                    yield delta
+
+    def _body(self, call: GenerationCall) -> dict[str, Any]:
+        """Name every field that a server default could change."""
+        request, params = call.request, call.request.params
+        return {
+            "rid": self._rid(call.request_id),
+            "input_ids": [*request.prompt_ids, *request.response_ids],
+            "sampling_params": {
+                "max_new_tokens": params.max_new_tokens - len(request.response_ids),
+                "min_new_tokens": 0,
+                "n": 1,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "sampling_seed": request.seed >> 1,
+                "stop": list(params.stop_strings),
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+                "stream_interval": self._config.stream_interval_tokens,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "return_text_in_logprobs": False,
+            "extra_key": call.label,
+            "stream": True,
+        }
+
+    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
+        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
+
+    async def ask_to_abort_all(self) -> None:
+        await self._abort_request(rid="", abort_all=True)
+
+    async def num_calls(self) -> int:
+        """See ``Dialect.num_calls``; of all ranks."""
+        answer = await self._client.ask(SchedulerLoads, "GET", "/v1/loads", params={"include": "core"})
+        return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in answer.loads)
+
+    async def freeze(self, *, keeps_kv: bool) -> None:
+        mode = "in_place" if keeps_kv else "retract"
+        await self._client.call("POST", "/pause_generation", body={"mode": mode})
+        await self._scheduler_answers()
+
+    async def thaw(self) -> None:
+        await self._client.call("POST", "/continue_generation", body={"torch_empty_cache": False})
+
+    async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
+        await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
+
+    def _rid(self, request_id: str) -> str:
+        """The server's id of a call: no other one begins with it, and none is ever used again."""
+        return f"{self._prefix}{request_id}{DELIMITER}"

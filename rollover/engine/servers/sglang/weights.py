@@ -1,0 +1,100 @@
+"""Weight endpoints of an SGLang server: read from a folder, or received over NCCL or gloo.
+
+What is peculiar to it:
+
+* An update that is refused may have changed the weights all the same, and a file that does not fit kills the server. So
+  folders are checked before they are sent, and after a refusal the old weights are loaded again (``ServerEngine``).
+* Weights are received between ``/begin_weight_update`` and ``/end_weight_update`` only, and a session that was left
+  open refuses the next one. The label and the flush of the cache go with the last piece: until then the server calls
+  its weights by their old name.
+* Cached blocks are found again by tokens and ``extra_key``. With the label of the weights as the key, no new call can
+  hit a block that other weights have computed while running calls keep theirs. A call that is taken off the batch
+  leaves blocks of new weights under its old key: so the cache is flushed at every update that does not keep it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
+from rollover.engine.servers.sglang.answers import ModelInfo, SGLangServerInfo, UpdateOutcome
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.transfer import Bucket, TransferCalls, buckets, send_weights
+from rollover.errors import EngineError
+
+
+class SGLangWeights:
+    """Implements ``WeightEndpoint``."""
+
+    def __init__(self, client: HTTPClient, config: SGLangConfig) -> None:
+        self._client = client
+        self._config = config
+        self._group_name = secrets.token_hex(4)
+        self.num_sends = 0
+        """Times that weights were sent, whether they arrived or not."""
+
+    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        """See ``WeightEndpoint.send``."""
+        self.num_sends += 1
+        if self._config.weight_transfer != "folder":
+            await self._transfer(label, source, flush_cache=not keeps_kv)
+            return
+        folder = source.resolve()
+        body = {
+            "model_path": str(folder),
+            "weight_version": label,
+            "abort_all_requests": False,
+            "flush_cache": not keeps_kv,
+        }
+        await self._post("/update_weights_from_disk", body)
+
+    async def label(self) -> str:
+        return (await self._client.ask(ModelInfo, "GET", "/model_info")).weight_version
+
+    async def set_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._client.call("POST", "/update_weight_version", body=body)
+
+    def open_group(self, num_workers: int) -> ProcessGroup:
+        return TorchGroup(
+            self._config.weight_transfer,
+            self._config.transfer_host or address_towards(self._client.url),
+            f"{self._group_name}/{self.num_sends}",
+            num_workers=num_workers,
+            timeout_s=self._config.load_timeout_s,
+        )
+
+    async def _transfer(self, label: str, source: Path, *, flush_cache: bool) -> None:
+        info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
+        if info.dp_size != 1 or info.pp_size != 1:
+            raise EngineError(
+                f"{self._client} is data or pipeline parallel and takes weights from folders only: set"
+                " engine.weight_transfer to 'folder'"
+            )
+        group = await asyncio.to_thread(self.open_group, info.tp_size)
+        name = {"group_name": group.address["group_name"]}
+
+        def announce(bucket: Bucket, is_last: bool) -> tuple[str, Any]:
+            last = {"weight_version": label, "flush_cache": flush_cache} if is_last else {}
+            body = {"flush_cache": False, "abort_all_requests": False, **bucket.described("dtypes"), **name, **last}
+            return "/update_weights_from_distributed", body
+
+        calls = TransferCalls(
+            meet=("/init_weights_update_group", dict(group.address)),
+            begin=("/begin_weight_update", {}),
+            announce=announce,
+            finish=("/end_weight_update", {}),
+            cancel=("/end_weight_update", {}),
+            leave=("/destroy_weights_update_group", name),
+        )
+        limit_s = self._config.load_timeout_s
+        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+
+    async def _post(self, path: str, body: Any) -> None:
+        answer = await self._client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=self._config.load_timeout_s)
+        if not answer.success:
+            raise EngineError(f"{self._client} refused POST {path}: {answer.message or 'no reason given'}")

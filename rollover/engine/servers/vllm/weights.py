@@ -1,0 +1,106 @@
+"""Weight endpoints of a vLLM server: read from a folder or received over NCCL, then labelled and confirmed.
+
+What is peculiar to it:
+
+* Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
+  hit a block that other weights have computed, whatever a reset of the cache could not free.
+* Over NCCL the weights follow one by one, in the order in which they were announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
+from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
+from rollover.engine.servers.vllm.answers import Checksums, Success, WeightInfo, WorldSize
+from rollover.engine.servers.vllm.checksums import MAX_BYTES, ChecksumRecord
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import EngineError, EngineTimeout
+
+_RESET_RETRY_S = 0.05
+
+
+class VLLMWeights:
+    """Implements ``WeightEndpoint``.
+
+    Args:
+        checksums: of what the servers of a pool have loaded.
+    """
+
+    def __init__(self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, checksums: ChecksumRecord) -> None:
+        self._client = client
+        self._config = config
+        self._checksums = checksums
+        self._is_large = sum(info.num_bytes for info in model.weights.values()) > MAX_BYTES
+        self._has_checksums = True
+        """Until the server says that it has none."""
+        self._was_confirmed = False
+
+    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        """See ``WeightEndpoint.send``."""
+        if self._config.weight_transfer == "folder":
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source.resolve())}}
+            await self._post("/collective_rpc", reload)
+        else:
+            await self._transfer(label, source)
+        await self._reset_prefix_cache(keeps_kv=keeps_kv)
+        await self.set_label(label)
+        await self._confirm(source)
+
+    async def label(self) -> str:
+        return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
+
+    async def set_label(self, label: str) -> None:
+        await self._client.call("POST", "/update_weight_version", body={"new_version": label})
+
+    def open_group(self, num_workers: int) -> ProcessGroup:
+        return NCCLGroup(num_workers)
+
+    async def _transfer(self, label: str, source: Path) -> None:
+        answer = await self._client.ask(WorldSize, "GET", "/get_world_size", params={"include_dp": "true"})
+        group = self.open_group(answer.world_size)
+        calls = TransferCalls(
+            meet=("/init_weight_transfer_engine", {"init_info": dict(group.address)}),
+            begin=("/start_weight_update", None),
+            announce=lambda bucket, _: ("/update_weights", {"update_info": bucket.described("dtype_names")}),
+            finish=("/finish_weight_update", {"weight_version": label}),
+            leave=("/shutdown_weight_transfer_engine", None),
+        )
+        limit_s = self._config.load_timeout_s
+        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+
+    async def _post(self, path: str, body: Any) -> None:
+        await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)
+
+    async def _reset_prefix_cache(self, *, keeps_kv: bool) -> None:
+        """Free what was cached. Calls that are kept over the update hold their blocks; the salt keeps others off them.
+        Those that were aborted hold theirs for a moment."""
+        deadline_s = asyncio.get_running_loop().time() + self._config.control_timeout_s
+        while not (await self._client.ask(Success, "POST", "/reset_prefix_cache")).success:
+            if keeps_kv:
+                return
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise EngineTimeout(
+                    f"{self._client} did not free its prefix cache within {self._config.control_timeout_s:g} s"
+                )
+            await asyncio.sleep(_RESET_RETRY_S)
+
+    async def _confirm(self, source: Path) -> None:
+        """Compare checksums with those of the other servers; of a large model after the first load only."""
+        if not self._has_checksums or (self._is_large and self._was_confirmed):
+            return
+        body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
+        try:
+            found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
+        except EngineTimeout:
+            raise
+        except EngineError:
+            self._has_checksums = False  # an older release, or weights that it cannot hash
+            return
+        self._checksums.compare(source, repr(self._client), found.checksums)
+        self._was_confirmed = True

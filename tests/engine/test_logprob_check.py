@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -88,3 +89,17 @@ def test_where_all_is_float32_the_tolerance_is_below_the_rounding_of_half_precis
     assert default_tolerance("float32", "float32") == 0.002
     assert default_tolerance("bfloat16", "float32") == default_tolerance("float32", "bfloat16") == 0.1
     assert default_tolerance("unknown", "float32") == 0.1
+
+
+def test_no_two_checks_send_the_same_request_id() -> None:
+    class Noting(Reporting):
+        seen: ClassVar[list[str]] = []
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            self.seen += [request.request_id, request.sample_key]
+            async for chunk in super().generate(request):
+                yield chunk
+
+    for _ in range(3):
+        check(Noting(), 1e-6)
+    assert len(Noting.seen) == len({*Noting.seen}) == 3 * 2 * len(PROMPTS) * 2

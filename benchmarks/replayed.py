@@ -27,8 +27,9 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved
-from rollover.rollout.ledger import Ledger, Tokens
+from rollover.rollout.ledger import Tokens
 from rollover.rollout.scheduler import EachSample
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
@@ -183,7 +184,8 @@ class Rolling:
         self.setting = setting
         self._engine = EmbeddedEngine.from_folder(folder, embedded)
         self._weights = weights
-        self._ledger = Ledger()
+        state = RolloutState()
+        self._ledger = state.ledger
         self._clock = SystemClock()
         self._driver = RolloutDriver(
             engine=Replayed(self._engine, workload, config),
@@ -193,7 +195,7 @@ class Rolling:
             sampling=config.sampling(),
             seed=0,
             clock=self._clock,
-            ledger=self._ledger,
+            state=state,
             limits=Limits.from_config(config),
         )
         self._records: list[StepRecord] = []

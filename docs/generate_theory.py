@@ -16,7 +16,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.round import Lengths, best_round
+from rollover.rollout.round import best_round
+from rollover.rollout.statistics import RecentLengths
 from rollover.rollout.strategies import STRATEGIES
 from rollover.sim.models import ReplicaModel
 from rollover.sim.run import simulate
@@ -86,7 +87,7 @@ def points_of(preset: str) -> dict[str, list[Point]]:
 def round_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[float]:
     """Gains of the best rounds of single samples, caches kept."""
     workload = PRESETS[preset].workload()
-    lengths = Lengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
+    lengths = RecentLengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
     rounds = [best_round(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
     return [model.gain(found.iterations_per_batch) for found in rounds]
 

@@ -180,7 +180,7 @@ class Trajectory:
 
 
 class Baseline(NamedTuple):
-    """What was known of a prompt's rewards when a sample began (``rollover.rollout.history``)."""
+    """What was known of a prompt's rewards when a sample began (``rollover.rollout.reward_history``)."""
 
     mean: float
     std: float

@@ -26,6 +26,7 @@ from rollover.report.progress import Progress
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, effective, read_events
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import Batch
 
 LETTERS = "abcdefgh"
@@ -172,8 +173,8 @@ def events(run: Path) -> list[Event]:
 
 def batches(run: Path) -> list[Batch]:
     """All batches, also those older than the last checkpoint."""
-    folded = Ledger(event for event in events(run) if not isinstance(event, CheckpointSaved))
-    return [folded.batch(step) for step in sorted(folded.batches)]
+    folded = RolloutState(event for event in events(run) if not isinstance(event, CheckpointSaved))
+    return [folded.view.batch(step) for step in sorted(folded.ledger.batches)]
 
 
 def decode(token_ids: Sequence[int]) -> str:

@@ -43,8 +43,8 @@ from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
 from rollover.rollout.generation import OpenCall, OpenSegment, back_off_s, check_chunk, generation_request, reached_end
 from rollover.rollout.journal import Journal
-from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler, Source, Start
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajectory
 
@@ -76,7 +76,7 @@ class RolloutDriver:
         sampling: SamplingParams,
         seed: int,
         clock: Clock,
-        ledger: Ledger,
+        state: RolloutState,
         journal: Journal | None = None,
         limits: Limits | None = None,
         keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
@@ -85,11 +85,11 @@ class RolloutDriver:
         lockstep: bool = False,
     ) -> None:
         limits = limits or Limits()
-        self.ledger = ledger
+        self.ledger = state.ledger
         self._scheduler = Scheduler(
             strategy=strategy,
             source=source,
-            ledger=ledger,
+            state=state,
             max_running=engine.capabilities.max_running,
             limits=limits,
             keep_group=keep_group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollover.types import Baseline, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import Prompt, SampleId, Segment, Trajectory
 
 
 class SampleState(StrEnum):
@@ -40,8 +40,6 @@ class SampleEntry:
     reward: float | None = None
     state: SampleState = WAITING
     num_tokens: int = 0
-    sum_of_versions: int = 0
-    """Over its tokens."""
     num_stops: int = 0
     """How often it was parked, or sent back to wait."""
     failure: str = ""
@@ -66,8 +64,6 @@ class GroupEntry:
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0
     """Samples neither scored nor failed."""
-    baseline: Baseline | None = None
-    """Of a group of one: fixed when it is opened."""
     num_startable: int = 0
     """Samples waiting or parked."""
 
@@ -78,12 +74,3 @@ class GroupEntry:
     @property
     def rewards_G(self) -> tuple[float, ...]:
         return tuple(s.reward for s in self.samples if s.reward is not None)
-
-    def group(self) -> Group:
-        """The record the trainer gets: scored samples only."""
-        return Group(
-            group_id=self.group_id,
-            prompt=self.prompt,
-            trajectories=tuple(s.trajectory for s in self.samples if s.state is SCORED),
-            baseline=self.baseline,
-        )

@@ -29,7 +29,7 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
 )
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 FORMAT_VERSION = 1
@@ -206,12 +206,12 @@ def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
     return kept
 
 
-def fold(journal: Journal) -> Ledger:
-    """The ledger of a run as its journal has it."""
-    return Ledger(event for _, event in effective(journal.read()))
+def fold(journal: Journal) -> RolloutState:
+    """The state of a run as its journal has it."""
+    return RolloutState(event for _, event in effective(journal.read()))
 
 
-def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> Ledger:
+def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> RolloutState:
     """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
 
     Args:
@@ -234,13 +234,14 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
         lost_tokens=sum(_num_tokens(event) for event in void),
     )
     kept = [kept for _, kept in effective([*events, (journal.last_seq + 1, event)])][:-1]
-    ledger = Ledger(kept)
+    state = RolloutState(kept)
+    ledger = state.ledger
     if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
         raise RunError(
             f"{journal.path} knows the batches of steps {sorted(ledger.batches)} up to step {ledger.next_step}, which"
             f" does not fit a checkpoint at step {step}; resume from another checkpoint of the same run"
         )
-    ledger.apply(event)
+    state.apply(event)
     taken: list[Event] = [event]
     if skip_batch is not None:
         if skip_batch not in ledger.replay:
@@ -250,9 +251,9 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
                 + (f" those of steps {there} were collected" if there else " none was collected")
             )
         taken.append(BatchSkipped(time_s=event.time_s, step=skip_batch))
-        ledger.apply(taken[-1])
+        state.apply(taken[-1])
     journal.append(taken)
-    return ledger
+    return state
 
 
 def _num_tokens(event: Event) -> int:

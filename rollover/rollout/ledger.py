@@ -48,9 +48,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.history import RewardHistory
-from rollover.rollout.round import Lengths
-from rollover.types import Batch, FinishReason, Prompt, SampleId, WasteCause, append_segment
+from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT
 
@@ -69,29 +67,6 @@ class Tokens:
         return self.decoded - self.trained - sum(self.wasted.values())
 
 
-@dataclass(slots=True)
-class Lag:
-    """Mean age of the tokens in batches, in versions; earlier batches count less and less."""
-
-    num_batches: float = 0.0
-    """As far as they still count."""
-    num_tokens: float = 0.0
-    sum_of_ages: float = 0.0
-    """Over those tokens."""
-
-    def add(self, num_tokens: int, sum_of_ages: int) -> None:
-        self.num_batches = self.num_batches * _LAG_KEPT + 1
-        self.num_tokens = self.num_tokens * _LAG_KEPT + num_tokens
-        self.sum_of_ages = self.sum_of_ages * _LAG_KEPT + sum_of_ages
-
-    @property
-    def mean(self) -> float:
-        return self.sum_of_ages / self.num_tokens if self.num_tokens else 0.0
-
-
-_LAG_KEPT = 1 - 1 / 64
-
-
 class Ledger:
     """State of all samples and groups; changed by ``apply`` alone."""
 
@@ -104,8 +79,6 @@ class Ledger:
         """Prompts drawn from the source."""
         self.next_group_id = 0
         self.tokens = Tokens()
-        self.lag = Lag()
-        self.lengths = Lengths()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
         self.open: dict[int, GroupEntry] = {}
@@ -119,7 +92,6 @@ class Ledger:
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
         """Ready groups, likewise."""
-        self._history = RewardHistory()
         self._startable: list[int] = []
         """Groups with waiting or parked samples, in order of opening."""
         self.returned: deque[Prompt] = deque()
@@ -172,10 +144,6 @@ class Ledger:
     def unconsumed(self) -> Iterator[GroupEntry]:
         """Open and ready groups in order of opening."""
         return (self.groups[i] for i in sorted([*self.open, *self.ready]))
-
-    def batch(self, step: int) -> Batch:
-        """The batch consumed at ``step``; it must be newer than the last checkpoint."""
-        return Batch(step=step, groups=tuple(self.groups[i].group() for i in self.batches[step]))
 
     # -- the fold -------------------------------------------------------------------------------------------
 
@@ -232,7 +200,6 @@ class Ledger:
             samples=[SampleEntry(SampleId(event.group_id, i), event.prompt) for i in range(event.group_size)],
             num_unsettled=event.group_size,
             num_startable=event.group_size,
-            baseline=self._history.baseline(event.prompt) if event.group_size == 1 else None,
         )
         self.groups[event.group_id] = self.open[event.group_id] = entry
         self._startable.append(event.group_id)
@@ -263,7 +230,6 @@ class Ledger:
         )
         append_segment(sample.segments, segment)
         sample.num_tokens += num_tokens
-        sample.sum_of_versions += num_tokens * segment.policy_version
         self.tokens.decoded += num_tokens
         self.tokens.reprefilled += segment.num_prefilled_tokens
         if reason is None:
@@ -281,8 +247,6 @@ class Ledger:
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
-        if group.baseline is not None:
-            self._history.add(group.prompt, event.reward + event.shaping)
         del self.unscored[sample_id]
         sample.reward = event.reward
         self.num_scored += 1
@@ -356,7 +320,6 @@ class Ledger:
                 if group.start_version is not None:  # else each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
-            self._measure(step, group_ids)
         self._account(step, +1)
         self.next_step += 1
 
@@ -373,15 +336,6 @@ class Ledger:
         for cause, num_tokens in self.untrained[step].items():
             self.tokens.trained -= sign * num_tokens
             self.tokens.wasted[cause] += sign * num_tokens
-
-    def _measure(self, step: int, group_ids: tuple[int, ...]) -> None:
-        groups = [self.groups[i] for i in group_ids]
-        samples = [s for g in groups for s in g.samples if s.state is SCORED]
-        num_tokens = sum(s.num_tokens for s in samples)
-        self.lag.add(num_tokens, step * num_tokens - sum(s.sum_of_versions for s in samples))
-        self.lengths = self.lengths.followed_by(
-            [tuple(s.num_tokens for s in g.samples if s.state is SCORED) for g in groups]
-        )
 
     def _account(self, step: int, sign: int) -> None:
         """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""

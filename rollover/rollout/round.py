@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollover.rollout.statistics import RecentLengths
 
 _MOST_BATCHES = 64
 """Of a round."""
@@ -32,20 +33,6 @@ _SAME = 1.01
 """Times that differ by less are alike; the younger tokens decide."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
-    """Response lengths of the last groups that were trained, in order; equal to itself alone."""
-
-    groups: tuple[tuple[int, ...], ...] = ()
-
-    def followed_by(self, groups: list[tuple[int, ...]]) -> Self:
-        """With later groups behind, and the earliest forgotten."""
-        size = max(map(len, groups), default=1)
-        return type(self)((*self.groups, *groups)[-_MEMORY // max(1, size) :])
-
-
-_MEMORY = 8192
-"""Responses: several rounds, since the last batches of a round hold its shortest."""
 _ENOUGH = 2048
 """Groups that show how lengths are spread."""
 
@@ -74,7 +61,7 @@ ONE_BY_ONE = Round(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_p
 
 @lru_cache(maxsize=64)
 def best_round(
-    lengths: Lengths,
+    lengths: RecentLengths,
     *,
     max_lag: float,
     max_staleness: int,
@@ -127,7 +114,7 @@ def best_round(
     )
 
 
-def _some_of(lengths: Lengths) -> NDArray[np.float64]:
+def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
     """Every so many of the groups in order of their longest response, that one first; shorter groups filled with 0."""
     size = max(map(len, lengths.groups))
     ordered = sorted(lengths.groups, key=max, reverse=True)[:: -(-len(lengths.groups) // _ENOUGH)]

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rollover.errors import DataError, RunError
 from rollover.rollout.config import Limits
-from rollover.rollout.entries import FAILED
+from rollover.rollout.entries import FAILED, SampleState
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -27,7 +27,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.ledger import Ledger, SampleState
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCause
 
@@ -71,9 +71,10 @@ NOTHING = Decision()
 
 
 class Scheduler:
-    """The ledger, the strategy over it, and the consequences.
+    """The state of the rollouts, the strategy that looks at it, and the consequences.
 
     Args:
+        state: the ledger and the statistics; nobody else applies events to them while the scheduler works.
         max_running: samples the engine decodes at the same time.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it). All are
             when it is absent.
@@ -87,14 +88,16 @@ class Scheduler:
         *,
         strategy: Strategy,
         source: Source,
-        ledger: Ledger,
+        state: RolloutState,
         max_running: int,
         limits: Limits,
         emit: Callable[[Event], None] | None = None,
         keep_group: Callable[[Sequence[float]], bool] | None = None,
         shaping: Callable[[int], float] | None = None,
     ) -> None:
-        self.ledger = ledger
+        self.ledger = state.ledger
+        self._state = state
+        self._view = state.view
         self.strategy = strategy
         self.collecting = False
         """Whether samples may be started."""
@@ -109,7 +112,7 @@ class Scheduler:
         self._num_filtered_in_a_row = 0
 
     def record(self, event: Event) -> None:
-        self.ledger.apply(event)
+        self._state.apply(event)
         if self._emit is not None:
             self._emit(event)
 
@@ -124,14 +127,14 @@ class Scheduler:
         if not self._keeps_running and self.batch_is_full:
             self.collecting = False
             return Decision(stop=strategy.on_full is not OnFull.WAIT)
-        if (num_groups := strategy.groups_to_open(ledger)) > 0:
-            takes_returned = strategy.takes_returned(ledger)
+        if (num_groups := strategy.groups_to_open(self._view)) > 0:
+            takes_returned = strategy.takes_returned(self._view)
             for _ in range(num_groups):
                 self._open_group(now_s, takes_returned=takes_returned)
         room = self._max_running - len(ledger.running)
         if room <= 0 or not (ledger.waiting or ledger.parked):
             return NOTHING
-        chosen = list(islice(strategy.samples_to_start(ledger), room))
+        chosen = list(islice(strategy.samples_to_start(self._view), room))
         return Decision([self._start(sample_id, now_s) for sample_id in chosen]) if chosen else NOTHING
 
     def _open_group(self, now_s: float, *, takes_returned: bool) -> None:
@@ -151,9 +154,9 @@ class Scheduler:
         )
 
     def _start(self, sample_id: SampleId, now_s: float) -> Start:
-        ledger, strategy = self.ledger, self.strategy
-        start = Start(sample_id, strategy.token_budget(ledger, sample_id), strategy.wants_fast_lane(ledger, sample_id))
-        self.record(SampleStarted(now_s, sample_id, ledger.policy_version))
+        view, strategy = self._view, self.strategy
+        start = Start(sample_id, strategy.token_budget(view, sample_id), strategy.wants_fast_lane(view, sample_id))
+        self.record(SampleStarted(now_s, sample_id, view.ledger.policy_version))
         return start
 
     # -- what happened ---------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ class Scheduler:
     @property
     def batch_is_full(self) -> bool:
         ledger, strategy = self.ledger, self.strategy
-        return len(ledger.ready) >= strategy.batch_size and strategy.select_batch(ledger) is not None
+        return len(ledger.ready) >= strategy.batch_size and strategy.select_batch(self._view) is not None
 
     def discard_unfinished(self, now_s: float) -> None:
         """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""
@@ -241,16 +244,16 @@ class Scheduler:
         of a full one. What the strategy counts as surplus is dropped behind it."""
         ledger = self.ledger
         step = ledger.next_step
-        group_ids = ledger.batches[step] if ledger.replay else self.strategy.select_batch(ledger)
+        group_ids = ledger.batches[step] if ledger.replay else self.strategy.select_batch(self._view)
         assert group_ids is not None, "a full batch stays full"
         is_replay = bool(ledger.replay)
-        batch = Batch(step=step, groups=tuple(ledger.groups[i].group() for i in group_ids))
+        batch = Batch(step=step, groups=self._view.groups(group_ids))
         oldest = min(g.oldest_version for g in batch.groups)
         assert step - oldest <= self.strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
         self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
             returned = self.strategy.on_full is OnFull.DISCARD  # like the prompts of the others that were too late
-            for group_id in self.strategy.surplus(ledger):
+            for group_id in self.strategy.surplus(self._view):
                 self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=returned)
         return batch
 

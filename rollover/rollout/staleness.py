@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
+from rollover.rollout.ledger import Ledger
 
 
 def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:

@@ -17,7 +17,8 @@ from enum import Enum, auto
 from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
+from rollover.rollout.state import View
 from rollover.types import SampleId
 
 
@@ -65,34 +66,34 @@ class Strategy:
             num_running=min(config.num_running or engine.max_running, engine.max_running),
         )
 
-    def groups_to_open(self, ledger: Ledger) -> int:
+    def groups_to_open(self, view: View) -> int:
         """Groups to admit now."""
         raise NotImplementedError
 
-    def takes_returned(self, ledger: Ledger) -> bool:
+    def takes_returned(self, view: View) -> bool:
         """Whether prompts of discarded groups are opened now, before new ones are drawn."""
         return True
 
-    def samples_to_start(self, ledger: Ledger) -> Iterable[SampleId]:
+    def samples_to_start(self, view: View) -> Iterable[SampleId]:
         """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
         Oldest group first, and so what was started before what is fresh: no group waits behind a newer one."""
-        return ledger.startable()
+        return view.ledger.startable()
 
-    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
+    def select_batch(self, view: View) -> tuple[int, ...] | None:
         """Ids of the groups of the next batch, or ``None`` while it is not full."""
         return staleness.choose_batch(
-            ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
+            view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
         )
 
-    def token_budget(self, ledger: Ledger, sample_id: SampleId) -> int | None:
+    def token_budget(self, view: View, sample_id: SampleId) -> int | None:
         """Tokens the sample may decode before it is parked; ``None`` lets it run to its end."""
         return None
 
-    def wants_fast_lane(self, ledger: Ledger, sample_id: SampleId) -> bool:
+    def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
         """Whether the sample should run where few others do; needs an engine that has such a place."""
         return False
 
-    def surplus(self, ledger: Ledger) -> Sequence[int]:
+    def surplus(self, view: View) -> Sequence[int]:
         """Ids of whole groups to drop now that a batch is consumed: none, for they lead the next one."""
         return ()
 
@@ -100,6 +101,6 @@ class Strategy:
         """Ready groups are trained in ascending order of this."""
         return group.group_id
 
-    def headroom(self, ledger: Ledger) -> int:
+    def headroom(self, view: View) -> int:
         """Groups the staleness bound lets in now."""
-        return staleness.headroom(ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)
+        return staleness.headroom(view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)

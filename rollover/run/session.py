@@ -28,8 +28,8 @@ from rollover.report.sinks import open_sinks
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.journal import Journal, restart
-from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import STRATEGIES
 from rollover.run.checkpointing import Checkpointer, open_journal, step_to_resume
 from rollover.run.checks import check_capabilities, check_context
@@ -101,19 +101,19 @@ async def open_session(
         stack.push_async_callback(tasks.scorer.close)
         journal = open_journal(run, checkpoint)
         stack.callback(journal.close)
-        ledger = _resumed(journal, config, trainer, progress, skip_batch) if resuming else Ledger()
+        state = _resumed(journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
         if math.isfinite(rate := engine.capabilities.prefill_tokens_per_iteration):
             run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
         batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
-        observe = to_all([MetricsObserver(metrics), ProgressObserver(progress, ledger, batch_size=batch_size)])
-        driver = _open_driver(config, engine, tasks, journal, ledger, clock=clock, stops=stops, observe=observe)
+        observe = to_all([MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size=batch_size)])
+        driver = _open_driver(config, engine, tasks, journal, state, clock=clock, stops=stops, observe=observe)
         stack.push_async_callback(driver.stop)
         run.settle()
         weights = WeightSync(
             trainer=trainer,
             publisher=Publisher([engine], folders=folders, timeout_s=publish_timeout_s(config)),
-            trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=ledger.replay),
+            trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
             driver=driver,
             reloads_after_check=not isinstance(config.engine, ServerConfig),
             notify=observe,
@@ -139,7 +139,9 @@ async def open_session(
                 done_version=trainer.version if trainer.version in evaluated else None,
             ),
             checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal, clock),
-            meter=StepMeter(ledger, tasks.scorer, engine, clock, overlaps_training=config.rollout.overlaps_training),
+            meter=StepMeter(
+                state.ledger, tasks.scorer, engine, clock, overlaps_training=config.rollout.overlaps_training
+            ),
             observe=observe,
             clock=clock,
             resume_command=run.resume_command,
@@ -167,7 +169,7 @@ def _open_driver(
     engine: Engine,
     tasks: _Tasks,
     journal: Journal,
-    ledger: Ledger,
+    state: RolloutState,
     *,
     clock: Clock,
     stops: tuple[int, ...],
@@ -182,7 +184,7 @@ def _open_driver(
         sampling=rollout.sampling(stops),
         seed=config.seed,
         clock=clock,
-        ledger=ledger,
+        state=state,
         journal=journal,
         limits=Limits.from_config(rollout),
         keep_group=partial(keep_group, algorithm),
@@ -194,11 +196,11 @@ def _open_driver(
 
 def _resumed(
     journal: Journal, config: RunConfig, trainer: Trainer, progress: Progress, skip_batch: int | None
-) -> Ledger:
-    """Return the ledger of a run that goes on from where ``trainer`` stands."""
-    ledger = restart(journal, step=trainer.version, redo_round=config.deterministic, skip_batch=skip_batch)
+) -> RolloutState:
+    """Return the rollouts of a run that goes on from where ``trainer`` stands."""
+    state = restart(journal, step=trainer.version, redo_round=config.deterministic, skip_batch=skip_batch)
     progress.resumed(trainer.version)
-    return ledger
+    return state
 
 
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:

@@ -17,8 +17,8 @@ from typing import Any
 from rollover.errors import RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
-from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Decision, Scheduler
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.sim.dispatch import Fleet
 from rollover.sim.memory import rare_collections
@@ -88,11 +88,12 @@ class _Run:
         self._workload = workload
         self._scenario = scenario
         self._rng = random.Random(seed)
-        self._ledger = Ledger()
+        state = RolloutState()
+        self._ledger = state.ledger
         self._scheduler = Scheduler(
             strategy=strategy,
             source=WorkloadSource(workload, strategy.num_siblings),
-            ledger=self._ledger,
+            state=state,
             max_running=scenario.max_running,
             limits=limits,
             keep_group=_has_signal if scenario.filter_zero_signal else None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.errors import DataError
-from rollover.rollout.history import RewardHistory
+from rollover.rollout.reward_history import RewardHistory
 from rollover.types import Baseline, Prompt
 from tests.algorithms.batches import f64, row
 

@@ -19,6 +19,7 @@ from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
@@ -125,12 +126,16 @@ def strategy_of(name: str, *, max_running: int = 64, **config: Any) -> Strategy:
 class Rig:
     driver: RolloutDriver
     engine: FakeEngine
-    ledger: Ledger
+    state: RolloutState
     strategy: Strategy
     sampling: SamplingParams
     source: Prompts
     scorer: Any
     events: list[Event]
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.state.ledger
 
     async def publish(self, version: int, *, load_s: float = 0.0) -> None:
         async def load() -> None:
@@ -176,7 +181,7 @@ def make_rig(
     stream_interval_tokens: int = 1,
     source: Prompts | None = None,
     scorer: Any = None,
-    ledger: Ledger | None = None,
+    state: RolloutState | None = None,
     journal: Journal | None = None,
     limits: Limits | None = None,
     keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
@@ -189,7 +194,8 @@ def make_rig(
 ) -> Rig:
     """Defaults: batches of 2 groups of 2 samples, at most 60 tokens each."""
     config = {"rollout_batch_size": 2, "group_size": 2, "max_new_tokens": 60} | config
-    ledger = ledger or Ledger()
+    state = state or RolloutState()
+    ledger = state.ledger
     clock = VirtualClock()
     engine = engine or engine_type(
         length or lognormal(6, 1.0),
@@ -218,7 +224,7 @@ def make_rig(
         sampling=sampling,
         seed=SEED,
         clock=clock,
-        ledger=ledger,
+        state=state,
         journal=journal,
         limits=limits,
         keep_group=keep_group,
@@ -226,7 +232,7 @@ def make_rig(
         observer=watch,
         lockstep=lockstep,
     )
-    return Rig(driver, engine, ledger, strategy, sampling, source, scorer, events)
+    return Rig(driver, engine, state, strategy, sampling, source, scorer, events)
 
 
 def without_in_flight_update(engine: FakeEngine) -> FakeEngine:

@@ -179,7 +179,7 @@ def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
                 await rig.driver.next_batch()
         await rig.driver.stop()
         assert set(rig.ledger.unscored) == {FIRST}
-        again = make_rig("sync", ledger=rig.ledger)
+        again = make_rig("sync", state=rig.state)
         batch = await with_stop(again, again.driver.next_batch())
         assert [g.group_id for g in batch.groups] == [0, 1]
         assert not [e for e in again.events if isinstance(e, SampleStarted)]
@@ -497,7 +497,7 @@ def test_a_cancelled_next_batch_can_be_stopped_and_gone_on_with() -> None:
                 pass
             if stop:
                 await rig.driver.stop()
-                rig = make_rig(name, ledger=rig.ledger)
+                rig = make_rig(name, state=rig.state)
             # a step whose weights were never published goes on with the old ones
             goal = rig.ledger.next_step + 3
             if rig.ledger.policy_version < rig.ledger.next_step:

@@ -9,7 +9,7 @@ import pytest
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import Journal, restart
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import Batch
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
@@ -31,12 +31,12 @@ DETERMINISTIC = [(name, True) for name in NAMES if not config_of(name).overlaps_
 CASES = [*((name, False) for name in NAMES), *DETERMINISTIC]
 
 
-def rig_of(name: str, unit: str, ledger: Ledger, *, deterministic: bool, journal: Journal | None = None) -> Rig:
+def rig_of(name: str, unit: str, state: RolloutState, *, deterministic: bool, journal: Journal | None = None) -> Rig:
     """Few places and long tails, so that samples are parked, run out of their budget and go on."""
     return make_rig(
         name,
         unit=unit,
-        ledger=ledger,
+        state=state,
         journal=journal,
         engine_type=LockstepEngine if deterministic else FakeEngine,
         lockstep=deterministic,
@@ -55,7 +55,7 @@ async def train(rig: Rig) -> dict[int, Batch]:
 
 def whole(name: str, unit: str, *, deterministic: bool) -> tuple[Rig, dict[int, Batch]]:
     async def work() -> tuple[Rig, dict[int, Batch]]:
-        rig = rig_of(name, unit, Ledger(), deterministic=deterministic)
+        rig = rig_of(name, unit, RolloutState(), deterministic=deterministic)
         return rig, await train(rig)
 
     return run(work())
@@ -85,8 +85,8 @@ def test_a_deterministic_run_has_the_same_batches_twice_and_after_a_restart(name
         journal, written = Journal(Path(":memory:")), rig.events[:cut]
         journal.append(written)
         newest = max((e.step for e in written if isinstance(e, CheckpointSaved)), default=0)
-        ledger = restart(journal, step=newest, redo_round=True)
-        resumed = await train(rig_of(name, unit, ledger, deterministic=True, journal=journal))
+        state = restart(journal, step=newest, redo_round=True)
+        resumed = await train(rig_of(name, unit, state, deterministic=True, journal=journal))
         journal.close()
         return resumed
 

@@ -36,6 +36,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.journal import Journal, effective, fold, read_events, restart
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
@@ -50,6 +51,7 @@ from tests.rollout.kit import (
     with_stop,
 )
 from tests.rollout.test_ledger import state_of
+from tests.rollout.test_statistics import numbers_of
 from tests.virtual_time import run
 
 # -- the file -----------------------------------------------------------------------------------------------
@@ -247,10 +249,10 @@ def journal_of(written: Iterable[Event]) -> Journal:
     return journal
 
 
-def rig_for(name: str, ledger: Ledger, journal: Journal, *, lockstep: bool = False) -> Rig:
+def rig_for(name: str, state: RolloutState, journal: Journal, *, lockstep: bool = False) -> Rig:
     return make_rig(
         name,
-        ledger=ledger,
+        state=state,
         journal=journal,
         engine_type=LockstepEngine if lockstep else FakeEngine,
         length=lognormal(5, 1.0),
@@ -276,7 +278,7 @@ def whole_run(name: str, *, lockstep: bool = False) -> tuple[list[Event], dict[i
 
     async def work() -> tuple[list[Event], dict[int, Batch]]:
         journal = journal_of([])
-        rig = rig_for(name, Ledger(), journal, lockstep=lockstep)
+        rig = rig_for(name, RolloutState(), journal, lockstep=lockstep)
         batches = await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
         assert_trainable(batches, rig)
         journal.close()
@@ -289,9 +291,9 @@ def go_on(name: str, journal: Journal, step: int, *, redo: bool = False) -> tupl
     """A new process takes over: the ledger from the journal, a new engine with the weights of ``step``."""
 
     async def work() -> tuple[Rig, dict[int, Batch]]:
-        ledger = restart(journal, step=step, redo_round=redo)
-        ledger.check()
-        rig = rig_for(name, ledger, journal, lockstep=redo)
+        state = restart(journal, step=step, redo_round=redo)
+        state.ledger.check()
+        rig = rig_for(name, state, journal, lockstep=redo)
         return rig, await with_stop(rig, rig.train(STEPS, train_s=2.0, checkpoint_every=2, untrained=without_gradient))
 
     return run(work())
@@ -313,9 +315,11 @@ def lineage(journal: Journal) -> list[Event]:
 def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> None:
     """Over all processes: every prompt is somewhere, every group was trained at most once."""
     history = lineage(journal)
-    ledger = fold(journal)
+    state = fold(journal)
+    ledger = state.ledger
     ledger.check()
     assert state_of(ledger) == state_of(rig.ledger)
+    assert numbers_of(state.statistics) == numbers_of(rig.state.statistics)
     rows = {e.group_id: e.prompt.columns["row"] for e in history if isinstance(e, GroupOpened)}
     returned = Counter(rows[e.group_id] for e in history if isinstance(e, GroupDropped) and e.prompt_returned)
     held = Counter(rows.values()) - returned + Counter(p.columns["row"] for p in ledger.returned)
@@ -324,12 +328,12 @@ def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> N
     ids = [i for group_ids in final.values() for i in group_ids]
     assert sorted(final) == list(range(STEPS)) and len(set(ids)) == len(ids)
     assert_trainable(batches, rig)
-    forgetful = Ledger(e for e in history if not isinstance(e, CheckpointSaved))
+    forgetful = RolloutState(e for e in history if not isinstance(e, CheckpointSaved))
     expected: Counter[WasteCause] = Counter()
     for step in final:
-        expected.update(without_gradient(forgetful.batch(step)))
+        expected.update(without_gradient(forgetful.view.batch(step)))
     assert {cause: ledger.tokens.wasted[cause] for cause in expected} == dict(expected), "each batch counts once"
-    assert ledger.tokens.trained == sum(forgetful.batch(s).num_tokens for s in final) - expected.total()
+    assert ledger.tokens.trained == sum(forgetful.view.batch(s).num_tokens for s in final) - expected.total()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -338,10 +342,10 @@ def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
     stride = 1 if name == "april" else 3
     for cut in range(0, len(written) + 1, stride):
         prefix = written[:cut]
-        before = Ledger(prefix)
+        before = RolloutState(prefix)
         steps = checkpoints(prefix)
         step = steps[cut % len(steps)]
-        handed_out = {s: content(before.batch(s)) for s in before.batches if s >= step}
+        handed_out = {s: content(before.view.batch(s)) for s in before.ledger.batches if s >= step}
         journal = journal_of(prefix)
         rig, batches = go_on(name, journal, step)
         assert set(batches) == set(range(step, STEPS))
@@ -400,7 +404,7 @@ def test_voided_tokens_are_counted_as_waste() -> None:
     assert lost > 0
     journal = journal_of(prefix)
     for _ in range(3):  # restarting again loses nothing more
-        ledger = restart(journal, step=STEPS - 1, redo_round=True)
+        ledger = restart(journal, step=STEPS - 1, redo_round=True).ledger
         assert ledger.tokens.wasted[WasteCause.FAILED] == lost
         assert ledger.tokens.decoded == Ledger(prefix).tokens.decoded
         ledger.check()
@@ -439,10 +443,10 @@ def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path
     for name_of_step, *ids in handed_out:
         assert consumed[name_of_step] == ids
     step = checkpoints(history)[0]
-    before = Ledger(history)
+    before = RolloutState(history)
     rig, batches = go_on(name, journal, step)
-    for s in before.batches:
+    for s in before.ledger.batches:
         if s >= step:
-            assert content(batches[s]) == content(before.batch(s))
+            assert content(batches[s]) == content(before.view.batch(s))
     assert_conserved(journal, batches, rig)
     journal.close()

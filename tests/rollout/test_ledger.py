@@ -411,7 +411,7 @@ def test_siblings_go_on_without_a_failed_sample() -> None:
     ledger.apply(ended(B, 2, STOP))
     ledger.apply(scored(B))
     ledger.apply(consumed(0, 0))
-    assert [t.sample_id for t in ledger.batch(0).trajectories] == [B]
+    assert [s.sample_id for s in ledger.groups[0].samples if s.state is SampleState.SCORED] == [B]
     assert ledger.tokens.trained == 2 and ledger.tokens.wasted == {WasteCause.FAILED: 3}
     assert ledger.tokens.live == 0
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped
-from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull
 from rollover.types import SampleId, WasteCause
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
@@ -26,12 +26,13 @@ class Shop:
 
     def __init__(self, name: str, rng: random.Random, *, places: int, filtered: float, **config: Any) -> None:
         self.strategy = strategy_of(name, max_running=places, max_new_tokens=40, **config)
-        self.rng, self.ledger = rng, Ledger()
+        self.rng, self.state = rng, RolloutState()
+        self.ledger = self.state.ledger
         self.budgets: dict[SampleId, int | None] = {}
         self.scheduler = Scheduler(
             strategy=self.strategy,
             source=Prompts(),
-            ledger=self.ledger,
+            state=self.state,
             max_running=places,
             limits=Limits(),
             keep_group=lambda rewards: rng.random() >= filtered,
@@ -134,114 +135,114 @@ def test_no_strategy_locks_up_or_breaks_the_bound(
 
 def test_a_token_budget_is_granted_once_per_round() -> None:
     strategy = strategy_of("token_budget", rollout_batch_size=N, group_size=G, tokens_per_round=3)
-    ledger = Ledger([opened(i, size=G) for i in range(2)])
-    first, *others = strategy.samples_to_start(ledger)
-    assert strategy.token_budget(ledger, first) == 3
+    state = RolloutState([opened(i, size=G) for i in range(2)])
+    first, *others = strategy.samples_to_start(state.view)
+    assert strategy.token_budget(state.view, first) == 3
     for i in (first, others[0]):
-        ledger.apply(started(i))
-    ledger.apply(ended(first, 3, ABORT))
-    assert [*strategy.samples_to_start(ledger)] == others[1:]  # the rest have one left
+        state.apply(started(i))
+    state.apply(ended(first, 3, ABORT))
+    assert [*strategy.samples_to_start(state.view)] == others[1:]  # the rest have one left
     for i in others[1:]:
-        ledger.apply(started(i))
-        ledger.apply(ended(i, 3, ABORT))
-    assert [*strategy.samples_to_start(ledger)] == []  # one still runs on its budget
-    ledger.apply(ended(others[0], 3, ABORT))
-    assert [*strategy.samples_to_start(ledger)] == [first, *others]  # another round under the same weights
-    ledger.apply(started(first))
-    ledger.apply(ended(first, 1, STOP))
-    ledger.apply(published(1))
-    assert [*strategy.samples_to_start(ledger)] == others  # new weights: a new round
+        state.apply(started(i))
+        state.apply(ended(i, 3, ABORT))
+    assert [*strategy.samples_to_start(state.view)] == []  # one still runs on its budget
+    state.apply(ended(others[0], 3, ABORT))
+    assert [*strategy.samples_to_start(state.view)] == [first, *others]  # another round under the same weights
+    state.apply(started(first))
+    state.apply(ended(first, 1, STOP))
+    state.apply(published(1))
+    assert [*strategy.samples_to_start(state.view)] == others  # new weights: a new round
 
 
 def test_some_train_groups_in_the_order_in_which_they_became_whole() -> None:
     for name, config in (("sorted", {}), ("inflight", {}), ("april", {"drop_surplus": True})):
         strategy = strategy_of(name, rollout_batch_size=N, group_size=G, max_staleness=4, **config)
-        ledger = Ledger([opened(i, size=G) for i in range(4)])
+        state = RolloutState([opened(i, size=G) for i in range(4)])
         for i in (3, 1, 0, 2):
             for event in ready(i):
-                ledger.apply(event)
-        assert strategy.select_batch(ledger) == (1, 3)
+                state.apply(event)
+        assert strategy.select_batch(state.view) == (1, 3)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(1, None), (2, None), (3, None), (4, (1, 3)), (5, (1, 3))])
 def test_the_window_reaches_from_the_oldest_open_group(window: int, expected: tuple[int, ...] | None) -> None:
     strategy = strategy_of("windowed", rollout_batch_size=N, group_size=G, window_groups=window, max_staleness=4)
-    ledger = Ledger([opened(i, size=G) for i in range(5)])
-    ledger.apply(started(SampleId(0, 0)))
+    state = RolloutState([opened(i, size=G) for i in range(5)])
+    state.apply(started(SampleId(0, 0)))
     for i in (4, 3, 1):
         for event in ready(i):
-            ledger.apply(event)
-    assert strategy.select_batch(ledger) == expected
+            state.apply(event)
+    assert strategy.select_batch(state.view) == expected
     for i in (SampleId(0, 0), SampleId(0, 1)):
         if i.index:
-            ledger.apply(started(i))
-        ledger.apply(ended(i, 2, STOP))
-        ledger.apply(scored(i))
-    assert strategy.select_batch(ledger) == (0, 1)  # the head was ready: taken first, it moves the window on
+            state.apply(started(i))
+        state.apply(ended(i, 2, STOP))
+        state.apply(scored(i))
+    assert strategy.select_batch(state.view) == (0, 1)  # the head was ready: taken first, it moves the window on
 
 
 def test_probes_first_then_the_groups_with_the_longest_estimate() -> None:
     strategy = strategy_of("probe", rollout_batch_size=3, group_size=2)
-    ledger = Ledger([opened(i, size=2) for i in range(3)])
-    order = [*strategy.samples_to_start(ledger)]
+    state = RolloutState([opened(i, size=2) for i in range(3)])
+    order = [*strategy.samples_to_start(state.view)]
     assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     for i, length in ((0, 5), (1, 9)):
-        ledger.apply(started(SampleId(i, 0)))
-        ledger.apply(ended(SampleId(i, 0), length, STOP))
-    ledger.apply(started(SampleId(2, 0)))
-    assert [*strategy.samples_to_start(ledger)] == [(2, 1), (1, 1), (0, 1)]  # unknown counts as the cap
+        state.apply(started(SampleId(i, 0)))
+        state.apply(ended(SampleId(i, 0), length, STOP))
+    state.apply(started(SampleId(2, 0)))
+    assert [*strategy.samples_to_start(state.view)] == [(2, 1), (1, 1), (0, 1)]  # unknown counts as the cap
 
 
 def test_the_oldest_unfinished_samples_want_the_fast_lane() -> None:
     strategy = strategy_of("fast_lane", rollout_batch_size=2, group_size=2, fast_lane_samples=3)
-    ledger = Ledger([opened(i, size=2) for i in range(3)])
+    state = RolloutState([opened(i, size=2) for i in range(3)])
     ids = [SampleId(g, i) for g in range(3) for i in range(2)]
-    assert [strategy.wants_fast_lane(ledger, i) for i in ids] == [True, True, True, False, False, False]
-    ledger.apply(started(ids[0]))
-    ledger.apply(ended(ids[0], 2, STOP))
-    assert [strategy.wants_fast_lane(ledger, i) for i in ids[1:]] == [True, True, True, False, False]
+    assert [strategy.wants_fast_lane(state.view, i) for i in ids] == [True, True, True, False, False, False]
+    state.apply(started(ids[0]))
+    state.apply(ended(ids[0], 2, STOP))
+    assert [strategy.wants_fast_lane(state.view, i) for i in ids[1:]] == [True, True, True, False, False]
 
 
 def test_the_threshold_is_a_quota_between_two_updates() -> None:
     """Consuming opens nothing; publishing does; what is carried over counts."""
     strategy = strategy_of("threshold", rollout_batch_size=4, group_size=1, staleness_threshold=0.5, num_running=99)
-    ledger = Ledger([opened(i) for i in range(6)])
-    assert strategy.groups_to_open(ledger) == 0
+    state = RolloutState([opened(i) for i in range(6)])
+    assert strategy.groups_to_open(state.view) == 0
     for i in range(4):
         for event in (started(SampleId(i, 0)), ended(SampleId(i, 0), 1, STOP), scored(SampleId(i, 0))):
-            ledger.apply(event)
-    ledger.apply(consumed(0, 0, 1, 2, 3))
-    assert strategy.groups_to_open(ledger) == 0
-    ledger.apply(published(1))
-    assert strategy.groups_to_open(ledger) == 4  # (1 + 0.5) 4, less 2 carried over
+            state.apply(event)
+    state.apply(consumed(0, 0, 1, 2, 3))
+    assert strategy.groups_to_open(state.view) == 0
+    state.apply(published(1))
+    assert strategy.groups_to_open(state.view) == 4  # (1 + 0.5) 4, less 2 carried over
 
 
 def test_losing_prompts_wait_until_they_fill_a_long_round() -> None:
     strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
 
-    def finish(ledger: Ledger, step: int, winners: tuple[int, ...], loser: int | None) -> None:
+    def finish(state: RolloutState, step: int, winners: tuple[int, ...], loser: int | None) -> None:
         for i in winners:
-            ledger.apply(started(SampleId(i, 0), step))
-            ledger.apply(ended(SampleId(i, 0), 1, STOP, version=step))
-            ledger.apply(scored(SampleId(i, 0)))
+            state.apply(started(SampleId(i, 0), step))
+            state.apply(ended(SampleId(i, 0), 1, STOP, version=step))
+            state.apply(scored(SampleId(i, 0)))
         if loser is not None:
             cause = WasteCause.DISCARDED_ON_ABORT
-            ledger.apply(GroupDropped(time_s=0.0, group_id=loser, cause=cause, prompt_returned=True))
-        ledger.apply(consumed(step, *winners))
-        ledger.apply(published(step + 1))
+            state.apply(GroupDropped(time_s=0.0, group_id=loser, cause=cause, prompt_returned=True))
+        state.apply(consumed(step, *winners))
+        state.apply(published(step + 1))
 
-    ledger = Ledger([opened(i) for i in range(3)])
-    finish(ledger, 0, (0, 2), 1)
-    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (3, False)
+    state = RolloutState([opened(i) for i in range(3)])
+    finish(state, 0, (0, 2), 1)
+    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (3, False)
     for i in range(3):
-        ledger.apply(opened(3 + i))
-    finish(ledger, 1, (3, 4), 5)
-    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (2, True)
+        state.apply(opened(3 + i))
+    finish(state, 1, (3, 4), 5)
+    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (2, True)
     for i, row in enumerate((1, 5)):
-        ledger.apply(opened(6 + i, row=row, cursor=6))
-    assert strategy.groups_to_open(ledger) == 0
-    finish(ledger, 2, (6, 7), None)
-    assert (strategy.groups_to_open(ledger), strategy.takes_returned(ledger)) == (3, False)
+        state.apply(opened(6 + i, row=row, cursor=6))
+    assert strategy.groups_to_open(state.view) == 0
+    finish(state, 2, (6, 7), None)
+    assert (strategy.groups_to_open(state.view), strategy.takes_returned(state.view)) == (3, False)
 
 
 def test_surplus_groups_are_kept_unless_asked_for() -> None:
@@ -265,26 +266,26 @@ def test_a_token_budget_parks_what_is_longer() -> None:
 def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:
     """Unfinished groups and whole ones beyond the batch alike; until they fill a batch they wait."""
     strategy = strategy_of("tail_rounds", rollout_batch_size=2, group_size=1, over_sampling_batch_size=3)
-    ledger = Ledger()
-    scheduler = Scheduler(strategy=strategy, source=Prompts(), ledger=ledger, max_running=9, limits=Limits())
+    state = RolloutState()
+    scheduler = Scheduler(strategy=strategy, source=Prompts(), state=state, max_running=9, limits=Limits())
 
     def play_round(ends: tuple[bool, ...]) -> list[int]:
         """Rows that a round starts; of its samples those end that ``ends`` says, all at once."""
         scheduler.collecting = True
         ids = [start.sample_id for start in scheduler.decide(0.0).starts]
-        rows = [ledger.sample(i).prompt.columns["row"] for i in ids]
+        rows = [state.ledger.sample(i).prompt.columns["row"] for i in ids]
         for i, has_ended in zip(ids, ends, strict=True):
-            event = ended(i, 3, STOP if has_ended else ABORT, version=ledger.policy_version)
+            event = ended(i, 3, STOP if has_ended else ABORT, version=state.ledger.policy_version)
             scheduler.segment_ended(i, event.segment, 0.0)
             if has_ended:
                 scheduler.scored(i, 1.0, 0.0)
         scheduler.discard_unfinished(0.0)
         scheduler.published(scheduler.consume(0.0).step + 1, 0.0, pause_s=0.0)
-        ledger.check()
+        state.ledger.check()
         return rows
 
     assert play_round((True, False, True)) == [0, 1, 2]
     assert play_round((True, True, True)) == [3, 4, 5]
     assert play_round((True, True)) == [1, 5]
     assert play_round((True, True, False)) == [6, 7, 8]
-    assert ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}
+    assert state.ledger.dropped == {WasteCause.DISCARDED_ON_ABORT: 2, WasteCause.SURPLUS_GROUP: 1}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.rollout.round import ONE_BY_ONE, Lengths, Round, best_round
+from rollover.rollout.round import ONE_BY_ONE, Round, best_round
+from rollover.rollout.statistics import RecentLengths
 
 Groups = tuple[tuple[int, ...], ...]
 GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2).map(tuple), min_size=12, max_size=12).map(tuple)
@@ -43,7 +44,7 @@ def best(
     groups: Groups, *, max_lag: float, max_staleness: int = 11, num_running: float = 1e9, prefill: float = math.inf
 ) -> Round:
     return best_round(
-        Lengths(groups),
+        RecentLengths(groups),
         max_lag=max_lag,
         max_staleness=max_staleness,
         batch_size=12,
@@ -113,13 +114,6 @@ def test_no_more_batches_are_collected_than_shorten_the_step() -> None:
     groups = ((10,),) * 48
     assert best(groups, max_lag=9.0, num_running=12).num_batches == 1
     assert best(groups, max_lag=9.0).iterations_per_batch == pytest.approx(10 / 12)
-
-
-def test_the_earliest_lengths_are_forgotten() -> None:
-    lengths = Lengths().followed_by([(1, 1)] * 10)
-    for value in (5, 7):
-        lengths = lengths.followed_by([(value, value)] * 4096)
-    assert set(lengths.groups) == {(7, 7)}
 
 
 def test_what_order_is_worth() -> None:

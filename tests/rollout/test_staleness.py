@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.rollout.entries import GroupEntry
 from rollover.rollout.events import (
     BatchConsumed,
     GroupDropped,
@@ -18,7 +19,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.ledger import Ledger
 from rollover.rollout.staleness import choose_batch, headroom
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.rollout.kit import assert_bounded, num_due

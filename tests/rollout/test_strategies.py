@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import Rollover
 from rollover.rollout.strategy import OnFull
 from rollover.types import Batch, SampleId, WasteCause
@@ -38,18 +38,18 @@ def ready(group_id: int, version: int = 0) -> list[Event]:
     return [event for i in ids for event in (started(i, version), ended(i, 3, STOP, version=version), scored(i))]
 
 
-def ledger_of(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> Ledger:
+def state_with(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> RolloutState:
     """``num_ready`` ready groups, then ``parked`` parked samples, then waiting ones; ``num_open`` open groups."""
-    ledger = Ledger()
+    state = RolloutState()
     for i in range(num_ready + num_open):
-        ledger.apply(opened(i, size=G))
+        state.apply(opened(i, size=G))
     for i in range(num_ready):
         for event in ready(i):
-            ledger.apply(event)
-    for sample_id in list(ledger.waiting)[:parked]:
-        ledger.apply(started(sample_id))
-        ledger.apply(ended(sample_id, 2, ABORT))
-    return ledger
+            state.apply(event)
+    for sample_id in list(state.ledger.waiting)[:parked]:
+        state.apply(started(sample_id))
+        state.apply(ended(sample_id, 2, ABORT))
+    return state
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def ledger_of(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> Ledg
 )
 def test_groups_to_open(name: str, config: dict[str, Any], ledger: dict[str, int], expected: int) -> None:
     strategy = strategy_of(name, rollout_batch_size=N, group_size=G, **config)
-    assert max(0, strategy.groups_to_open(ledger_of(**ledger))) == expected
+    assert max(0, strategy.groups_to_open(state_with(**ledger).view)) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:
 
 def test_parked_before_fresh_and_oldest_group_first() -> None:
     """A sample that waits beside parked siblings goes before newer groups, parked or not."""
-    ledger = Ledger([opened(i, size=G) for i in range(3)])
+    state = RolloutState([opened(i, size=G) for i in range(3)])
     for i in (SampleId(1, 0), SampleId(0, 1)):
-        ledger.apply(started(i))
-        ledger.apply(ended(i, 2, ABORT))
-    ledger.apply(started(SampleId(0, 0)))
-    ledger.apply(ended(SampleId(0, 0), 0, ABORT))  # stopped before its first token: it waits again
+        state.apply(started(i))
+        state.apply(ended(i, 2, ABORT))
+    state.apply(started(SampleId(0, 0)))
+    state.apply(ended(SampleId(0, 0), 0, ABORT))  # stopped before its first token: it waits again
     expected = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     for name in sorted({*NAMES} - {"probe", "token_budget"}):
-        assert [*strategy_of(name).samples_to_start(ledger)] == expected
+        assert [*strategy_of(name).samples_to_start(state.view)] == expected
 
 
 REFILLING = ("concurrency", "bounded_async", "inflight", "threshold", "windowed", "fast_lane")
@@ -144,45 +144,45 @@ DISCARDING = ("oversample", "tail_rounds")
 @pytest.mark.parametrize("name", REFILLING)
 def test_fixed_concurrency_is_never_exceeded(name: str) -> None:
     strategy = strategy_of(name, rollout_batch_size=N, group_size=G, num_running=3)
-    ledger = ledger_of(num_open=4)
-    ledger.apply(started(SampleId(0, 0)))
-    assert len([*strategy.samples_to_start(ledger)]) == 2
+    state = state_with(num_open=4)
+    state.apply(started(SampleId(0, 0)))
+    assert len([*strategy.samples_to_start(state.view)]) == 2
 
 
 def test_batches_are_taken_in_order_of_opening() -> None:
     strategy = strategy_of("april", rollout_batch_size=N, group_size=G, max_staleness=4)
-    ledger = ledger_of(num_ready=1, num_open=1)
-    assert strategy.select_batch(ledger) is None
-    ledger.apply(opened(2, size=G))
+    state = state_with(num_ready=1, num_open=1)
+    assert strategy.select_batch(state.view) is None
+    state.apply(opened(2, size=G))
     for event in ready(2):
-        ledger.apply(event)
-    assert strategy.select_batch(ledger) == (0, 2)
+        state.apply(event)
+    assert strategy.select_batch(state.view) == (0, 2)
     for event in ready(1):
-        ledger.apply(event)
-    assert strategy.select_batch(ledger) == (0, 1)
+        state.apply(event)
+    assert strategy.select_batch(state.view) == (0, 1)
 
 
 def test_a_group_on_its_deadline_is_waited_for() -> None:
     strategy = strategy_of("april", rollout_batch_size=N, group_size=G, max_staleness=1, over_sampling_batch_size=4)
-    ledger = Ledger([opened(i, size=G) for i in range(4)])
+    state = RolloutState([opened(i, size=G) for i in range(4)])
     for i in (1, 2):
         for event in ready(i):
-            ledger.apply(event)
-    ledger.apply(started(SampleId(0, 0)))
-    assert strategy.select_batch(ledger) == (1, 2)
-    ledger.apply(consumed(0, 1, 2))
-    ledger.apply(published(1))
+            state.apply(event)
+    state.apply(started(SampleId(0, 0)))
+    assert strategy.select_batch(state.view) == (1, 2)
+    state.apply(consumed(0, 1, 2))
+    state.apply(published(1))
     for i in (4, 5):
-        ledger.apply(opened(i, size=G))
+        state.apply(opened(i, size=G))
         for event in ready(i, 1):
-            ledger.apply(event)
-    assert strategy.select_batch(ledger) is None
-    ledger.apply(ended(SampleId(0, 0), 3, STOP))
-    ledger.apply(scored(SampleId(0, 0)))
+            state.apply(event)
+    assert strategy.select_batch(state.view) is None
+    state.apply(ended(SampleId(0, 0), 3, STOP))
+    state.apply(scored(SampleId(0, 0)))
     for event in (started(SampleId(0, 1), 1), ended(SampleId(0, 1), 1, STOP, version=1)):
-        ledger.apply(event)
-    ledger.apply(scored(SampleId(0, 1)))
-    assert strategy.select_batch(ledger) == (0, 4)
+        state.apply(event)
+    state.apply(scored(SampleId(0, 1)))
+    assert strategy.select_batch(state.view) == (0, 4)
 
 
 # -- laws over the driver -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from tests.rollout.kit import lognormal, make_rig
 from tests.virtual_time import run
 
@@ -29,7 +29,7 @@ async def main(name: str, seed: int, journal: Path, seen: Path) -> None:
 
     rig = make_rig(
         name,
-        ledger=Ledger(),
+        state=RolloutState(),
         journal=Journal(journal),
         length=lognormal(5, 1.0),
         max_running=10,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
+from rollover.rollout.state import View
 from rollover.rollout.strategies import STRATEGIES, April, Concurrency
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
@@ -43,9 +44,9 @@ class FirstToFinish(April):
 class Evicting(Concurrency):
     """Drops what would be more than three versions old."""
 
-    def surplus(self, ledger: Ledger) -> tuple[int, ...]:
-        starts = {g.group_id: g.start_version for g in ledger.unconsumed()}
-        return tuple(i for i, v in starts.items() if v is not None and ledger.next_step - v > 3)
+    def surplus(self, view: View) -> tuple[int, ...]:
+        starts = {g.group_id: g.start_version for g in view.ledger.unconsumed()}
+        return tuple(i for i, v in starts.items() if v is not None and view.ledger.next_step - v > 3)
 
 
 CLASSES: dict[str, type[Strategy]] = STRATEGIES | {"first": FirstToFinish, "evicting": Evicting}

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import ks_2samp
 
 from rollover.rollout.events import BatchConsumed, Event, SampleStarted
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategies.rollover import Rollover
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
@@ -26,9 +26,9 @@ class Watched(Rollover):
     __slots__ = ()
     seen: dict[int, Any] = {}  # noqa: RUF012
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        self.seen.setdefault(ledger.next_step, self.round(ledger))
-        return Rollover.groups_to_open(self, ledger)
+    def groups_to_open(self, view: View) -> int:
+        self.seen.setdefault(view.ledger.next_step, self.round(view))
+        return Rollover.groups_to_open(self, view)
 
 
 def strategy(target: float, cap: int, unit: str, **config: Any) -> Rollover:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
+from rollover.rollout.state import View
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull
 
@@ -26,12 +27,12 @@ class April(Configured):
 
     on_full = OnFull.PARK
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+    def groups_to_open(self, view: View) -> int:
+        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
 
     def preference(self, group: GroupEntry) -> int:
         """Ready groups that are all alike are taken in the order in which they became ready."""
         return 0 if self.drop_surplus else group.group_id
 
-    def surplus(self, ledger: Ledger) -> tuple[int, ...]:
-        return tuple(ledger.ready) if self.drop_surplus else ()
+    def surplus(self, view: View) -> tuple[int, ...]:
+        return tuple(view.ledger.ready) if self.drop_surplus else ()

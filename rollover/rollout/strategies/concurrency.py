@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
 
@@ -21,13 +21,13 @@ class Concurrency(Strategy):
 
     on_full = OnFull.PARK
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        missing = self.num_running - ledger.num_active
-        return min(-(-missing // self.group_size), self.headroom(ledger)) if missing > 0 else 0
+    def groups_to_open(self, view: View) -> int:
+        missing = self.num_running - view.ledger.num_active
+        return min(-(-missing // self.group_size), self.headroom(view)) if missing > 0 else 0
 
-    def samples_to_start(self, ledger: Ledger) -> list[SampleId]:
-        room = self.num_running - len(ledger.running)
+    def samples_to_start(self, view: View) -> list[SampleId]:
+        room = self.num_running - len(view.ledger.running)
         if room <= 0:
             return []
         # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.
-        return list(islice(Strategy.samples_to_start(self, ledger), room))
+        return list(islice(Strategy.samples_to_start(self, view), room))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger, SampleState
+from rollover.rollout.entries import SampleState
+from rollover.rollout.state import View
 from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategies.configured import Configured
 from rollover.types import SampleId
@@ -25,10 +26,10 @@ class FastLane(Configured, Concurrency):
     fast_lane: int
     """Samples in the fast lane at most."""
 
-    def wants_fast_lane(self, ledger: Ledger, sample_id: SampleId) -> bool:
+    def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
         """Whether fewer than ``fast_lane`` unfinished samples are older."""
         num_older = 0
-        for group in ledger.open.values():  # in order of opening
+        for group in view.ledger.open.values():  # in order of opening
             if group.group_id > sample_id.group or num_older >= self.fast_lane:
                 break
             siblings = group.samples[: sample_id.index] if group.group_id == sample_id.group else group.samples

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import GroupEntry
+from rollover.rollout.entries import GroupEntry
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategy import OnFull, Strategy
 
 
@@ -19,5 +19,5 @@ class Oversample(Strategy):
 
     on_full = OnFull.DISCARD
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+    def groups_to_open(self, view: View) -> int:
+        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger, SampleState
+from rollover.rollout.entries import SampleState
+from rollover.rollout.state import View
 from rollover.rollout.strategies.sync import Sync
 from rollover.types import SampleId
 
@@ -23,12 +24,12 @@ _FINISHED = (SampleState.FINISHED, SampleState.SCORED)
 class Probe(Sync):
     """``sync`` in another order."""
 
-    def samples_to_start(self, ledger: Ledger) -> list[SampleId]:
-        startable = [*ledger.parked, *ledger.waiting]
-        estimates = {i: self._estimate(ledger, i) for i in {sample_id.group for sample_id in startable}}
+    def samples_to_start(self, view: View) -> list[SampleId]:
+        startable = [*view.ledger.parked, *view.ledger.waiting]
+        estimates = {i: self._estimate(view, i) for i in {sample_id.group for sample_id in startable}}
         return sorted(startable, key=lambda i: (i.index > 0, -estimates[i.group] if i.index else 0, i))
 
-    def _estimate(self, ledger: Ledger, group_id: int) -> float:
+    def _estimate(self, view: View, group_id: int) -> float:
         """Tokens of the group's longest finished sample; infinite before there is one."""
-        lengths = [s.num_tokens for s in ledger.groups[group_id].samples if s.state in _FINISHED]
+        lengths = [s.num_tokens for s in view.ledger.groups[group_id].samples if s.state in _FINISHED]
         return max(lengths, default=math.inf)

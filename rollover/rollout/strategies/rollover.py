@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
 from rollover.rollout.round import Round, best_round
+from rollover.rollout.state import View
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull, Strategy
 
@@ -52,31 +53,31 @@ class Rollover(Configured):
             config = replace(config, prefill_tokens_per_iteration=engine.prefill_tokens_per_iteration)
         return super(Rollover, cls).from_config(config, engine)
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        if _is_collected(ledger, self.batch_size):
+    def groups_to_open(self, view: View) -> int:
+        if _is_collected(view, self.batch_size):
             return 0
-        found = self.round(ledger)
+        found = self.round(view)
         launched = math.ceil(self.batch_size * found.num_batches * found.ratio)
-        return max(0, min(launched - ledger.num_unconsumed, self.headroom(ledger)))
+        return max(0, min(launched - view.ledger.num_unconsumed, self.headroom(view)))
 
-    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
-        if len(ledger.ready) < self.batch_size:
+    def select_batch(self, view: View) -> tuple[int, ...] | None:
+        if len(view.ledger.ready) < self.batch_size:
             return None
-        collected = _is_collected(ledger, self.batch_size)
-        if not collected and len(ledger.ready) < self.batch_size * self.round(ledger).num_batches:
+        collected = _is_collected(view, self.batch_size)
+        if not collected and len(view.ledger.ready) < self.batch_size * self.round(view).num_batches:
             return None
-        return Strategy.select_batch(self, ledger)
+        return Strategy.select_batch(self, view)
 
     def preference(self, group: GroupEntry) -> int:
         return -sum(s.num_tokens for s in group.samples)
 
-    def round(self, ledger: Ledger) -> Round:
+    def round(self, view: View) -> Round:
         """What is collected now. It changes only when a batch is consumed."""
-        lag, target = ledger.lag, self.target_lag
+        lag, target = view.statistics.lag, self.target_lag
         spare = (target - lag.mean) * lag.num_batches / _SPREAD
-        ramp = min(1.0, ledger.next_step / _RAMP_STEPS)
+        ramp = min(1.0, view.ledger.next_step / _RAMP_STEPS)
         return best_round(
-            ledger.lengths,
+            view.statistics.lengths,
             max_lag=ramp * min(max(target + spare, target / _MOST_OVER), target * _MOST_OVER),
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
@@ -85,6 +86,6 @@ class Rollover(Configured):
         )
 
 
-def _is_collected(ledger: Ledger, batch_size: int) -> bool:
+def _is_collected(view: View, batch_size: int) -> bool:
     """Whether a round has been collected and is being trained: nothing runs, and there is a batch."""
-    return not ledger.running and len(ledger.ready) >= batch_size
+    return not view.ledger.running and len(view.ledger.ready) >= batch_size

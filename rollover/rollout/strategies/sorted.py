@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import GroupEntry, Ledger
+from rollover.rollout.entries import GroupEntry
+from rollover.rollout.state import View
 from rollover.rollout.strategy import OnFull, Strategy
 
 
@@ -20,10 +21,10 @@ class Sorted(Strategy):
 
     on_full = OnFull.PARK
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        if ledger.num_unconsumed >= self.batch_size:
+    def groups_to_open(self, view: View) -> int:
+        if view.ledger.num_unconsumed >= self.batch_size:
             return 0
-        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
 
     def preference(self, group: GroupEntry) -> int:
         """All alike: ready groups are listed, and so taken, in the order in which they became ready."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategy import OnFull, Strategy
 
 
@@ -15,5 +15,5 @@ class Sync(Strategy):
 
     on_full = OnFull.WAIT
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        return self.batch_size - ledger.num_unconsumed
+    def groups_to_open(self, view: View) -> int:
+        return self.batch_size - view.ledger.num_unconsumed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategy import OnFull, Strategy
 
 
@@ -22,21 +22,21 @@ class TailRounds(Strategy):
 
     on_full = OnFull.DISCARD
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        if ledger.num_unconsumed >= self.batch_size:
+    def groups_to_open(self, view: View) -> int:
+        if view.ledger.num_unconsumed >= self.batch_size:
             return 0
-        is_short = not self.takes_returned(ledger) and not self._has_begun(ledger)
+        is_short = not self.takes_returned(view) and not self._has_begun(view)
         wanted = self.launched_groups if is_short else self.batch_size
-        return min(wanted - ledger.num_unconsumed, self.headroom(ledger))
+        return min(wanted - view.ledger.num_unconsumed, self.headroom(view))
 
-    def takes_returned(self, ledger: Ledger) -> bool:
+    def takes_returned(self, view: View) -> bool:
         """Prompts of discarded groups go out again when they fill a batch; until then new ones are drawn."""
-        return len(ledger.returned) >= self.batch_size
+        return len(view.ledger.returned) >= self.batch_size
 
-    def surplus(self, ledger: Ledger) -> tuple[int, ...]:
+    def surplus(self, view: View) -> tuple[int, ...]:
         """Whole groups beyond the batch have lost like the others: the next round has newer weights."""
-        return tuple(ledger.ready)
+        return tuple(view.ledger.ready)
 
-    def _has_begun(self, ledger: Ledger) -> bool:
+    def _has_begun(self, view: View) -> bool:
         """Whether this round has started a group; what a filter or a failure drops of it is replaced, no more."""
-        return any(g.start_version == ledger.policy_version for g in ledger.unconsumed())
+        return any(g.start_version == view.ledger.policy_version for g in view.ledger.unconsumed())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategies.configured import Configured
@@ -24,7 +24,7 @@ class Threshold(Configured, BoundedAsync):
     threshold: float
     """Groups opened ahead, in batches."""
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        batches = ledger.policy_version + 1 + self.threshold - ledger.next_step
-        quota = math.floor(self.batch_size * batches) - ledger.num_unconsumed
-        return min(Concurrency.groups_to_open(self, ledger), quota)
+    def groups_to_open(self, view: View) -> int:
+        batches = view.ledger.policy_version + 1 + self.threshold - view.ledger.next_step
+        quota = math.floor(self.batch_size * batches) - view.ledger.num_unconsumed
+        return min(Concurrency.groups_to_open(self, view), quota)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategies.configured import Configured
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
@@ -27,22 +27,22 @@ class TokenBudget(Configured):
 
     on_full = OnFull.WAIT
 
-    def groups_to_open(self, ledger: Ledger) -> int:
-        return min(self.launched_groups - ledger.num_unconsumed, self.headroom(ledger))
+    def groups_to_open(self, view: View) -> int:
+        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
 
-    def samples_to_start(self, ledger: Ledger) -> Iterator[SampleId]:
+    def samples_to_start(self, view: View) -> Iterator[SampleId]:
         """Those with a budget left under these weights. Once none is left and none runs, all get a new one: without it
         nothing would ever move again."""
-        in_order = Strategy.samples_to_start(self, ledger)
-        if ledger.running:
-            return (i for i in in_order if not self._has_spent(ledger, i))
+        in_order = Strategy.samples_to_start(self, view)
+        if view.ledger.running:
+            return (i for i in in_order if not self._has_spent(view, i))
         at_rest = list(in_order)
-        with_budget = [i for i in at_rest if not self._has_spent(ledger, i)]
+        with_budget = [i for i in at_rest if not self._has_spent(view, i)]
         return iter(with_budget or at_rest)
 
-    def token_budget(self, ledger: Ledger, sample_id: SampleId) -> int:
+    def token_budget(self, view: View, sample_id: SampleId) -> int:
         return self.round_budget
 
-    def _has_spent(self, ledger: Ledger, sample_id: SampleId) -> bool:
-        segments = ledger.sample(sample_id).trajectory.segments
-        return sample_id in ledger.parked and segments[-1].policy_version == ledger.policy_version
+    def _has_spent(self, view: View, sample_id: SampleId) -> bool:
+        segments = view.ledger.sample(sample_id).trajectory.segments
+        return sample_id in view.ledger.parked and segments[-1].policy_version == view.ledger.policy_version

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollover.rollout import staleness
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import View
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.configured import Configured
 
@@ -24,21 +24,21 @@ class Windowed(Configured, BoundedAsync):
     window: int
     """Groups from the head that may be trained."""
 
-    def select_batch(self, ledger: Ledger) -> tuple[int, ...] | None:
-        within = self._within_window(ledger)
+    def select_batch(self, view: View) -> tuple[int, ...] | None:
+        within = self._within_window(view)
         if len(within) < self.batch_size:
             return None
         chosen = staleness.choose_batch(
-            ledger,
+            view.ledger,
             batch_size=self.batch_size,
             max_staleness=self.max_staleness,
-            order=lambda group: group.group_id if group.group_id in within else ledger.next_group_id,
+            order=lambda group: group.group_id if group.group_id in within else view.ledger.next_group_id,
         )
         # A group that is due may lie beyond the window: then the batch waits for the head, which started before it.
         return chosen if chosen is not None and within.issuperset(chosen) else None
 
-    def _within_window(self, ledger: Ledger) -> set[int]:
+    def _within_window(self, view: View) -> set[int]:
         """Ready groups that can be taken in order of opening: those before the oldest open group are taken first, and
         then it is the head."""
-        head = min(ledger.open, default=ledger.next_group_id)
-        return {group_id for group_id in ledger.ready if group_id < head + self.window}
+        head = min(view.ledger.open, default=view.ledger.next_group_id)
+        return {group_id for group_id in view.ledger.ready if group_id < head + self.window}

@@ -14,7 +14,7 @@ import pytest
 
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import Batch, FinishReason, SamplingParams
 from tests.engine.servers.pool_kit import new_pool, scripted_engines
 from tests.engine.servers.scripted_server import Answer
@@ -48,7 +48,8 @@ class Fleet:
             stream_interval_tokens=4,
         )
         self.pool = new_pool(self.engines, folder)
-        self.ledger = Ledger()
+        state = RolloutState()
+        self.ledger = state.ledger
         self.scorer = ParityScorer()
         self.sampling = SamplingParams(max_new_tokens=MAX_TOKENS, stop_token_ids=(7, 9))
         self.driver = RolloutDriver(
@@ -61,7 +62,7 @@ class Fleet:
             sampling=self.sampling,
             seed=SEED,
             clock=VirtualClock(),
-            ledger=self.ledger,
+            state=state,
             limits=Limits(max_retries=30, abort_timeout_s=60.0),
             observer=lambda event: self.ledger.check(),
         )

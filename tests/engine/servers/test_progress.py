@@ -17,7 +17,7 @@ from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.ledger import Ledger
+from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SamplingParams
 from tests.engine.contract import collect, request, tokens
 from tests.engine.fake import FakeEngine
@@ -112,7 +112,7 @@ def driver_of(engine: Any, **limits: Any) -> RolloutDriver:
         sampling=SamplingParams(max_new_tokens=20),
         seed=SEED,
         clock=VirtualClock(),
-        ledger=Ledger(),
+        state=RolloutState(),
         limits=Limits(**limits),
     )
 

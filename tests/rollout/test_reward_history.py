@@ -15,9 +15,10 @@ from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.algorithms.shaping import overlong_punishment
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
-from rollover.rollout.history import RewardHistory
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.reward_history import RewardHistory
 from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.state import RolloutState
 from rollover.types import Baseline, FinishReason, Prompt, Segment
 from tests.rollout.kit import Prompts, play, strategy_of
 
@@ -133,11 +134,11 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
     """The budget is 100 tokens and the last 20 of it are punished: a response of 90 that is always right has reward 1
     and counts 0.5, so among its like it is worth nothing and a shorter one, of 80, as much as one of 100 costs."""
     algorithm = resolve(AlgorithmConfig(name="dapo", advantage="history"))
-    ledger = Ledger()
+    state = RolloutState()
     scheduler = Scheduler(
         strategy=strategy_of("april", unit="sample", group_size=4, rollout_batch_size=8),
         source=Prompts(),
-        ledger=ledger,
+        state=state,
         max_running=1,
         limits=Limits(),
         shaping=partial(overlong_punishment, algorithm, 100),
@@ -148,8 +149,8 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
         ended = Segment(0, range(90), (-1.0,) * 90, FinishReason.STOP, 0, 0.0, 1.0)
         scheduler.segment_ended(start.sample_id, ended, 0.0)
         scheduler.scored(start.sample_id, 1.0, 0.0)
-    scheduler.record(opened := next_group(ledger))
-    baseline = ledger.groups[opened.group_id].baseline
+    scheduler.record(opened := next_group(state.ledger))
+    baseline = state.statistics.baselines[opened.group_id]
     assert baseline == Baseline(0.5, 0.0, 7.0)
 
     lengths_B = torch.tensor([80, 90, 100])

@@ -1,0 +1,61 @@
+"""All that is known of a run's rollouts: two folds of its events, and the view of them that strategies get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rollover.rollout.entries import SCORED
+from rollover.rollout.events import Event
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.statistics import Statistics
+from rollover.types import Batch, Group
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a strategy sees: facts and statistics. It reads them and changes neither.
+
+    Example: two batches of 32 groups each were consumed, and eight more groups are open. ``view.ledger.next_step`` is
+    2, ``view.ledger.num_unconsumed`` is 8, and ``view.statistics.lengths.groups`` holds 64 tuples of lengths.
+    """
+
+    ledger: Ledger
+    statistics: Statistics
+
+    def groups(self, group_ids: Sequence[int]) -> tuple[Group, ...]:
+        """Return the records that the trainer gets of these groups: their scored samples, with the baselines that were
+        known when the groups were opened."""
+        entries, baselines = self.ledger.groups, self.statistics.baselines
+        return tuple(
+            Group(
+                group_id=i,
+                prompt=entries[i].prompt,
+                trajectories=tuple(s.trajectory for s in entries[i].samples if s.state is SCORED),
+                baseline=baselines.get(i),
+            )
+            for i in group_ids
+        )
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch that was consumed at ``step``, which must be newer than the last checkpoint."""
+        return Batch(step=step, groups=self.groups(self.ledger.batches[step]))
+
+
+class RolloutState:
+    """The ledger and the statistics of a run, moved on together by ``apply``.
+
+    Example: ``RolloutState()`` begins a run, and ``rollover.rollout.journal.restart`` returns the state of a run that
+    goes on. Folding the events of a journal, ``RolloutState(events)``, gives the state that its writer had.
+    """
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.ledger = Ledger()
+        self.statistics = Statistics()
+        self.view = View(self.ledger, self.statistics)
+        for event in events:
+            self.apply(event)
+
+    def apply(self, event: Event) -> None:
+        self.ledger.apply(event)
+        self.statistics.apply(event, self.ledger)

@@ -22,13 +22,14 @@ from typing import Any
 from rollover.devices import workload
 from rollover.devices.model import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
-from rollover.planner import columns, fleet
+from rollover.planner import fleet
 from rollover.planner.alternatives import one_type
-from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
 from rollover.planner.plan import Plan
+from rollover.planner.problem import PlanSpec, stock_problem
 from rollover.planner.records import Fleet
 from rollover.planner.routing import routed
+from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
@@ -140,7 +141,7 @@ def _compare(
     name: str, variation: str, mix: Fleet, model: ModelShape, spec: WorkloadSpec, *, simulate: bool
 ) -> Compared:
     began = time.perf_counter()
-    made = make_plan(mix, model, spec, max_staleness=MAX_STALENESS)
+    made = make_plan(mix, PlanSpec(model=model, workload=spec, max_staleness=MAX_STALENESS))
     per_step = spec.batch_size * spec.response_tokens
     money = made.solution.cost_per_hour
     assert money is not None
@@ -177,7 +178,7 @@ def _cheapest(made: Plan, device: Device) -> float | None:
     money = made.solution.cost_per_hour
     assert money is not None
     count = int(3 * money / device.price_per_hour)
-    built = columns.of_stock({device: count}, made.model, made.workload, max_staleness=MAX_STALENESS)
+    built = stock_problem({device: count}, made.model, made.workload, max_staleness=MAX_STALENESS)
     aimed = replace(built, tail=made.problem.tail, target_steps_per_s=made.solution.steps_per_s)
     solution = solve(routed(aimed, made.routing), simplify=False)
     return None if solution is None else solution.cost_per_hour

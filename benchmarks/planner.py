@@ -21,9 +21,10 @@ import scipy
 
 from rollover.devices import lengths, model
 from rollover.devices.records import WorkloadSpec
-from rollover.planner import columns, fleet
-from rollover.planner.audit import violations
+from rollover.planner import fleet
 from rollover.planner.milp import solve
+from rollover.planner.problem import PlanSpec, fleet_problem
+from rollover.planner.verification import violations
 from rollover.settings import toml
 
 QWEN_7B = {
@@ -48,7 +49,7 @@ class Timing:
     devices: int
     types: int
     max_staleness: int
-    columns: int
+    kinds: int
     plans: int
     list_s: float
     solve_s: float
@@ -80,7 +81,9 @@ def measure(devices: int, types: int, max_staleness: int, limit_s: float) -> Tim
     shape = model.parse(QWEN_7B, name="Qwen2.5-7B")
     here = fleet_of(devices, types)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    problem = columns.problem(here, shape, workload(devices), max_staleness=max_staleness)
+    problem = fleet_problem(
+        here, PlanSpec(model=shape, workload=workload(devices), max_staleness=max_staleness, tail="none")
+    )
     listed_s = time.perf_counter()
     solution = solve(problem)
     assert solution is not None
@@ -89,7 +92,7 @@ def measure(devices: int, types: int, max_staleness: int, limit_s: float) -> Tim
         devices=devices,
         types=types,
         max_staleness=max_staleness,
-        columns=len(problem.columns),
+        replica_kinds=len(problem.replica_kinds),
         plans=len(problem.plans),
         list_s=round(listed_s - start_s, 3),
         solve_s=round(time.perf_counter() - listed_s, 3),
@@ -113,7 +116,7 @@ def main() -> None:
                 t = timings[-1]
                 took_s = t.list_s + t.solve_s
                 print(
-                    f"{devices:5} devices, {types} types, staleness {bound}: {t.columns:4} columns, {t.plans:4} plans, "
+                    f"{devices:5} devices, {types} types, bound {bound}: {t.replica_kinds:4} kinds, {t.plans:4} plans, "
                     f"{took_s:6.2f} s of {limit_s:g} ({t.cpu_s:.2f} s of a core), gap {t.gap:.1e}, "
                     f"{t.steps_per_h:.2f} steps/h",
                     flush=True,

@@ -11,10 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, minimize_scalar
 
-from rollover.devices import costs
+from rollover.devices.costs.passes import forward_flops, read_parameters
+from rollover.devices.costs.records import TrainingPart
+from rollover.devices.costs.rollout import replica_costs
+from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model import parse
-from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, TrainingPart, WorkloadSpec
+from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
@@ -97,14 +100,14 @@ def _plain(measured: Measurements, key: str, model: ModelShape) -> Device:
     """Before any efficiency is known: 1."""
     flops = max(
         measured.flops,
-        *(costs.forward_flops(model, d.batch, d.context) / d.seconds for d in measured.decodes),
-        *(costs.forward_flops(model, p.tokens, p.tokens / 2) / p.seconds for p in measured.prefills),
+        *(forward_flops(model, d.batch, d.context) / d.seconds for d in measured.decodes),
+        *(forward_flops(model, p.tokens, p.tokens / 2) / p.seconds for p in measured.prefills),
     )
     token = measured.kv_bytes * model.num_layers * model.kv_width
     bandwidth = max(
         measured.copy_bytes_per_s,
         *(
-            (measured.weight_bytes * costs.read_parameters(model, d.batch) + d.batch * d.context * token) / d.seconds
+            (measured.weight_bytes * read_parameters(model, d.batch) + d.batch * d.context * token) / d.seconds
             for d in measured.decodes
         ),
     )
@@ -198,18 +201,18 @@ def _spec(measured: Measurements, *, prompt: float, response: float, sequences: 
 
 def _decode_s(device: Device, model: ModelShape, measured: Measurements, point: Decode) -> float:
     spec = _spec(measured, prompt=point.context, response=1)
-    return costs.replica(model, spec, device, 1, 1).step_s(point.batch, point.context)
+    return replica_costs(model, spec, device, 1, 1).step_s(point.batch, point.context)
 
 
 def _prefill_s(device: Device, model: ModelShape, measured: Measurements, point: Prefill) -> float:
     spec = _spec(measured, prompt=point.tokens, response=1)
-    return costs.replica(model, spec, device, 1, 1).prefill_s(point.tokens)
+    return replica_costs(model, spec, device, 1, 1).prefill_s(point.tokens)
 
 
 def _step_s(device: Device, model: ModelShape, measured: Measurements, point: Step) -> float:
     spec = _spec(measured, prompt=point.prompt_tokens, response=point.response_tokens, sequences=point.sequences)
     part = TrainingPart(device=device.name, dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
-    return costs.training_plan((costs.trainer(model, spec, device, part),)).step_s
+    return training_plan((trainer_costs(model, spec, device, part),)).step_s
 
 
 def _predictions(device: Device, model: ModelShape, measured: Measurements) -> Iterator[Prediction]:

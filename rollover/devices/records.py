@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+BF16_BYTES = 2
+"""Bytes of a weight, a gradient or an activation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -157,102 +160,3 @@ class WorkloadSpec:
     def response_tokens(self) -> float:
         """Mean response length."""
         return sum(bucket.share * bucket.tokens for bucket in self.buckets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaKind:
-    """One kind of rollout replica, at one batch cap. Tuples run over the workload's buckets."""
-
-    device: str
-    tp: int
-    pp: int
-    batch_cap: int
-    """Samples decoded at once, where the cache has room for them."""
-    rates: tuple[float, ...]
-    """Samples/s of a replica that does nothing else."""
-    latencies_s: tuple[float, ...]
-    """From admission to reward, mean of the bucket."""
-    group_latencies_s: tuple[float, ...]
-    """The same for the longest of a group."""
-    batch_latencies_s: tuple[float, ...]
-    """The same for the longest of a batch."""
-    max_latencies_s: tuple[float, ...]
-    """The same for the longest of the bucket."""
-    kv_bytes: float
-    """Room for caches."""
-    kv_byte_s: tuple[float, ...]
-    """Cache held by a sample, integrated over its time in the engine."""
-    updates_s: tuple[float, ...]
-    """Lost to each weight update while all that runs is of one bucket: pause, load and re-prefill."""
-
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.pp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPart:
-    """Pipelines of one device type, all alike."""
-
-    device: str
-    dp: int
-    tp: int
-    pp: int
-    sharded: bool
-    """Weights, gradients and optimizer state are divided over ``dp`` too."""
-    recompute: bool
-    """Activations are computed again in the backward pass instead of kept."""
-    share: float
-    """Of every batch."""
-
-    @property
-    def num_devices(self) -> int:
-        return self.dp * self.tp * self.pp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """One way to train: data-parallel parts, one for each device type it uses."""
-
-    parts: tuple[TrainingPart, ...]
-    step_s: float
-    """C_T: time of a training step."""
-    sync_s: float
-    """S: exposed time until the engines have the new weights."""
-
-    @property
-    def cycle_s(self) -> float:
-        """D = C_T + S."""
-        return self.step_s + self.sync_s
-
-    @property
-    def num_devices(self) -> int:
-        return sum(part.num_devices for part in self.parts)
-
-    def count(self, device: str) -> int:
-        """Devices of one type."""
-        return sum(part.num_devices for part in self.parts if part.device == device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartChoice:
-    """A training part that another type may join; the time of a step is ``share * batch_s + fixed_s``."""
-
-    part: TrainingPart
-    """What it is when it trains alone."""
-    batch_s: float
-    fixed_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """Training plans over two types: any of the first parts beside any of the second.
-
-    They are far too many to be written down: ``rollover.planner.trainers`` makes those that are worth a question.
-    """
-
-    first: tuple[PartChoice, ...]
-    second: tuple[PartChoice, ...]
-    across_s: float
-    """Time in which the two sum their gradients."""
-    sync_s: float

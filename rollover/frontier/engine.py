@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollover.devices import catalogue, costs
+from rollover.devices import catalogue
 from rollover.devices import model as models
+from rollover.devices.costs.links import weight_update_s
+from rollover.devices.costs.rollout import replica_costs
+from rollover.devices.engine_model import engine_model
 from rollover.devices.workload import specify
 from rollover.errors import ConfigError, DataError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
@@ -49,28 +52,16 @@ def of_device(
     workload = specify(
         "lengths", lengths.workload(0), num_groups=rollout.rollout_batch_size, group_size=rollout.group_size
     )
-    engine = costs.replica(shape, workload, found, tp, 1)
+    engine = replica_costs(shape, workload, found, tp, 1)
     if not engine.fits():
         raise ConfigError(
             f"{model} and its longest response do not fit on {tp} x {device}; raise --tp, or take a larger device"
         )
-    squares = sum(b.share * b.tokens**2 for b in workload.buckets)
-    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # of a token, not of a sample
-    kv_tokens = engine.kv_room / engine.kv_bytes_per_token
-    full = max(2, int(kv_tokens / context))
-    alone_s, full_s = engine.step_s(1, context), engine.step_s(full, context)
-    slope_s = (full_s - alone_s) / (full - 1)
-    replica = ReplicaModel(
-        c0_s=alone_s - slope_s,
-        b0=(alone_s - slope_s) / slope_s,
-        prefill_tokens_per_s=context / engine.prefill_s(context),
-        kv_tokens=kv_tokens,
-        swap_pause_s=costs.update_s(shape, workload, found, found.network),
-    )
+    replica = engine_model(engine, pause_s=weight_update_s(shape, workload, found, found.network))
     note = (
         f"Engine: {tp} x {found.title} and {shape.name} by the cost model: c0 {1000 * replica.c0_s:.2f} ms,"
         f" B0 {replica.b0:.0f}, {replica.prefill_tokens_per_s:,.0f} tokens/s of prefill, a cache of"
-        f" {kv_tokens:,.0f} tokens. Measure yours: efficiencies are the catalogue's."
+        f" {replica.kv_tokens:,.0f} tokens. Measure yours: efficiencies are the catalogue's."
     )
     if found.unverified:
         note += f" Of the device, {', '.join(found.unverified)} rest on second-hand sources."

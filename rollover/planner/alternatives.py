@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from rollover.devices.records import Device
 from rollover.errors import PlanError
-from rollover.planner import columns, homogeneous
-from rollover.planner.make import make_plan
 from rollover.planner.milp import solve
 from rollover.planner.plan import Alternative, Plan
+from rollover.planner.problem import PlanSpec, fleet_problem, stock_problem
 from rollover.planner.records import Problem, Solution
 from rollover.planner.routing import routed
+from rollover.planner.search import make_plan
+from rollover.planner.splits import by_number, by_type
 
 ALMOST = 0.01
 """Part of the rate that the leaner plan may lack."""
@@ -31,7 +32,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
     """The best plan on ``count`` devices of one type; ``None`` where there is none."""
     try:
-        built = columns.of_stock({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
     except PlanError:
         return None
     problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
@@ -44,15 +45,7 @@ def on_one_device(plan: Plan) -> Alternative | None:
     if plan.solution.plan.num_devices == 1:
         return None
     try:
-        made = make_plan(
-            plan.fleet,
-            plan.model,
-            plan.workload,
-            max_staleness=plan.problem.max_staleness,
-            tail=plan.problem.tail,
-            routing=plan.routing,
-            one_device=True,
-        )
+        made = make_plan(plan.fleet, replace(_spec(plan), one_device=True))
     except PlanError:
         return None
     return _of_plan("training on one device", made)
@@ -68,18 +61,21 @@ def leaner(plan: Plan) -> Alternative | None:
         nodes = (replace(node, device=replace(node.device, price_per_hour=1.0)) for node in fleet.nodes)
         fleet = replace(fleet, nodes=tuple(nodes))
     try:
-        made = make_plan(
-            fleet,
-            plan.model,
-            plan.workload,
-            max_staleness=plan.problem.max_staleness,
-            target_steps_per_s=plan.solution.steps_per_s * (1 - ALMOST),
-            tail=plan.problem.tail,
-            routing=plan.routing,
-        )
+        made = make_plan(fleet, replace(_spec(plan), target_steps_per_s=plan.solution.steps_per_s * (1 - ALMOST)))
     except PlanError:
         return None
     return _of_plan("the cheapest plan that is almost as fast", replace(made, fleet=plan.fleet))
+
+
+def _spec(plan: Plan) -> PlanSpec:
+    """What ``plan`` was asked for, without its target."""
+    return PlanSpec(
+        model=plan.model,
+        workload=plan.workload,
+        max_staleness=plan.problem.max_staleness,
+        tail=plan.problem.tail,
+        routing=plan.routing,
+    )
 
 
 def _of_plan(name: str, made: Plan) -> Alternative:
@@ -105,18 +101,20 @@ def _of_one_type(plan: Plan) -> Iterator[Alternative]:
 
 
 def _of_other_splits(plan: Plan) -> Iterator[Alternative]:
-    built = columns.problem(plan.fleet, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
-    problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
-    names = {"75:25": "the split 75:25 by number", "greedy": "the split by type"}
-    for baseline in (homogeneous.by_rule(problem, plan.fleet), homogeneous.greedy(problem, plan.fleet)):
-        if baseline.problem is not None and baseline.solution is not None:
-            yield _alternative(names[baseline.name], baseline.problem, baseline.solution)
+    problem = routed(fleet_problem(plan.fleet, _spec(plan)), plan.routing)
+    for name, split in (
+        ("the split 75:25 by number", by_number(problem, plan.fleet)),
+        ("the split by type", by_type(problem, plan.fleet)),
+    ):
+        solution = solve(split, simplify=False)
+        if solution is not None:
+            yield _alternative(name, split, solution)
 
 
 def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
     devices = {s.device: solution.plan.count(s.device) for s in problem.supplies}
-    for column, y in zip(problem.columns, solution.replicas, strict=True):
-        devices[column.device] += y * column.num_devices
+    for kind, y in zip(problem.replica_kinds, solution.replicas, strict=True):
+        devices[kind.device] += y * kind.num_devices
     return Alternative(
         name=name,
         steps_per_s=solution.steps_per_s,

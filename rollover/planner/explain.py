@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rollover.planner.load import RateLoad
 from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
 from rollover.planner.program import Program, ProgramPoint, Relaxation
-from rollover.planner.records import Problem, ShadowPrice, Solution
+from rollover.planner.rate_load import RateLoad
+from rollover.planner.records import MarginalGain, Problem, Solution
 from rollover.planner.solver import OutOfTime
 
 _SLOW = 1e-3
@@ -96,9 +96,9 @@ def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Prog
         return None
 
 
-def shadow_prices(
+def marginal_gains(
     problem: Problem, solution: Solution, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
-) -> tuple[ShadowPrice, ...]:
+) -> tuple[MarginalGain, ...]:
     """What one unit more of staleness, of the budget (the price of the dearest device) and of each type would bring:
     relative to the rate, or to the cost where a rate was asked for. Differences within the gap are none."""
     changed: list[tuple[str, float, Problem]] = [
@@ -113,7 +113,7 @@ def shadow_prices(
         supplies[i] = replace(supply, count=supply.count + 1)
         changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
     return tuple(
-        ShadowPrice(subject=subject, unit=unit, gain=_gain(problem, solution, other, gap, time_limit_s))
+        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other, gap, time_limit_s))
         for subject, unit, other in changed
     )
 
@@ -131,7 +131,7 @@ def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time
     return gain if gain > gap else 0.0
 
 
-def in_words(price: ShadowPrice, problem: Problem) -> str:
+def in_words(price: MarginalGain, problem: Problem) -> str:
     """``Staleness binds: 1 more gives 7.0% more steps``."""
     of_cost = problem.target_steps_per_s is not None
     effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"

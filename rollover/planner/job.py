@@ -20,14 +20,15 @@ from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner import report
 from rollover.planner.alternatives import alternatives, leaner, on_one_device
-from rollover.planner.explain import shadow_prices
+from rollover.planner.explain import marginal_gains
 from rollover.planner.launch import Server, launch_files
-from rollover.planner.make import make_plan
 from rollover.planner.plan import Plan, step_tokens
+from rollover.planner.problem import PlanSpec, fleet_problem
 from rollover.planner.records import Fleet, Tail
 from rollover.planner.routing import Routing, routed
 from rollover.planner.scenario import PlanScenario, changed
-from rollover.planner.words import sentences
+from rollover.planner.search import make_plan
+from rollover.planner.summary import sentences
 from rollover.report.html import write_page
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
@@ -85,7 +86,7 @@ def plan(request: PlanRequest) -> None:
     # Everything that a user may have mistyped is read before anything is solved.
     others = [changed(scenario, text) for text in request.what_if]
     model = models.load(request.model)
-    spec = workload.load(
+    lengths = workload.load(
         request.workload,
         num_groups=request.num_groups,
         group_size=request.group_size,
@@ -94,15 +95,16 @@ def plan(request: PlanRequest) -> None:
         keeps_kv=request.keeps_kv,
         reward_s=request.reward_s,
     )
+    spec = _spec(request, model, lengths)
     with _busy(console, "planning"):
-        made = _plan(request, scenario, model, spec)
+        made = make_plan(scenario.fleet, spec)
         made = replace(made, on_one_device=on_one_device(made))
     if not request.quick:
         with _busy(console, "simulating, and asking what one unit more would bring"):
-            made = _checked(request, made, model, spec)
+            made = _checked(request, made, spec)
     _show(console, made)
     if others:
-        console.print(_what_ifs(request, made, others, model, spec))
+        console.print(_what_ifs(request, made, others, spec))
     _write(console, request, made)
 
 
@@ -131,37 +133,28 @@ def _with_budget(fleet: Fleet, request: PlanRequest) -> Fleet:
     return replace(fleet, budget_per_hour=budget)
 
 
-def _plan(request: PlanRequest, scenario: PlanScenario, model: ModelShape, spec: WorkloadSpec) -> Plan:
-    return make_plan(
-        scenario.fleet,
-        model,
-        spec,
-        max_staleness=scenario.max_staleness,
-        target_steps_per_s=None if request.target is None else request.target / step_tokens(spec),
+def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> PlanSpec:
+    return PlanSpec(
+        model=model,
+        workload=workload,
+        max_staleness=request.max_staleness,
+        target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
         tail=request.tail,
         routing=request.routing,
         metis=request.metis,
     )
 
 
-def _checked(request: PlanRequest, made: Plan, model: ModelShape, spec: WorkloadSpec) -> Plan:
-    """With the simulated rate, the shadow prices and the alternatives."""
-    from rollover.planner import columns
+def _checked(request: PlanRequest, made: Plan, spec: PlanSpec) -> Plan:
+    """Add the simulated rate, the marginal gains and the alternatives."""
     from rollover.planner.simulation import check
 
     lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens).workload(0)
-    problem = columns.problem(
-        made.fleet,
-        model,
-        spec,
-        max_staleness=made.problem.max_staleness,
-        target_steps_per_s=made.problem.target_steps_per_s,
-        tail=request.tail,
-    )
+    problem = fleet_problem(made.fleet, spec)
     return replace(
         made,
         simulated_steps_per_s=check(made, lengths).steps_per_s,
-        shadows=shadow_prices(routed(problem, request.routing), made.solution),
+        marginal_gains=marginal_gains(routed(problem, spec.routing), made.solution),
         alternatives=alternatives(made),
         leaner=leaner(made),
     )
@@ -177,15 +170,13 @@ def _show(console: Console, made: Plan) -> None:
         console.print(Text(f"- {sentence}"))
 
 
-def _what_ifs(
-    request: PlanRequest, made: Plan, others: Sequence[PlanScenario], model: ModelShape, spec: WorkloadSpec
-) -> Table:
+def _what_ifs(request: PlanRequest, made: Plan, others: Sequence[PlanScenario], spec: PlanSpec) -> Table:
     """One line for each scenario, against the plan, both by the formula."""
     table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
-    per_step = step_tokens(spec)
+    per_step = step_tokens(spec.workload)
     for text, scenario in zip(request.what_if, others, strict=True):
         try:
-            other = _plan(request, scenario, model, spec)
+            other = make_plan(scenario.fleet, replace(spec, max_staleness=scenario.max_staleness))
         except PlanError as error:
             table.add_row(Text(text), "–", "–", "–", Text(f"no plan: {error}"))
             continue

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.devices.records import ReplicaKind
+from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.words import cannot_train
+from rollover.planner.summary import cannot_train
 from rollover.settings import toml
 
 Server = Literal["vllm", "sglang"]
@@ -30,7 +30,7 @@ class _Replica:
     """A replica with the address it answers at."""
 
     number: int
-    column: ReplicaKind
+    kind: ReplicaKind
     pipeline: Pipeline
     nodes: tuple[str, ...]
     """Names, the one that answers first."""
@@ -76,8 +76,8 @@ def _replicas(plan: Plan) -> list[_Replica]:
     for number, pipeline in enumerate(plan.placement.replicas):
         nodes = tuple(dict.fromkeys(plan.fleet.nodes[node].name for node in pipeline.nodes))
         port = ports[nodes[0]] = ports.get(nodes[0], FIRST_PORT - 1) + 1
-        column = plan.problem.columns[pipeline.member]
-        found.append(_Replica(number=number, column=column, pipeline=pipeline, nodes=nodes, port=port))
+        kind = plan.problem.replica_kinds[pipeline.member]
+        found.append(_Replica(number=number, kind=kind, pipeline=pipeline, nodes=nodes, port=port))
     return found
 
 
@@ -97,7 +97,7 @@ def _script(plan: Plan, replicas: list[_Replica], node: str, *, model: str, serv
 
 
 def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: Server) -> Iterator[str]:
-    c = replica.column
+    c = replica.kind
     shape = f"{c.num_devices} x {c.device}: tensor parallel {c.tp}, pipeline parallel {c.pp}"
     yield f"# replica {replica.number}, {shape}, up to {c.batch_cap} samples at once"
     devices = f"CUDA_VISIBLE_DEVICES={replica.devices(plan, node)}"
@@ -123,7 +123,7 @@ def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: S
 
 
 def _vllm(plan: Plan, replica: _Replica, model: str) -> list[str]:
-    c = replica.column
+    c = replica.kind
     return [
         *(model, "--port", str(replica.port)),
         *("--tensor-parallel-size", str(c.tp), "--pipeline-parallel-size", str(c.pp)),
@@ -136,7 +136,7 @@ def _vllm(plan: Plan, replica: _Replica, model: str) -> list[str]:
 
 
 def _sglang(plan: Plan, replica: _Replica, model: str) -> list[str]:
-    c = replica.column
+    c = replica.kind
     return [
         *("--model-path", model, "--port", str(replica.port)),
         *("--tp-size", str(c.tp), "--pp-size", str(c.pp)),
@@ -159,7 +159,7 @@ def _context(plan: Plan) -> int:
 def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server) -> str:
     """Settings for ``rollover train``: a file to extend with tasks."""
     workload = plan.workload
-    caps = [r.column.batch_cap for r in replicas]
+    caps = [r.kind.batch_cap for r in replicas]
     settings = {
         "model": {"path": model},
         "tasks": {"max_prompt_tokens": MAX_PROMPT_TOKENS},

@@ -3,8 +3,8 @@
 At a given rate everything is linear (``RateLoad``), and what can be done at a rate can be done at any lower one. So the
 search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
 
-Trainers are asked one by one, the most promising first. Prices (``Market``) tell what each can promise, and leave out
-most trainers and most kinds of replica before any whole number is looked for.
+Trainers are asked one by one, the most promising first. Shadow prices (``PriceBounds``) bound what each can reach, and
+rule out most trainers and most kinds of replica before any whole number is looked for.
 
 Later passes keep the rate within the gap and choose among ties: least cost, then fewest kinds of replica, then the
 least staleness. Equal problems give equal plans, bit for bit, whatever the order and names of types.
@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from rollover.devices.records import Mixture, PartChoice, TrainingPlan
+from rollover.devices.costs.records import Mixture, PartChoice, TrainingPlan
 from rollover.errors import PlanError
-from rollover.planner.load import Floats, RateLoad
-from rollover.planner.prices import Market
+from rollover.planner.mixtures import MixtureTable, UnlistedPlans
 from rollover.planner.program import Program, ProgramPoint
+from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Problem, Solution, Supply
+from rollover.planner.shadow_prices import PriceBounds
 from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
-from rollover.planner.trainers import Table, Unlisted
 
 GAP = 1e-3
 """Proved distance to the optimum, relative."""
@@ -95,7 +95,7 @@ class _Search:
     def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
         self.problem = problem
         """It lists more and more of the training plans that its mixtures stand for."""
-        self.unlisted = Table.of(problem)
+        self.unlisted = MixtureTable.of(problem)
         self.gap = _PROOF * gap
         self.spare = (1 - _PROOF) * gap
         """What the later passes may give up."""
@@ -156,15 +156,15 @@ class _Search:
         fail."""
         load = RateLoad(self.problem, rate)
         able = load.able()
-        return Market(load).promise(able) if able else -1.0
+        return PriceBounds(load).promise(able) if able else -1.0
 
     def _ceiling(self, rate: float) -> float:
         """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
         load = RateLoad(self.problem, rate)
-        able, market = load.able(), Market(load)
-        prices = market.prices(able)
-        more = market.beyond(load.training[able], load.busy[able], prices).max()
-        return rate * (1 + max(0.0, float(more), Unlisted(self.unlisted, load).beyond(market, prices)))
+        able, bounds = load.able(), PriceBounds(load)
+        prices = bounds.prices(able)
+        more = bounds.beyond(load.training[able], load.busy[able], prices).max()
+        return rate * (1 + max(0.0, float(more), UnlistedPlans(self.unlisted, load).beyond(bounds, prices)))
 
     def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
         """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none, or, not ``exact``,
@@ -207,28 +207,28 @@ class _Search:
         programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
         are listed when their turn comes."""
         load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
-        unlisted, market = Unlisted(self.unlisted, load), Market(load)
+        unlisted, bounds = UnlistedPlans(self.unlisted, load), PriceBounds(load)
         able = [p for p in load.able() if load.rate < self.missed[p]]
         room = np.full(len(self.missed), -np.inf)
         if able:
-            prices = market.prices(able, real=real)
-            room[able] = market.room(prices, total)[able]
-            unlisted.judge(market, prices, total)
+            prices = bounds.prices(able, real=real)
+            room[able] = bounds.room(prices, total)[able]
+            unlisted.judge(bounds, prices, total)
         most: dict[int, Floats] = {}
         while max(room.max(), unlisted.most_room) >= -_EXACT:
             if unlisted.most_room > room.max():
                 plan, its_room = unlisted.taken(self.problem)
                 load = self._listed(load, plan)
-                market, room = Market(load), np.append(room, its_room)
+                bounds, room = PriceBounds(load), np.append(room, its_room)
             best = int(np.argmax(room))
             if best in most:
                 yield best, Program(load, [best], most=most[best])
                 room[best] = -np.inf
             else:
-                prices = market.prices([best], real=real)
-                room = np.minimum(room, market.room(prices, total))
-                unlisted.judge(market, prices, total)
-                most[best] = market.most(prices, best, max(0.0, float(room[best])))
+                prices = bounds.prices([best], real=real)
+                room = np.minimum(room, bounds.room(prices, total))
+                unlisted.judge(bounds, prices, total)
+                most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
 
     def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
         """``load`` of the problem that lists ``plan`` too."""
@@ -254,11 +254,11 @@ class _Search:
         return _Found(point=point, rate=rate, bound=rate, gap=self.gap)
 
     def simplified(self, found: _Found) -> _Found:
-        """Least cost at (almost) the rate found, then fewest kinds of column at that cost."""
+        """Least cost at (almost) the rate found, then fewest kinds of replica at that cost."""
         target = self.problem.target_steps_per_s
         floor = found.rate * (1 - self.spare) if target is None else target
         load, point = RateLoad(self.problem, floor), found.point
-        costs = load.sizes * (load.kinds.T @ load.costs)
+        costs = load.sizes * (load.of_type.T @ load.costs)
         try:
             if target is None:
                 least = float(costs @ point.y + load.training[point.plan] @ load.costs)
@@ -295,9 +295,9 @@ class _Search:
         return None
 
     def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
-        """The same trainer, at the same cost, with fewer of the kinds of column in use."""
+        """The same trainer, at the same cost, with fewer of the kinds of replica in use."""
         program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
-        costs = load.sizes * (load.kinds.T @ load.costs)
+        costs = load.sizes * (load.of_type.T @ load.costs)
         spent = float(costs @ point.y + load.training[point.plan] @ load.costs)
         program.limit(program.cost_row(load.costs), spent * (1 + 1e-6))
         fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
@@ -312,14 +312,14 @@ class _CanonicalProblem:
     """A problem in canonical order, and the way back."""
 
     problem: Problem
-    columns: tuple[int, ...]
-    """Place in the canonical order of each original column."""
+    replica_kinds: tuple[int, ...]
+    """Place in the canonical order of each original kind."""
 
     def restored(self, solution: Solution) -> Solution:
         return replace(
             solution,
-            replicas=tuple(solution.replicas[i] for i in self.columns),
-            rates=tuple(solution.rates[i] for i in self.columns),
+            replicas=tuple(solution.replicas[i] for i in self.replica_kinds),
+            rates=tuple(solution.rates[i] for i in self.replica_kinds),
         )
 
 
@@ -327,32 +327,32 @@ def _canonical(problem: Problem) -> _CanonicalProblem:
     """Sorted by what things are, never by what they are called."""
 
     def signature(index: int) -> tuple[Any, ...]:
-        c = problem.columns[index]
+        c = problem.replica_kinds[index]
         return (c.num_devices, c.batch_cap, c.tp, c.rates, c.group_latencies_s, c.updates_s, c.kv_bytes, c.kv_byte_s)
 
     members: dict[str, list[int]] = {supply.device: [] for supply in problem.supplies}
-    for index in sorted(range(len(problem.columns)), key=signature):
-        members[problem.columns[index].device].append(index)
+    for index in sorted(range(len(problem.replica_kinds)), key=signature):
+        members[problem.replica_kinds[index].device].append(index)
 
-    def kind(supply: Supply) -> tuple[Any, ...]:
+    def signature_of_supply(supply: Supply) -> tuple[Any, ...]:
         limits = tuple(
             -1.0 if v is None else v for v in (supply.price_per_hour, supply.max_rollout, supply.max_training)
         )
         plans = sorted((p.cycle_s, p.count(supply.device)) for p in problem.plans if p.count(supply.device))
         return (supply.count, *limits, [signature(i) for i in members[supply.device]], plans)
 
-    supplies = sorted(problem.supplies, key=kind)
-    columns = [index for supply in supplies for index in members[supply.device]]
+    supplies = sorted(problem.supplies, key=signature_of_supply)
+    kinds = [index for supply in supplies for index in members[supply.device]]
     plans = sorted(problem.plans, key=lambda p: (p.cycle_s, p.step_s, [p.count(s.device) for s in supplies]))
     ordered = replace(
         problem,
         supplies=tuple(supplies),
-        columns=tuple(problem.columns[i] for i in columns),
+        replica_kinds=tuple(problem.replica_kinds[i] for i in kinds),
         plans=tuple(plans),
         mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
     )
-    places = {index: place for place, index in enumerate(columns)}
-    return _CanonicalProblem(problem=ordered, columns=tuple(places[i] for i in range(len(columns))))
+    places = {index: place for place, index in enumerate(kinds)}
+    return _CanonicalProblem(problem=ordered, replica_kinds=tuple(places[i] for i in range(len(kinds))))
 
 
 def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:

@@ -276,12 +276,12 @@ def _solve(
     else:
         begun = [_grown(graph, train, rollout, int(start)) for start in rng.permutation(len(train))[:starts]]
     if first is not None:
-        begun.append(_dealt(graph, train, rollout, np.asarray(first)))
+        begun.append(_assigned(graph, train, rollout, np.asarray(first)))
     refined = [_refine(graph, *start) for start in begun]
     return max(refined, key=lambda found: graph.score(*found))
 
 
-def _dealt(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
+def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
     """The shares of each class handed out in the given order of islands, most training first."""
     new_train, new_rollout = train.copy(), rollout.copy()
     for kind in np.unique(graph.classes):
@@ -301,7 +301,7 @@ def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints,
         order.append(nearest)
         pull += graph.links[nearest]
         pull[nearest] = -np.inf
-    return _dealt(graph, train, rollout, np.array(order))
+    return _assigned(graph, train, rollout, np.array(order))
 
 
 def _refine(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints]:
@@ -348,7 +348,7 @@ def _from_coarse(
         train_weight=graph.train_weight,
         sync_weight=graph.sync_weight,
     )
-    given = _dealt(graph, train, rollout, np.concatenate([np.array(p) for p in pairs]))
+    given = _assigned(graph, train, rollout, np.concatenate([np.array(p) for p in pairs]))
     found = _solve(
         coarse,
         np.array([sum(given[0][i] for i in p) for p in pairs]),
@@ -357,7 +357,7 @@ def _from_coarse(
         rng=rng,
     )
     order = np.concatenate([np.array(pairs[k]) for k in np.argsort(-found[0], kind="stable")])
-    return _dealt(graph, train, rollout, order)
+    return _assigned(graph, train, rollout, order)
 
 
 def _matching(graph: _Graph) -> list[tuple[int, ...]]:

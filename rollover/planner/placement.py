@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollover.devices import costs
-from rollover.devices.records import Device, ModelShape, TrainingPlan, WorkloadSpec
+from rollover.devices.costs.passes import batch_tokens, extra_passes
+from rollover.devices.costs.records import TrainingPlan
+from rollover.devices.costs.training import trainer_costs
+from rollover.devices.records import BF16_BYTES, Device, ModelShape, WorkloadSpec
 from rollover.planner.partition import Demand, Shares, Traffic, compose, metis_order, partition
 from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.topology import Topology
@@ -31,7 +33,7 @@ class Pipeline:
     """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines."""
 
     member: int
-    """Index of the training part in its plan, or of the replica's column in its problem."""
+    """Index of the training part in its plan, or of the replica's kind in its problem."""
     stages: tuple[Stage, ...]
 
     @property
@@ -68,7 +70,7 @@ def place(
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)
     first = metis_order(fabric, compose(fabric, demands)) if metis else None
     shares = partition(fabric, demands, traffic, seed=seed, first=first)
-    return _Dealer(topology, problem, solution, shares).placement()
+    return _Assigner(topology, problem, solution, shares).placement()
 
 
 def _block(device: Device, tp: int, pp: int) -> int:
@@ -79,10 +81,10 @@ def _block(device: Device, tp: int, pp: int) -> int:
 def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
     blocks: dict[int, int] = {}
     for c in solution.active:
-        column = problem.columns[c]
-        if column.device == device.name:
-            block = _block(device, column.tp, column.pp)
-            blocks[block] = blocks.get(block, 0) + solution.replicas[c] * column.num_devices // block
+        kind = problem.replica_kinds[c]
+        if kind.device == device.name:
+            block = _block(device, kind.tp, kind.pp)
+            blocks[block] = blocks.get(block, 0) + solution.replicas[c] * kind.num_devices // block
     part = next((part for part in solution.plan.parts if part.device == device.name), None)
     if part is None:
         return Demand(replica_blocks=blocks)
@@ -92,20 +94,20 @@ def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
 def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
     """Bytes of a training step: gradients or gathered weights, activations between stages, and the new weights."""
     devices = {device.name: device for device in fleet.devices}
-    weights = costs.BF16_BYTES * model.parameters
+    weights = BF16_BYTES * model.parameters
     train = 0.0
     for part in plan.parts:
-        trainer = costs.trainer(model, workload, devices[part.device], part)
+        trainer = trainer_costs(model, workload, devices[part.device], part)
         rounds = max(1.0, trainer.num_micro_batches * part.share / part.dp)
-        exchanged = (3 + costs.extra_passes(workload)) * rounds if part.sharded else 2.0
+        exchanged = (3 + extra_passes(workload)) * rounds if part.sharded else 2.0
         train += exchanged * weights * (part.dp > 1)
-        hidden = costs.batch_tokens(workload) * part.share * model.hidden * costs.BF16_BYTES
+        hidden = batch_tokens(workload) * part.share * model.hidden * BF16_BYTES
         train += 2 * (part.pp - 1) * hidden
     train += 2 * weights * (len(plan.parts) > 1)
     return Traffic(train=train, sync=workload.rollout_weight_bytes * model.parameters)
 
 
-class _Dealer:
+class _Assigner:
     """Hands out the devices of each node, role by role, the largest blocks first."""
 
     def __init__(self, topology: Topology, problem: Problem, solution: Solution, shares: Sequence[Shares]) -> None:
@@ -126,15 +128,15 @@ class _Dealer:
             for member, part in enumerate(plan.parts)
             for pipeline in self._pipelines(self.train, member, part.device, part.tp, part.pp, part.dp)
         ]
-        columns = self.problem.columns
+        kinds = self.problem.replica_kinds
         device = {device.name: device for device in self.topology.fleet.devices}
-        blocks = {c: _block(device[columns[c].device], columns[c].tp, columns[c].pp) for c in self.solution.active}
+        blocks = {c: _block(device[kinds[c].device], kinds[c].tp, kinds[c].pp) for c in self.solution.active}
         order = sorted(blocks, key=lambda c: (-blocks[c], c))
         replicas = [
             pipeline
             for c in order
             for pipeline in self._pipelines(
-                self.rollout, c, columns[c].device, columns[c].tp, columns[c].pp, self.solution.replicas[c]
+                self.rollout, c, kinds[c].device, kinds[c].tp, kinds[c].pp, self.solution.replicas[c]
             )
         ]
         return Placement(training=tuple(training), replicas=tuple(replicas))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.placement import Placement
-from rollover.planner.records import Fleet, Problem, ShadowPrice, Solution
+from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
 from rollover.planner.routing import Routing
 
 
@@ -56,13 +56,13 @@ class Plan:
     """With all its length buckets."""
     routing: Routing
     problem: Problem
-    """Its columns are the replicas in use, its one training plan is the one chosen, both at their real links. Routed by
+    """Its kinds are the replicas in use, its one training plan is the one chosen, both at their real links. Routed by
     load, its workload has a single bucket."""
     solution: Solution
     placement: Placement
-    """``member`` of a replica is an index of the problem's columns."""
+    """``member`` of a replica is an index of the problem's kinds of replica."""
     rounds: tuple[PlanningRound, ...] = ()
-    shadows: tuple[ShadowPrice, ...] = ()
+    marginal_gains: tuple[MarginalGain, ...] = ()
     """What one unit more of something would bring."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
@@ -108,8 +108,8 @@ class Plan:
         found: dict[str, int] = {}
         for part in self.solution.plan.parts:
             found[part.device] = found.get(part.device, 0) + part.num_devices
-        for column, count in zip(self.problem.columns, self.solution.replicas, strict=True):
-            found[column.device] = found.get(column.device, 0) + count * column.num_devices
+        for kind, count in zip(self.problem.replica_kinds, self.solution.replicas, strict=True):
+            found[kind.device] = found.get(kind.device, 0) + count * kind.num_devices
         return found
 
     @property

@@ -3,7 +3,7 @@
 A problem at a rate (``RateLoad``) asks: is there a trainer, and are there replicas, that do all of the work? Per
 kind of replica c, bucket w and training plan p:
 
-    x[c,w] >= 0   part of the bucket that the column decodes
+    x[c,w] >= 0   part of the bucket that the kind decodes
     y[c]          replicas, whole
     z[p]          0 or 1
     share         of the samples that are decoded: 1, or as much as can be
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollover.planner.load import Floats, RateLoad
+from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.solver import ConstraintRows, minimum
 
 _EXACT = 1e-9
@@ -40,7 +40,7 @@ _NEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPoint:
-    """Values of the variables, over all columns and plans of the problem."""
+    """Values of the variables, over all kinds and plans of the problem."""
 
     x: Floats
     """(C, W)"""
@@ -63,7 +63,7 @@ class Relaxation:
 
 
 class Program:
-    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each column."""
+    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind."""
 
     def __init__(
         self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
@@ -81,19 +81,19 @@ class Program:
     # --- Variables ------------------------------------------------------------------------------------------------
 
     def _choose(self, most: Floats | None) -> None:
-        """The columns worth a variable."""
+        """The kinds worth a variable."""
         load = self.load
         if self.relaxed.stock:
             fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
         else:
             left = (load.stock - load.training[self.plans]).max(axis=0)
-            fit = np.floor(load.kinds.T @ left / load.sizes)
+            fit = np.floor(load.of_type.T @ left / load.sizes)
         usable = load.in_time(self.plans)
         self._most = np.where(usable.any(axis=1), fit if most is None else np.minimum(fit, most), 0.0)
-        self.columns = np.flatnonzero(self._most)
+        self.kinds = np.flatnonzero(self._most)
         self._pair_c, self._pair_w = np.nonzero(usable & (self._most > 0)[:, None])
         self._place = np.full(len(self._most), -1)
-        self._place[self.columns] = np.arange(len(self.columns))
+        self._place[self.kinds] = np.arange(len(self.kinds))
 
     def _lay_out(self) -> None:
         """Where each variable stands, and its bounds."""
@@ -101,10 +101,10 @@ class Program:
         self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
         sizes = {
             "x": len(self._pair_c),
-            "y": len(self.columns),
+            "y": len(self.kinds),
             "z": len(self.plans),
             "shapes": len(self.shapes),
-            "kinds": len(self.columns),
+            "used": len(self.kinds),
             "extra": len(load.stock) * self.relaxed.stock,
             "staleness": 1,
             "share": 1,
@@ -118,9 +118,9 @@ class Program:
         self.rows = ConstraintRows(end)
         self.bottom, self.top = np.zeros(end), np.full(end, np.inf)
         self.top[self.at["x"]] = 1
-        self.top[self.at["y"]] = self._most[self.columns]
+        self.top[self.at["y"]] = self._most[self.kinds]
         self.top[self.at["z"]] = 1
-        self.top[self.at["kinds"]] = 0  # until they are counted
+        self.top[self.at["used"]] = 0  # until they are counted
         self.bottom[self.at["share"]] = self.top[self.at["share"]] = 1
         if not self.relaxed.staleness:
             self.bottom[self.at["staleness"]] = self.top[self.at["staleness"]] = self.problem.max_staleness
@@ -136,7 +136,7 @@ class Program:
             x = at["x"][self._pair_w == w]
             self.rows.add(np.r_[x, at["share"]], np.r_[np.ones(len(x)), -1.0], low=0)
         needs = [load.time, load.cache] if self.problem.workload.held_s else [load.time]  # else (7) follows from (2)
-        for c, y in zip(self.columns, at["y"], strict=True):
+        for c, y in zip(self.kinds, at["y"], strict=True):
             mine = self._pair_c == c
             for need in needs:
                 self.rows.add(np.r_[at["x"][mine], y], np.r_[need[c, self._pair_w[mine]], -1.0], high=0)
@@ -158,7 +158,7 @@ class Program:
         """(4), (5) and (6)."""
         load, at, problem = self.load, self.at, self.problem
         for g, supply in enumerate(problem.supplies):
-            rolling = (load.sizes * load.kinds[g])[self.columns]
+            rolling = (load.sizes * load.of_type[g])[self.kinds]
             training = load.training[self.plans, g]
             extra = at["extra"][[g]] if self.relaxed.stock else at["extra"]
             where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
@@ -174,7 +174,7 @@ class Program:
     def cost_row(self, prices: Floats) -> Floats:
         """Cost per hour as a function of all variables."""
         load, row = self.load, np.zeros(self.num_variables)
-        row[self.at["y"]] = (load.sizes * (load.kinds.T @ prices))[self.columns]
+        row[self.at["y"]] = (load.sizes * (load.of_type.T @ prices))[self.kinds]
         row[self.at["z"]] = load.training[self.plans] @ prices
         return row
 
@@ -205,11 +205,11 @@ class Program:
         return -self.unit_row("share")
 
     def count_kinds(self) -> Floats:
-        """The objective: how many columns are in use."""
-        self.top[self.at["kinds"]] = 1
-        for y, kind in zip(self.at["y"], self.at["kinds"], strict=True):
-            self.rows.add(np.array([y, kind]), np.array([1.0, -self.top[y]]), high=0)
-        return self.unit_row("kinds")
+        """The objective: how many kinds are in use."""
+        self.top[self.at["used"]] = 1
+        for y, used in zip(self.at["y"], self.at["used"], strict=True):
+            self.rows.add(np.array([y, used]), np.array([1.0, -self.top[y]]), high=0)
+        return self.unit_row("used")
 
     def share_caps(self) -> None:
         """A shape's replicas may divide their time between batch caps: whole numbers are then few, and the optimum,
@@ -258,7 +258,7 @@ class Program:
         x, y = np.zeros(load.time.shape), np.zeros(len(load.sizes))
         x[self._pair_c, self._pair_w] = np.maximum(values[self.at["x"]], 0)
         replicas = values[self.at["y"]]
-        y[self.columns] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
+        y[self.kinds] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
         return ProgramPoint(
             x=x,
             y=y,

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.devices.records import Device, Link, Mixture, ReplicaKind, TrainingPlan, WorkloadSpec
+from rollover.devices.costs.records import Mixture, ReplicaKind, TrainingPlan
+from rollover.devices.records import Device, Link, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
 
@@ -76,7 +77,7 @@ class Problem:
     """A planning problem in numbers: all the optimiser sees."""
 
     supplies: tuple[Supply, ...]
-    columns: tuple[ReplicaKind, ...]
+    replica_kinds: tuple[ReplicaKind, ...]
     plans: tuple[TrainingPlan, ...]
     workload: WorkloadSpec
     max_staleness: int
@@ -96,20 +97,20 @@ class Binding:
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str
-    """What it limits: a device type, a column, or nothing further."""
+    """What it limits: a device type, a kind, or nothing further."""
     slack: float
     """Relative to the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The optimum: tuples run over the problem's columns, inner ones over its buckets."""
+    """The optimum: tuples run over the problem's kinds of replica, inner ones over its buckets."""
 
     plan: TrainingPlan
     replicas: tuple[int, ...]
-    """y: replicas of each column."""
+    """y: replicas of each kind."""
     rates: tuple[tuple[float, ...], ...]
-    """x: samples/s that each column decodes of each bucket."""
+    """x: samples/s that each kind decodes of each bucket."""
     steps_per_s: float
     """lambda: training steps per second."""
     bound_steps_per_s: float
@@ -124,12 +125,12 @@ class Solution:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Indices of the columns in use."""
+        """Indices of the kinds in use."""
         return tuple(c for c, y in enumerate(self.replicas) if y)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShadowPrice:
+class MarginalGain:
     """What one unit more of something would bring."""
 
     subject: str

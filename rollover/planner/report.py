@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.planner.plan import Alternative, Plan, step_tokens
-from rollover.planner.words import roles, sentences
+from rollover.planner.summary import roles, sentences
 from rollover.report.figures import Figure, axis, bar, figure
 from rollover.report.page import Page, header, table, tiles
 
@@ -219,9 +219,9 @@ def _marks(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
             what = f"training pipeline {number}, stage {depth + 1} of {part.pp}, tensor parallel {part.tp}"
             found.update({(stage.node, device): (_TRAIN, f"T{number}", what) for device in stage.devices})
     for number, replica in enumerate(plan.placement.replicas):
-        column = plan.problem.columns[replica.member]
+        kind = plan.problem.replica_kinds[replica.member]
         for depth, stage in enumerate(replica.stages):
-            what = f"rollout replica {number}, stage {depth + 1} of {column.pp}, tensor parallel {column.tp}"
+            what = f"rollout replica {number}, stage {depth + 1} of {kind.pp}, tensor parallel {kind.tp}"
             colour = _colour(replica.member)
             found.update({(stage.node, device): (colour, str(number), what) for device in stage.devices})
     return found
@@ -229,9 +229,9 @@ def _marks(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
 
 def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
     yield _TRAIN, "training"
-    for c, column in enumerate(plan.problem.columns):
-        ways = f"tp {column.tp}" + (f" pp {column.pp}" if column.pp > 1 else "")
-        yield _colour(c), f"rollout, {column.device}, {ways}, batch {column.batch_cap}"
+    for c, kind in enumerate(plan.problem.replica_kinds):
+        ways = f"tp {kind.tp}" + (f" pp {kind.pp}" if kind.pp > 1 else "")
+        yield _colour(c), f"rollout, {kind.device}, {ways}, batch {kind.batch_cap}"
     if sum(plan.used.values()) < sum(plan.fleet.stock):
         yield _IDLE, "idle"
 
@@ -245,9 +245,9 @@ def _lengths(plan: Plan) -> Figure:
     ends = [bucket.max_tokens for bucket in plan.workload.buckets]
     names = [f"{low:,}–{high:,}" for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False)]
     data = []
-    for c, column in enumerate(plan.problem.columns):
+    for c, kind in enumerate(plan.problem.replica_kinds):
         shares = [x / rate for x in plan.solution.rates[c]]
-        name = f"{column.device}, tp {column.tp}, batch {column.batch_cap}"
+        name = f"{kind.device}, tp {kind.tp}, batch {kind.batch_cap}"
         trace = bar([], shares, name, _colour(c)) | {"x": names, "hovertemplate": "%{y:.1%}"}
         data.append(trace)
     return figure(

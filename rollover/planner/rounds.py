@@ -8,18 +8,18 @@ the links it stands on: the best of all rounds is kept, and its numbers are the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rollover.devices.records import Link, ModelShape, ReplicaKind, TrainingPart, TrainingPlan, WorkloadSpec
+from rollover.devices.records import Link, ModelShape
 from rollover.errors import PlanError
-from rollover.planner import columns
 from rollover.planner.explain import why_infeasible
 from rollover.planner.milp import solve
+from rollover.planner.placed import PlacedSolution, costed_on_links
 from rollover.planner.placement import Pipeline, Placement, place
 from rollover.planner.plan import Plan, PlanningRound
-from rollover.planner.records import Fleet, Problem, Solution, Tail
-from rollover.planner.recost import Recosted, recost
-from rollover.planner.routing import Routing, routed
+from rollover.planner.problem import PlanSpec, fleet_problem
+from rollover.planner.records import Fleet, Problem, Solution
+from rollover.planner.routing import routed
 from rollover.planner.topology import Topology
 
 SETTLED = 0.02
@@ -29,72 +29,45 @@ _SHORT = 1e-3
 """Part of an asked-for rate that may be missing: the solver's tolerance."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a plan is asked for, whatever the fleet."""
+def assumed_problem(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link]) -> Problem:
+    """Build phase 1's problem with all length buckets. ``networks``: links between nodes by device type, where they
+    differ from the fleet's.
 
-    model: ModelShape
-    workload: WorkloadSpec
-    max_staleness: int
-    target_steps_per_s: float | None = None
-    """The cheapest plan that reaches it; ``None``: the fastest."""
-    tail: Tail = "soft"
-    routing: Routing = "load"
-    one_device: bool = False
-    """Training on a single device."""
-    metis: bool = False
-    seed: int = 0
-
-    def problem(self, fleet: Fleet, networks: Mapping[str, Link]) -> Problem:
-        """Phase 1's, with all length buckets. ``networks``: links between nodes by device type, where they are other
-        than the fleet says.
-
-        Raises:
-            PlanError: the model fits nowhere.
-        """
-        return columns.problem(
-            _with_networks(fleet, networks),
-            self.model,
-            self.workload,
-            max_staleness=self.max_staleness,
-            target_steps_per_s=self.target_steps_per_s,
-            tail=self.tail,
-            one_device=self.one_device,
-        )
-
-    def routed(self, problem: Problem) -> Problem:
-        return routed(problem, self.routing)
+    Raises:
+        PlanError: the model fits nowhere.
+    """
+    return fleet_problem(_with_networks(fleet, networks), spec)
 
 
-def best_of_rounds(question: Question, fleet: Fleet, networks: Mapping[str, Link], *, explain: bool = True) -> Plan:
+def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *, explain: bool = True) -> Plan:
     """The best plan found that may use every node; ``networks`` is what phase 1 assumes at first.
 
     Raises:
         PlanError: nothing satisfies the limits; where it is to ``explain``, the message says which stand in the way.
     """
-    topology, model = Topology.of(fleet), question.model
+    topology, model = Topology.of(fleet), spec.model
     met: list[Problem] = []
     found: list[Plan] = []
     rounds: list[PlanningRound] = []
     seen = set()
     while len(rounds) < MAX_ROUNDS:
-        problem = _with_placed(question.problem(fleet, networks), met)
-        solution = solve(question.routed(problem))
+        problem = _with_placed(assumed_problem(spec, fleet, networks), met)
+        solution = solve(routed(problem, spec.routing))
         if solution is None:
             if found:
                 break
-            raise PlanError(why_infeasible(question.routed(problem)) if explain else "no plan keeps all limits")
-        placement = place(topology, model, problem, solution, seed=question.seed, metis=question.metis)
-        real = recost(topology, model, problem, solution, placement, question.routed)
+            raise PlanError(why_infeasible(routed(problem, spec.routing)) if explain else "no plan keeps all limits")
+        placement = place(topology, model, problem, solution, seed=spec.seed, metis=spec.metis)
+        real = costed_on_links(topology, model, problem, solution, placement, spec.routing)
         rounds.append(_round(solution, real))
         if real.solution is not None:
             proved = replace(real.solution, gap=solution.gap, solve_s=solution.solve_s)
             made = _plan(fleet, model, real, proved, placement, solution.active)
-            found.append(replace(made, workload=question.workload, routing=question.routing))
-        kind = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
-        if rounds[-1].moved < SETTLED or kind in seen:
+            found.append(replace(made, workload=spec.workload, routing=spec.routing))
+        choice = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
+        if rounds[-1].moved < SETTLED or choice in seen:
             break
-        seen.add(kind)
+        seen.add(choice)
         met.append(real.unrouted)
         networks = {**networks, **real.networks}
     if not found:
@@ -117,12 +90,12 @@ def rank(plan: Plan) -> tuple[float, float]:
 def _plan(
     fleet: Fleet,
     model: ModelShape,
-    real: Recosted,
+    real: PlacedSolution,
     solution: Solution,
     placement: Placement,
     active: tuple[int, ...],
 ) -> Plan:
-    """``active``: the columns of the phase-1 problem that ``real`` has kept, in order."""
+    """``active``: the kinds of the phase-1 problem that ``real`` has kept, in order."""
     places = {c: index for index, c in enumerate(active)}
     replicas = tuple(Pipeline(member=places[r.member], stages=r.stages) for r in placement.replicas)
     return Plan(
@@ -136,7 +109,7 @@ def _plan(
     )
 
 
-def _round(assumed: Solution, real: Recosted) -> PlanningRound:
+def _round(assumed: Solution, real: PlacedSolution) -> PlanningRound:
     plan = real.problem.plans[0]
     return PlanningRound(
         assumed_step_s=assumed.plan.step_s,
@@ -150,20 +123,12 @@ def _round(assumed: Solution, real: Recosted) -> PlanningRound:
 
 def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
     """The problem with shapes as they were re-costed where they were placed last."""
-    plans = {_shape(plan): plan for plan in problem.plans}
-    columns = {_kind(column): column for column in problem.columns}
+    plans = {plan.shape: plan for plan in problem.plans}
+    kinds = {kind.key: kind for kind in problem.replica_kinds}
     for placed in met:
-        plans |= {_shape(plan): plan for plan in placed.plans}
-        columns |= {_kind(column): column for column in placed.columns}
-    return replace(problem, plans=tuple(plans.values()), columns=tuple(columns.values()))
-
-
-def _shape(plan: TrainingPlan) -> tuple[TrainingPart, ...]:
-    return tuple(replace(part, share=1.0) for part in plan.parts)
-
-
-def _kind(column: ReplicaKind) -> tuple[str, int, int, int]:
-    return column.device, column.tp, column.pp, column.batch_cap
+        plans |= {plan.shape: plan for plan in placed.plans}
+        kinds |= {kind.key: kind for kind in placed.replica_kinds}
+    return replace(problem, plans=tuple(plans.values()), replica_kinds=tuple(kinds.values()))
 
 
 def _with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:

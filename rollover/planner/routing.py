@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollover.devices.records import LengthBucket, ReplicaKind
+from rollover.devices.costs.records import ReplicaKind
+from rollover.devices.records import LengthBucket
 from rollover.planner.records import Problem
 
 Routing = Literal["load", "length"]
@@ -42,27 +43,27 @@ def mixed(problem: Problem) -> Problem:
     )
     return replace(
         problem,
-        columns=tuple(_mixed(column, buckets) for column in problem.columns),
+        replica_kinds=tuple(_mixed(kind, buckets) for kind in problem.replica_kinds),
         workload=replace(problem.workload, buckets=(one,)),
     )
 
 
-def _mixed(column: ReplicaKind, buckets: tuple[LengthBucket, ...]) -> ReplicaKind:
+def _mixed(kind: ReplicaKind, buckets: tuple[LengthBucket, ...]) -> ReplicaKind:
     shares = [bucket.share for bucket in buckets]
 
     def dot(weights: Sequence[float], values: Sequence[float]) -> tuple[float]:
         return (sum(weight * value for weight, value in zip(weights, values, strict=True)),)
 
-    time_s = dot(shares, [1 / rate for rate in column.rates])[0]
+    time_s = dot(shares, [1 / rate for rate in kind.rates])[0]
     # What runs at an update is what takes long: buckets weigh by the time they occupy the replica.
-    busy = [share / rate / time_s for share, rate in zip(shares, column.rates, strict=True)]
+    busy = [share / rate / time_s for share, rate in zip(shares, kind.rates, strict=True)]
     return replace(
-        column,
+        kind,
         rates=(1 / time_s,),
-        latencies_s=dot(shares, column.latencies_s),
-        group_latencies_s=dot([b.group_share for b in buckets], column.group_latencies_s),
-        batch_latencies_s=dot([b.batch_share for b in buckets], column.batch_latencies_s),
-        max_latencies_s=column.max_latencies_s[-1:],
-        kv_byte_s=dot(shares, column.kv_byte_s),
-        updates_s=dot(busy, column.updates_s),
+        latencies_s=dot(shares, kind.latencies_s),
+        group_latencies_s=dot([b.group_share for b in buckets], kind.group_latencies_s),
+        batch_latencies_s=dot([b.batch_share for b in buckets], kind.batch_latencies_s),
+        max_latencies_s=kind.max_latencies_s[-1:],
+        kv_byte_s=dot(shares, kind.kv_byte_s),
+        updates_s=dot(busy, kind.updates_s),
     )

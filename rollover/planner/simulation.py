@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.devices import costs
+from rollover.devices.costs.links import weight_update_s
+from rollover.devices.costs.rollout import replica_costs
+from rollover.devices.engine_model import engine_model
+from rollover.planner.placed import stage_link, weights_link
 from rollover.planner.plan import Plan
-from rollover.planner.recost import stage_link, weights_link
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
 from rollover.sim.models import Latency, ReplicaModel
@@ -62,36 +64,17 @@ def scenario(plan: Plan) -> Scenario:
     topology = Topology.of(plan.fleet)
     ways = topology.broadcast(plan.placement.training_nodes, plan.placement.rollout_nodes)
     models: list[ReplicaModel] = []
-    for c, column in enumerate(plan.problem.columns):
+    for c, kind in enumerate(plan.problem.replica_kinds):
         replicas = [r for r in plan.placement.replicas if r.member == c]
-        device = plan.devices[column.device]
+        device = plan.devices[kind.device]
         link = stage_link(topology, replicas) or device.link
-        engine = costs.replica(plan.model, workload, device, column.tp, column.pp, link)
-        pause_s = costs.update_s(plan.model, workload, device, weights_link(device, replicas, ways))
-        models += [replica_model(engine, column.batch_cap, pause_s=pause_s)] * len(replicas)
+        engine = replica_costs(plan.model, workload, device, kind.tp, kind.pp, link)
+        pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
+        models += [engine_model(engine, pause_s=pause_s, batch_cap=kind.batch_cap)] * len(replicas)
     tokens = workload.batch_size * workload.response_tokens
     return Scenario(
         replicas=tuple(models),
         trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / tokens),
         reward=Latency(base_s=workload.reward_s),
         kv_on_update="keep" if workload.keeps_kv else "recompute",
-    )
-
-
-def replica_model(engine: costs.ReplicaCosts, batch_cap: int, *, pause_s: float) -> ReplicaModel:
-    """An engine as a line through two of its iteration times: of one sample, and of a full batch."""
-    workload = engine.workload
-    squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
-    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # of a token, not of a sample
-    room = engine.kv_room / engine.kv_bytes_per_token
-    batch = max(2, min(batch_cap, int(room / context)))
-    alone_s, full_s = engine.step_s(1, context), engine.step_s(batch, context)
-    slope_s = (full_s - alone_s) / (batch - 1)
-    return ReplicaModel(
-        c0_s=alone_s - slope_s,
-        b0=(alone_s - slope_s) / slope_s,
-        prefill_tokens_per_s=context / engine.prefill_s(context),
-        kv_tokens=room,
-        max_running=batch_cap,
-        swap_pause_s=pause_s,
     )

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from rollover.planner.load import Floats, RateLoad
 from rollover.planner.program import Program, ProgramPoint, Relaxation
+from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Binding, Problem, Solution
 
 TOLERANCE = 1e-3
@@ -28,8 +28,8 @@ _SLOWEST = 1e-9
 
 
 def held(problem: Problem, replicas: Sequence[int]) -> Solution | None:
-    """The best solution with just these ``replicas`` of the problem's columns and its one training plan; ``None`` where
-    they break a limit."""
+    """Return the best solution with just these ``replicas`` of each kind and the problem's one training plan; ``None``
+    if they break a limit."""
     (_,) = problem.plans
     counts = np.array(replicas, dtype=np.float64)
     rate = rate_reached(problem, counts, 0)
@@ -41,7 +41,9 @@ def rate_reached(
 ) -> float | None:
     """Steps/s of these replicas and this trainer, at least ``known``; ``None`` where they reach no rate."""
     active = np.flatnonzero(replicas)
-    alone = replace(problem, columns=tuple(problem.columns[c] for c in active), plans=(problem.plans[plan],))
+    alone = replace(
+        problem, replica_kinds=tuple(problem.replica_kinds[c] for c in active), plans=(problem.plans[plan],)
+    )
     counts = replicas[active]
 
     def late(rate: float) -> float:
@@ -118,7 +120,7 @@ def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bou
 
 def _used(load: RateLoad, replicas: Floats, plan: int) -> Floats:
     """(G,): devices of each type."""
-    return load.kinds @ (load.sizes * replicas) + load.training[plan]
+    return load.of_type @ (load.sizes * replicas) + load.training[plan]
 
 
 def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float) -> int:
@@ -143,8 +145,8 @@ def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Bi
             found.append(Binding(row=row, subject=subject, slack=max(0.0, slack)))
 
     for c in np.flatnonzero(replicas):
-        column = problem.columns[c]
-        name = f"{column.device} tp {column.tp} pp {column.pp} batch {column.batch_cap}"
+        kind = problem.replica_kinds[c]
+        name = f"{kind.device} tp {kind.tp} pp {kind.pp} batch {kind.batch_cap}"
         note("replicas", name, 1 - float(load.time[c] @ point.x[c]) / replicas[c])
         if problem.workload.held_s:
             note("cache", name, 1 - float(load.cache[c] @ point.x[c]) / replicas[c])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
-from rollover.planner.load import Floats
+from rollover.planner.rate_load import Floats
 
 _INFEASIBLE = 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.devices import costs
+from rollover.devices.costs.passes import forward_flops
 from rollover.devices.fit import entry, fit
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model import parse
@@ -62,7 +62,7 @@ def measured(noise: float = 1.0) -> Measurements:
         prefills=tuple(
             Prefill(
                 tokens=n,
-                seconds=costs.forward_flops(MODEL, n, n / 2) / (FLOPS * PREFILL),
+                seconds=forward_flops(MODEL, n, n / 2) / (FLOPS * PREFILL),
                 held_out=i % 2 == 1,
             )
             for i, n in enumerate((128, 256, 512, 1024))

@@ -10,18 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.lengths import length_buckets
-from rollover.devices.records import (
-    Device,
-    Efficiency,
-    LengthBucket,
-    Link,
-    ModelShape,
-    ReplicaKind,
-    TrainingPart,
-    TrainingPlan,
-    WorkloadSpec,
-)
+from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.planner.records import Problem, Supply
 
 IDEAL = Efficiency(
@@ -83,7 +74,7 @@ LATENCIES = st.floats(0.5, 40.0)
 
 @st.composite
 def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: bool = True) -> Problem:
-    """Up to two types of ``most`` devices, each with two columns and two training plans."""
+    """Up to two types of ``most`` devices, each with two kinds and two training plans."""
     num_buckets = draw(st.integers(1, 2))
     share = draw(st.floats(0.2, 0.8)) if num_buckets == 2 else 1.0
     shares = (share, 1 - share)[:num_buckets]
@@ -105,11 +96,11 @@ def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: b
         Supply(device=n, count=draw(st.integers(1, most)), price_per_hour=draw(st.floats(0.5, 4.0)) if priced else None)
         for n in names
     )
-    columns = tuple(_column(draw, n, num_buckets, spec, updates) for n in names for _ in range(2))
+    kinds = tuple(_kind(draw, n, num_buckets, spec, updates) for n in names for _ in range(2))
     plans = tuple(_plan(draw, n) for n in names for _ in range(2))
     return Problem(
         supplies=supplies,
-        columns=columns,
+        replica_kinds=kinds,
         plans=plans,
         workload=spec,
         max_staleness=draw(st.integers(0, 3)),
@@ -117,7 +108,7 @@ def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: b
     )
 
 
-def _column(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> ReplicaKind:
+def _kind(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> ReplicaKind:
     def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
         return tuple(draw(values) for _ in range(num_buckets))
 
@@ -167,7 +158,7 @@ def best_by_enumeration(problem: Problem) -> float:
 def choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], TrainingPlan]]:
     """Numbers of replicas and training plans that stock and budget allow."""
     stock = {s.device: s.count for s in problem.supplies}
-    ranges = [range(stock[c.device] // c.num_devices + 1) for c in problem.columns]
+    ranges = [range(stock[c.device] // c.num_devices + 1) for c in problem.replica_kinds]
     for y, plan in itertools.product(itertools.product(*ranges), problem.plans):
         if used_devices_fit(problem, y, plan):
             yield y, plan
@@ -176,7 +167,9 @@ def choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], TrainingPlan]]:
 def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> bool:
     cost = 0.0
     for supply in problem.supplies:
-        rolling = sum(n * c.num_devices for n, c in zip(y, problem.columns, strict=True) if c.device == supply.device)
+        rolling = sum(
+            n * c.num_devices for n, c in zip(y, problem.replica_kinds, strict=True) if c.device == supply.device
+        )
         used = rolling + plan.count(supply.device)
         if used > supply.count:
             return False
@@ -186,7 +179,7 @@ def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -
 
 def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
     """The rate these replicas and this trainer reach: by bisection where updates cost time or the tail counts."""
-    if problem.tail == "none" and not any(any(c.updates_s) for c in problem.columns):
+    if problem.tail == "none" and not any(any(c.updates_s) for c in problem.replica_kinds):
         return rate_at(problem, y, plan, 0.0)
     low, high = 0.0, 1 / plan.cycle_s
     for _ in range(40):
@@ -196,9 +189,9 @@ def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
 
 
 def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: float) -> float:
-    """The greatest rate with updates charged at ``guess``. Variables: x in samples/s (columns by buckets), the rate."""
-    spec, columns = problem.workload, problem.columns
-    shape = (len(columns), len(spec.buckets))
+    """The greatest rate with updates charged at ``guess``. Variables: x in samples/s (kinds by buckets), the rate."""
+    spec, kinds = problem.workload, problem.replica_kinds
+    shape = (len(kinds), len(spec.buckets))
     size = shape[0] * shape[1] + 1
     rows, limits = [], []
 
@@ -207,7 +200,7 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
         limits.append(limit)
 
     away = spec.reward_s + spec.held_s
-    rho = np.array([[1 - guess * u for u in c.updates_s] for c in columns])
+    rho = np.array([[1 - guess * u for u in c.updates_s] for c in kinds])
     unusable = rho <= 1e-3
     rho = np.where(unusable, 1.0, rho)
     for w, bucket in enumerate(spec.buckets):
@@ -215,20 +208,20 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
         x[:, w] = -1
         add(x, bucket.share * spec.batch_size, 0)
     staleness = np.zeros(shape)
-    for c, column in enumerate(columns):
+    for c, kind in enumerate(kinds):
         x, held = np.zeros(shape), np.zeros(shape)
         for w, bucket in enumerate(spec.buckets):
-            x[c, w] = 1 / (column.rates[w] * rho[c, w])
-            running = column.latencies_s[w] - away
+            x[c, w] = 1 / (kind.rates[w] * rho[c, w])
+            running = kind.latencies_s[w] - away
             in_engine = running / rho[c, w] + spec.held_s
-            held[c, w] = column.kv_byte_s[w] * in_engine / (running + spec.held_s)
+            held[c, w] = kind.kv_byte_s[w] * in_engine / (running + spec.held_s)
             alone = problem.max_staleness == 0
-            latency = (column.batch_latencies_s if alone else column.group_latencies_s)[w]
+            latency = (kind.batch_latencies_s if alone else kind.group_latencies_s)[w]
             longest = bucket.batch_share if alone else bucket.group_share
             latency = (latency - away) / rho[c, w] + away
             staleness[c, w] = longest / (bucket.share * spec.group_size) * latency
         add(x, 0, y[c])
-        add(held, 0, column.kv_bytes * y[c])
+        add(held, 0, kind.kv_bytes * y[c])
     add(staleness, spec.num_groups * plan.cycle_s, spec.num_groups * (problem.max_staleness + 1))
     unusable |= _late(problem, plan, guess, rho)
     bounds = [(0, 0 if none else None) for none in unusable.ravel()] + [(0, 1 / plan.cycle_s)]
@@ -237,9 +230,9 @@ def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: flo
 
 
 def _late(problem: Problem, plan: TrainingPlan, rate: float, rho: np.ndarray) -> np.ndarray:
-    """Which columns would end the longest response of a bucket too late at ``rate``."""
+    """Which kinds would end the longest response of a bucket too late at ``rate``."""
     if problem.tail == "none":
         return np.zeros(rho.shape, dtype=bool)
     away = problem.workload.reward_s + problem.workload.held_s
-    longest = (np.array([c.max_latencies_s for c in problem.columns]) - away) / rho + away
+    longest = (np.array([c.max_latencies_s for c in problem.replica_kinds]) - away) / rho + away
     return rate * (longest + plan.cycle_s) > problem.max_staleness + (problem.tail == "soft")

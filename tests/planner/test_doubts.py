@@ -10,11 +10,12 @@ from rollover.devices import workload
 from rollover.devices.model import parse
 from rollover.planner.alternatives import ALMOST, leaner, on_one_device
 from rollover.planner.launch import launch_files
-from rollover.planner.make import make_plan
 from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import key_numbers, render_plan
-from rollover.planner.words import sentences
+from rollover.planner.search import make_plan
+from rollover.planner.summary import sentences
 from rollover.run import config
 from rollover.settings import toml
 from tests.planner.test_plan import QWEN_7B, fleet
@@ -33,7 +34,7 @@ def nodes(count: int, gbit_s: float) -> Fleet:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    made = make_plan(nodes(2, 100), SMALL, SPEC, max_staleness=4)
+    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
     assert made.solution.plan.num_devices > 1
     return replace(made, on_one_device=on_one_device(made))
 
@@ -54,7 +55,7 @@ def test_a_plan_that_trains_on_several_devices_says_that_this_version_does_not(p
 
 
 def test_what_one_device_trains_is_the_best_plan_whose_trainer_has_one(plan: Plan) -> None:
-    one = make_plan(plan.fleet, SMALL, SPEC, max_staleness=4, one_device=True)
+    one = make_plan(plan.fleet, PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, one_device=True))
     assert one.solution.plan.num_devices == 1
     assert plan.on_one_device is not None
     assert plan.on_one_device.steps_per_s == one.solution.steps_per_s < plan.solution.steps_per_s
@@ -64,15 +65,15 @@ def test_what_one_device_trains_is_the_best_plan_whose_trainer_has_one(plan: Pla
 
 def test_a_model_that_no_device_can_train_alone_is_said_to_be_none() -> None:
     """16 bytes for each of 7.6 billion parameters are more than 80 GB."""
-    made = make_plan(nodes(2, 100), parse(QWEN_7B, name="qwen-7b"), SPEC, max_staleness=4)
+    made = make_plan(nodes(2, 100), PlanSpec(model=parse(QWEN_7B, name="qwen-7b"), workload=SPEC, max_staleness=4))
     made = replace(made, on_one_device=on_one_device(made))
     assert made.on_one_device is None
     assert "no plan was found that trains qwen-7b on a single device of this fleet" in sentences(made)[0]
 
 
 def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
-    alone = make_plan(nodes(1, 0.1), SMALL, SPEC, max_staleness=4)
-    both = make_plan(nodes(2, 0.1), SMALL, SPEC, max_staleness=4)
+    alone = make_plan(nodes(1, 0.1), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
+    both = make_plan(nodes(2, 0.1), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
     assert both.solution.steps_per_s == pytest.approx(alone.solution.steps_per_s)
     assert both.idle == {"h100-sxm": 4}
     assert {node for pipeline in both.placement.training for node in pipeline.nodes} <= {0}
@@ -108,13 +109,13 @@ def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> N
 
 
 def test_every_server_is_launched_and_used_with_its_own_cap(plan: Plan, tmp_path: object) -> None:
-    columns = plan.problem.columns
-    one, two = replace(columns[0], batch_cap=64), replace(columns[0], batch_cap=256)
+    kinds = plan.problem.replica_kinds
+    one, two = replace(kinds[0], batch_cap=64), replace(kinds[0], batch_cap=256)
     replicas = tuple(replace(r, member=i % 2) for i, r in enumerate(plan.placement.replicas))
     assert len(replicas) > 1
     mixed = replace(
         plan,
-        problem=replace(plan.problem, columns=(one, two)),
+        problem=replace(plan.problem, replica_kinds=(one, two)),
         placement=replace(plan.placement, replicas=replicas),
     )
     files = launch_files(mixed, model="m", server="vllm")

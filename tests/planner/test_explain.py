@@ -7,17 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.planner import columns, homogeneous
-from rollover.planner.explain import in_words, shadow_prices, why_infeasible
+from rollover.planner.explain import in_words, marginal_gains, why_infeasible
 from rollover.planner.milp import solve
-from rollover.planner.records import Fleet, Node, Problem, ShadowPrice
+from rollover.planner.problem import stock_problem
+from rollover.planner.records import Fleet, MarginalGain, Node, Problem
+from rollover.planner.splits import by_number, by_type
 from tests.planner.kit import MODEL, device, workload
 
 A, B = device("a"), device("b", flops=100e12, price_per_hour=1.0)
 
 
 def problem(**changes: object) -> Problem:
-    built = columns.of_stock({A: 4, B: 4}, MODEL, workload(), max_staleness=2)
+    built = stock_problem({A: 4, B: 4}, MODEL, workload(), max_staleness=2)
     return replace(built, **changes)  # type: ignore[arg-type]
 
 
@@ -59,14 +60,14 @@ def test_a_stock_too_small_is_named_with_the_devices_that_would_do() -> None:
 def test_a_fleet_that_only_trains_is_told_how_many_more_would_roll_out() -> None:
     one = replace(problem(), supplies=tuple(replace(s, count=1) for s in problem().supplies[:1]))
     one = replace(one, mixtures=(), plans=tuple(p for p in one.plans if p.count("a") == p.num_devices == 1))
-    one = replace(one, columns=tuple(c for c in one.columns if c.device == "a" and c.num_devices == 1))
+    one = replace(one, replica_kinds=tuple(c for c in one.replica_kinds if c.device == "a" and c.num_devices == 1))
     assert solve(one) is None
     assert why_infeasible(one) == "no plan keeps all limits:\n  stock: 1 more a would do"
 
 
 def test_a_bound_too_tight_is_named_with_one_that_would_do() -> None:
     slow = replace(problem(), workload=workload(reward_s=60.0))
-    slow = columns.of_stock({A: 4, B: 4}, MODEL, slow.workload, max_staleness=0)
+    slow = stock_problem({A: 4, B: 4}, MODEL, slow.workload, max_staleness=0)
     target = 0.5 * fastest(replace(slow, max_staleness=50))
     short = replace(slow, target_steps_per_s=target)
     assert solve(short) is None
@@ -92,18 +93,18 @@ def test_what_no_single_limit_forbids_is_said_too() -> None:
 
 
 def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
-    here = columns.of_stock({A: 3}, MODEL, workload(reward_s=20.0), max_staleness=1)
+    here = stock_problem({A: 3}, MODEL, workload(reward_s=20.0), max_staleness=1)
     here = replace(here, budget_per_hour=6.0)
     solution = solve(here)
     assert solution is not None
-    prices = {p.subject: p for p in shadow_prices(here, solution)}
+    prices = {p.subject: p for p in marginal_gains(here, solution)}
     assert set(prices) == {"max_staleness", "budget", "a"}
     more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
     assert more > 0.05, "staleness binds here"
     assert prices["max_staleness"].gain == pytest.approx(more)
     assert in_words(prices["max_staleness"], here) == f"Staleness binds: 1 more gives {more:.1%} more steps"
     assert prices["budget"].unit == 2.0
-    free = ShadowPrice(subject="a", unit=1.0, gain=0.0)
+    free = MarginalGain(subject="a", unit=1.0, gain=0.0)
     assert in_words(free, here) == "a: 1 more brings nothing"
 
 
@@ -114,21 +115,8 @@ def fleet() -> Fleet:
 
 def test_splits_by_rule_are_plans_of_the_same_fleet_and_never_better() -> None:
     best = fastest(problem()) * (1 + 3e-3)
-    rule = homogeneous.by_rule(problem(), fleet())
-    assert rule.problem is not None
-    assert {s.device: (s.max_training, s.max_rollout) for s in rule.problem.supplies} == {"a": (2, 2), "b": (0, 4)}
-    for baseline in (rule, homogeneous.greedy(problem(), fleet()), homogeneous.at_random(problem(), seed=3)):
-        assert baseline.solution is None or 0 < baseline.solution.steps_per_s <= best
-    assert homogeneous.at_random(problem(), seed=3).problem == homogeneous.at_random(problem(), seed=3).problem
-
-
-def test_a_fleet_of_one_type_is_what_the_budget_buys() -> None:
-    found = homogeneous.best_homogeneous(fleet(), MODEL, workload(), budget_per_hour=6.0, max_staleness=2)
-    counts = {b.name: b.problem.supplies[0].count for b in found if b.problem}
-    assert counts == {"only a": 3, "only b": 6}
-    rates = [b.solution.steps_per_s for b in found if b.solution]
-    assert rates == sorted(rates, reverse=True)
-    three = columns.of_stock({A: 3}, MODEL, workload(), max_staleness=2)
-    only_a = next(b.solution for b in found if b.name == "only a")
-    assert only_a is not None
-    assert only_a.steps_per_s == pytest.approx(fastest(three), rel=3e-3)
+    rule = by_number(problem(), fleet())
+    assert {s.device: (s.max_training, s.max_rollout) for s in rule.supplies} == {"a": (2, 2), "b": (0, 4)}
+    for split in (rule, by_type(problem(), fleet())):
+        solution = solve(split, simplify=False)
+        assert solution is None or 0 < solution.steps_per_s <= best

@@ -69,7 +69,7 @@ def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.Capt
     made = Plan.load(folder / "p.json")
     assert made.simulated_steps_per_s is not None
     assert made.alternatives
-    assert made.shadows
+    assert made.marginal_gains
     assert "<!DOCTYPE html>" in (folder / "p.html").read_text()
     assert (folder / "go" / "trainer.toml").is_file()
     assert list((folder / "go").glob("rollout-*.sh"))

@@ -10,14 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollover.devices.records import LengthBucket, ReplicaKind, TrainingPart, TrainingPlan, WorkloadSpec
+from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
+from rollover.devices.costs.rollout import replica_kind
+from rollover.devices.records import LengthBucket, WorkloadSpec
 from rollover.errors import PlanError
-from rollover.planner import audit, columns
-from rollover.planner.load import RateLoad
+from rollover.planner import verification
 from rollover.planner.milp import solve
-from rollover.planner.prices import Market
+from rollover.planner.problem import stock_problem
 from rollover.planner.program import Program, ProgramPoint
+from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem, Solution, Supply
+from rollover.planner.replica_kinds import MAX_BATCH, _caps, _engines
+from rollover.planner.shadow_prices import PriceBounds
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
 GAP = 1e-4
@@ -53,7 +57,7 @@ def test_with_a_bound_on_the_tail_too(problem: Problem, tail: str) -> None:
 
 def twins() -> Problem:
     """Two types alike, each with its only replica and its only trainer listed twice."""
-    column = ReplicaKind(
+    kind = ReplicaKind(
         device="a",
         tp=1,
         pp=1,
@@ -74,7 +78,7 @@ def twins() -> Problem:
     kinds = ("a", "a", "b", "b")
     return Problem(
         supplies=tuple(Supply(device=d, count=1, price_per_hour=1.0) for d in "ab"),
-        columns=tuple(replace(column, device=d) for d in kinds),
+        replica_kinds=tuple(replace(kind, device=d) for d in kinds),
         plans=tuple(TrainingPlan(parts=(replace(part, device=d),), step_s=1.0, sync_s=0.0) for d in kinds),
         workload=WorkloadSpec(name="w", num_groups=2, group_size=2, prompt_tokens=1, buckets=(bucket,)),
         max_staleness=0,
@@ -98,7 +102,7 @@ def test_what_rounding_misses_is_found_without_it(problem: Problem) -> None:
 def test_what_is_found_keeps_every_limit_and_reaches_its_rate(problem: Problem) -> None:
     solution = solve(problem, gap=GAP)
     if solution is not None:
-        assert audit.violations(problem, solution) == []
+        assert verification.violations(problem, solution) == []
         assert close(rate_of(problem, solution.replicas, solution.plan), solution.steps_per_s)
         assert solution.steps_per_s <= solution.bound_steps_per_s * (1 + 1e-9)
 
@@ -127,7 +131,7 @@ def test_a_world_k_times_faster_has_k_times_the_rate(problem: Problem, k: float)
 
     quick = replace(
         problem,
-        columns=tuple(
+        replica_kinds=tuple(
             replace(
                 c,
                 rates=tuple(r * k for r in c.rates),
@@ -138,7 +142,7 @@ def test_a_world_k_times_faster_has_k_times_the_rate(problem: Problem, k: float)
                 kv_byte_s=faster(c.kv_byte_s),
                 updates_s=faster(c.updates_s),
             )
-            for c in problem.columns
+            for c in problem.replica_kinds
         ),
         plans=tuple(replace(p, step_s=p.step_s / k, sync_s=p.sync_s / k) for p in problem.plans),
         workload=replace(problem.workload, held_s=problem.workload.held_s / k),
@@ -162,12 +166,14 @@ def test_prices_and_budget_in_another_currency_give_the_same_plan(problem: Probl
 @given(problems(updates=True), st.randoms(use_true_random=False))
 def test_names_and_order_change_nothing(problem: Problem, random: object) -> None:
     names = {"a": "z", "b": "y"}
-    order = list(range(len(problem.columns)))
+    order = list(range(len(problem.replica_kinds)))
     random.shuffle(order)  # type: ignore[attr-defined]
     other = replace(
         problem,
         supplies=tuple(replace(s, device=names[s.device]) for s in reversed(problem.supplies)),
-        columns=tuple(replace(problem.columns[i], device=names[problem.columns[i].device]) for i in order),
+        replica_kinds=tuple(
+            replace(problem.replica_kinds[i], device=names[problem.replica_kinds[i].device]) for i in order
+        ),
         plans=tuple(
             replace(p, parts=tuple(replace(part, device=names[part.device]) for part in p.parts))
             for p in reversed(problem.plans)
@@ -196,7 +202,7 @@ def test_without_whole_numbers_the_rate_is_no_less(problem: Problem) -> None:
     best = rate(problem) * (1 - 1e-6)
     if best:
         load = RateLoad(problem, best)
-        assert Market(load).promise(load.able()) >= -1e-9
+        assert PriceBounds(load).promise(load.able()) >= -1e-9
 
 
 @settings(max_examples=8, deadline=None)
@@ -207,8 +213,8 @@ def test_a_bound_on_the_tail_never_helps_and_is_kept(problem: Problem, tail: str
         return
     assert strict.steps_per_s <= rate(problem) * (1 + 2 * GAP)
     limit = problem.max_staleness + (tail == "soft")
-    for column, rates in zip(problem.columns, strict.rates, strict=True):
-        for latency_s, x in zip(column.max_latencies_s, rates, strict=True):
+    for kind, rates in zip(problem.replica_kinds, strict.rates, strict=True):
+        for latency_s, x in zip(kind.max_latencies_s, rates, strict=True):
             if x > 1e-9:
                 assert strict.steps_per_s * (latency_s + strict.plan.cycle_s) <= limit + 1e-5
 
@@ -248,7 +254,7 @@ def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Probl
     prices = {s.device: s.price_per_hour or 0.0 for s in problem.supplies}
 
     def cost(y: tuple[int, ...], plan: object) -> float:
-        rolling = sum(n * c.num_devices * prices[c.device] for n, c in zip(y, problem.columns, strict=True))
+        rolling = sum(n * c.num_devices * prices[c.device] for n, c in zip(y, problem.replica_kinds, strict=True))
         return rolling + sum(plan.count(name) * price for name, price in prices.items())  # type: ignore[attr-defined]
 
     assert solution.cost_per_hour == pytest.approx(cost(solution.replicas, solution.plan))
@@ -257,36 +263,36 @@ def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Probl
 
 
 def test_the_least_cost_needs_every_price() -> None:
-    built = columns.of_stock({device(price_per_hour=None): 4}, MODEL, workload(), max_staleness=1)
+    built = stock_problem({device(price_per_hour=None): 4}, MODEL, workload(), max_staleness=1)
     with pytest.raises(PlanError, match=r"without the price of a$"):
         solve(replace(built, target_steps_per_s=1e-3))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_one_type_is_the_best_of_three_rates_over_all_splits(max_staleness: int) -> None:
-    """lambda <= min(1/D, r y / B, (eta + 1) / (ell + D)) for one column, one bucket and free updates."""
+    """lambda <= min(1/D, r y / B, (eta + 1) / (ell + D)) for one kind, one bucket and free updates."""
     spec = workload(keeps_kv=True, pause_s=0.0)
     spec = replace(spec, buckets=(replace(spec.buckets[0], share=1.0, group_share=1.0, batch_share=1.0),))
-    built = columns.of_stock({device(): 8}, MODEL, spec, max_staleness=max_staleness)
-    column = max((c for c in built.columns if c.num_devices == 1), key=lambda c: c.rates)
-    column = replace(column, updates_s=(0.0,))
+    built = stock_problem({device(): 8}, MODEL, spec, max_staleness=max_staleness)
+    kind = max((c for c in built.replica_kinds if c.num_devices == 1), key=lambda c: c.rates)
+    kind = replace(kind, updates_s=(0.0,))
     plans = tuple(p for p in built.plans if len(p.parts) == 1)
-    ell = (column.group_latencies_s if max_staleness else column.batch_latencies_s)[0]
+    ell = (kind.group_latencies_s if max_staleness else kind.batch_latencies_s)[0]
     expected = max(
         min(
             1 / plan.cycle_s,
-            column.rates[0] * (8 - plan.num_devices) / spec.batch_size,
+            kind.rates[0] * (8 - plan.num_devices) / spec.batch_size,
             (max_staleness + 1) / (ell + plan.cycle_s),
         )
         for plan in plans
         if plan.num_devices < 8
     )
-    assert close(rate(replace(built, columns=(column,), plans=plans)), expected)
+    assert close(rate(replace(built, replica_kinds=(kind,), plans=plans)), expected)
 
 
 def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
-    whole = columns.of_stock({device("a"): 8}, MODEL, workload(), max_staleness=2)
-    halves = columns.of_stock({device("a"): 4, device("b"): 4}, MODEL, workload(), max_staleness=2)
+    whole = stock_problem({device("a"): 8}, MODEL, workload(), max_staleness=2)
+    halves = stock_problem({device("a"): 4, device("b"): 4}, MODEL, workload(), max_staleness=2)
     mixed = [part for plan in halves.plans for part in plan.parts if len(plan.parts) > 1]
     assert mixed, "gradients may meet across the halves"
     assert rate(halves) <= rate(whole) * (1 + 2 * GAP)
@@ -294,19 +300,19 @@ def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
 
 def test_a_choice_that_is_dominated_is_never_missed() -> None:
     spec = workload()
-    built = columns.of_stock({device(): 4}, MODEL, spec, max_staleness=1)
-    engines = list(columns._engines(device(), 4, MODEL, spec))
+    built = stock_problem({device(): 4}, MODEL, spec, max_staleness=1)
+    engines = list(_engines(device(), 4, MODEL, spec))
     every = tuple(
-        columns.costs.replica_kind(engine, cap)
+        replica_kind(engine, cap)
         for engine in engines
-        for cap in columns._caps(max(engine.batch(bucket, columns.MAX_BATCH) for bucket in spec.buckets))
+        for cap in _caps(max(engine.batch(bucket, MAX_BATCH) for bucket in spec.buckets))
     )
-    assert len(every) > len(built.columns)
-    assert close(rate(built), rate(replace(built, columns=every)))
+    assert len(every) > len(built.replica_kinds)
+    assert close(rate(built), rate(replace(built, replica_kinds=every)))
 
 
 def test_a_budget_that_pays_for_a_trainer_and_no_replica_has_no_plan() -> None:
     """However slow: the solver takes a millionth of a replica for none."""
-    built = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=4)
+    built = stock_problem({device(): 4}, MODEL, workload(), max_staleness=4)
     assert solve(replace(built, budget_per_hour=3.0)) is None
     assert solve(replace(built, budget_per_hour=4.0)) is not None

@@ -17,15 +17,16 @@ from rollover.errors import PlanError
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
-from rollover.planner.make import make_plan
 from rollover.planner.plan import Plan, step_tokens
+from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_plan
 from rollover.planner.rounds import SETTLED
 from rollover.planner.scenario import PlanScenario, changed
+from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
+from rollover.planner.summary import roles, sentences
 from rollover.planner.topology import Topology
-from rollover.planner.words import roles, sentences
 from rollover.run import config
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
@@ -65,7 +66,7 @@ def spec() -> workload.WorkloadSpec:
 
 @pytest.fixture(scope="module")
 def plan(spec: workload.WorkloadSpec) -> Plan:
-    return make_plan(fleet(), MODEL, spec, max_staleness=4)
+    return make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
 
 
 def test_every_device_of_the_solution_stands_in_one_place(plan: Plan) -> None:
@@ -86,10 +87,10 @@ def test_shapes_are_those_of_the_solution(plan: Plan) -> None:
         pipelines = [p for p in plan.placement.training if p.member == member]
         assert len(pipelines) == part.dp
         assert all(len(p.stages) == part.pp and len(p.stages[0].devices) == part.tp for p in pipelines)
-    for c, column in enumerate(plan.problem.columns):
+    for c, kind in enumerate(plan.problem.replica_kinds):
         mine = [r for r in plan.placement.replicas if r.member == c]
         assert len(mine) == plan.solution.replicas[c]
-        assert all(len(r.stages) == column.pp and len(s.devices) == column.tp for r in mine for s in r.stages)
+        assert all(len(r.stages) == kind.pp and len(s.devices) == kind.tp for r in mine for s in r.stages)
 
 
 def test_uniform_links_settle_in_one_round_at_the_optimisers_own_rate(plan: Plan) -> None:
@@ -116,7 +117,7 @@ count = 3
 between = ["big-0", "big-1"]
 gbit_s = 4
 """
-    made = make_plan(fleet(narrow), MODEL, spec, max_staleness=4)
+    made = make_plan(fleet(narrow), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     first = made.rounds[0]
     assert len(made.rounds) > 1
     assert first.step_s > 1.02 * first.assumed_step_s
@@ -137,7 +138,9 @@ num_devices = 8
 """
     shape = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
     light = workload.load("light-8k", num_groups=16, group_size=8)
-    made = make_plan(fleet(small), parse(QWEN_7B | shape, name="qwen-1.5b"), light, max_staleness=4)
+    made = make_plan(
+        fleet(small), PlanSpec(model=parse(QWEN_7B | shape, name="qwen-1.5b"), workload=light, max_staleness=4)
+    )
     first, *_, last = made.rounds
     assert first.moved > 0.1
     assert last.moved < SETTLED
@@ -165,7 +168,7 @@ gbit_s = 100
 between = ["h800-sxm-0", "h800-sxm-3"]
 gbit_s = 100
 """
-    made = make_plan(fleet(nodes), MODEL, spec, max_staleness=4)
+    made = make_plan(fleet(nodes), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     if sum(part.num_devices for part in made.solution.plan.parts) <= 12:
         assert 0 not in made.placement.training_nodes
 
@@ -182,13 +185,13 @@ def test_weights_take_the_widest_way(plan: Plan) -> None:
 
 def test_more_devices_never_slow_a_plan_down(plan: Plan, spec: workload.WorkloadSpec) -> None:
     more = changed(PlanScenario(fleet=plan.fleet, max_staleness=4), "count.h20=+8")
-    other = make_plan(more.fleet, MODEL, spec, max_staleness=4)
+    other = make_plan(more.fleet, PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     assert other.solution.steps_per_s >= plan.solution.steps_per_s * (1 - 2e-3)
 
 
 def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec) -> None:
     target = 0.5 * plan.solution.steps_per_s
-    cheap = make_plan(fleet(), MODEL, spec, max_staleness=4, target_steps_per_s=target)
+    cheap = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4, target_steps_per_s=target))
     assert cheap.solution.steps_per_s >= target * (1 - 1e-6)
     assert cheap.solution.cost_per_hour is not None
     assert plan.solution.cost_per_hour is not None
@@ -198,7 +201,7 @@ def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workloa
 @pytest.mark.parametrize("name", ["math-16k", "light-8k"])
 def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> None:
     spec = workload.load(name, num_groups=64, group_size=8)
-    made = make_plan(fleet(), MODEL, spec, max_staleness=4)
+    made = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
     assert measured.tokens_per_s == pytest.approx(measured.steps_per_s * step_tokens(spec), rel=0.03)

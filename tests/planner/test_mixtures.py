@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.devices import costs
-from rollover.devices.records import Device, Link, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import TrainingPart, TrainingPlan
+from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_plan
+from rollover.devices.records import Device, Link
 from rollover.errors import PlanError
-from rollover.planner import audit, columns
-from rollover.planner.load import RateLoad
+from rollover.planner import verification
 from rollover.planner.milp import solve
+from rollover.planner.mixtures import MixtureTable, UnlistedPlans
+from rollover.planner.problem import stock_problem
+from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem
-from rollover.planner.trainers import Table, Unlisted
 from tests.planner.kit import MODEL, best_by_enumeration, device, workload
 
 GAP = 1e-4
@@ -44,7 +46,7 @@ def fleets(draw: st.DrawFn, *, most: int = 6) -> dict[Device, int]:
 def every_plan(stock: dict[Device, int]) -> list[TrainingPlan]:
     """Every shape of every type, alone and beside every shape of the other, whatever it is worth."""
     spec, found = workload(), []
-    alone: dict[Device, list[costs.TrainerCosts]] = {made: [] for made in stock}
+    alone: dict[Device, list[TrainerCosts]] = {made: [] for made in stock}
     for made, count in stock.items():
         sizes = [1, 2, 4, 8]
         for dp, tp, pp in itertools.product(range(1, count + 1), sizes, [1, 2, 4]):
@@ -52,11 +54,11 @@ def every_plan(stock: dict[Device, int]) -> list[TrainingPlan]:
                 part = TrainingPart(
                     device=made.name, dp=dp, tp=tp, pp=pp, sharded=sharded, recompute=recompute, share=1.0
                 )
-                trainer = costs.trainer(MODEL, spec, made, part)
+                trainer = trainer_costs(MODEL, spec, made, part)
                 if dp * tp * pp <= count and trainer.fits() and (dp > 1 or not sharded):
                     alone[made].append(trainer)
-        found += [costs.training_plan((trainer,)) for trainer in alone[made]]
-    found += [costs.training_plan(pair) for pair in itertools.product(*alone.values())]
+        found += [training_plan((trainer,)) for trainer in alone[made]]
+    found += [training_plan(pair) for pair in itertools.product(*alone.values())]
     return [plan for plan in found if all(part.share > 0 for part in plan.parts)]
 
 
@@ -85,10 +87,10 @@ def fewest(plans: list[TrainingPlan], names: tuple[str, str]) -> dict[tuple[int,
 @given(fleets())
 def test_every_pair_of_shapes_that_none_of_fewer_devices_beats_is_there(stock: dict[Device, int]) -> None:
     try:
-        built = columns.of_stock(stock, MODEL, workload(), max_staleness=2)
+        built = stock_problem(stock, MODEL, workload(), max_staleness=2)
     except PlanError:
         return
-    table = Table.of(built)
+    table = MixtureTable.of(built)
     offered = list(built.plans) + [table.plan(built, index) for index in range(len(table))]
     expected = fewest(every_plan(stock), ("a", "b"))
     assert fewest(offered, ("a", "b")) == pytest.approx(expected, rel=1e-12)
@@ -101,22 +103,22 @@ def test_the_optimum_is_that_of_every_trainer_with_every_number_of_replicas(
 ) -> None:
     """Not of a list of them: of all, alone and in pairs, with one kind of replica of each type."""
     try:
-        built = columns.of_stock(stock, MODEL, workload(), max_staleness=max_staleness)
+        built = stock_problem(stock, MODEL, workload(), max_staleness=max_staleness)
     except PlanError:
         return
-    few = tuple(max((c for c in built.columns if c.device == made.name), key=lambda c: c.rates) for made in stock)
-    problem = replace(built, columns=few)
+    few = tuple(max((c for c in built.replica_kinds if c.device == made.name), key=lambda c: c.rates) for made in stock)
+    problem = replace(built, replica_kinds=few)
     solution = solve(problem, gap=GAP, simplify=False)
     best = best_by_enumeration(replace(problem, mixtures=(), plans=fastest(every_plan(stock))))
     assert (solution.steps_per_s if solution else 0.0) == pytest.approx(best, rel=2 * GAP)
     if solution is not None:
-        assert audit.violations(problem, solution) == []
+        assert verification.violations(problem, solution) == []
 
 
 def test_prices_leave_out_no_unlisted_trainer_that_reaches_the_rate() -> None:
     """What is left once everything was listed is what could not reach the rate anyway."""
     stock = {device("a"): 5, device("b", flops=150e12, price_per_hour=1.0): 7}
-    built = columns.of_stock(stock, MODEL, workload(), max_staleness=2)
+    built = stock_problem(stock, MODEL, workload(), max_staleness=2)
     listed = replace(built, mixtures=(), plans=tuple(every_plan(stock)))
     few, all_of_them = solve(built, gap=GAP, simplify=False), solve(listed, gap=GAP, simplify=False)
     assert few is not None
@@ -126,9 +128,9 @@ def test_prices_leave_out_no_unlisted_trainer_that_reaches_the_rate() -> None:
 
 def test_a_trainer_is_taken_once() -> None:
     stock = {device("a"): 3, device("b", flops=150e12, price_per_hour=1.0): 3}
-    built: Problem = columns.of_stock(stock, MODEL, workload(), max_staleness=2)
-    table = Table.of(built)
-    left = Unlisted(table, RateLoad(built, 1e-6))
+    built: Problem = stock_problem(stock, MODEL, workload(), max_staleness=2)
+    table = MixtureTable.of(built)
+    left = UnlistedPlans(table, RateLoad(built, 1e-6))
     taken = [left.taken(built)[0] for _ in range(len(table))]
     assert left.most_room == -np.inf
     assert len({(plan.count("a"), plan.count("b")) for plan in taken}) == len(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollover.devices.records import ReplicaKind
+from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.explain import in_words
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Binding
@@ -53,18 +53,18 @@ def roles(plan: Plan) -> tuple[Role, ...]:
     ]
     rate = plan.solution.steps_per_s * plan.workload.batch_size
     rolling = []
-    for c, column in enumerate(plan.problem.columns):
+    for c, kind in enumerate(plan.problem.replica_kinds):
         count, rates = plan.solution.replicas[c], plan.solution.rates[c]
         rolling.append(
             Role(
                 role="rollout",
-                device=column.device,
-                num_devices=count * column.num_devices,
-                shape=f"{_shape(dp=1, tp=column.tp, pp=column.pp)}, batch {column.batch_cap}",
+                device=kind.device,
+                num_devices=count * kind.num_devices,
+                shape=f"{_shape(dp=1, tp=kind.tp, pp=kind.pp)}, batch {kind.batch_cap}",
                 count=f"{count} replica{'s' * (count > 1)}",
                 lengths=_lengths(plan, c),
                 share=sum(rates) / rate,
-                utilisation=_busy(plan, column, rates) / count,
+                utilisation=_busy(plan, kind, rates) / count,
             )
         )
     rolling.sort(key=lambda role: -role.share)
@@ -77,12 +77,10 @@ def _shape(*, dp: int, tp: int, pp: int) -> str:
     return " × ".join(ways) or "1 device"
 
 
-def _busy(plan: Plan, column: ReplicaKind, rates: tuple[float, ...]) -> float:
+def _busy(plan: Plan, kind: ReplicaKind, rates: tuple[float, ...]) -> float:
     """Replicas' worth of time: decoding and weight updates."""
     rate = plan.solution.steps_per_s
-    return sum(
-        x / r / (1 - rate * update) for x, r, update in zip(rates, column.rates, column.updates_s, strict=True) if x
-    )
+    return sum(x / r / (1 - rate * update) for x, r, update in zip(rates, kind.rates, kind.updates_s, strict=True) if x)
 
 
 def _lengths(plan: Plan, c: int) -> str:
@@ -106,7 +104,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *_simulated(plan),
         *_limits(plan),
         *_useless(plan),
-        *(f"{in_words(shadow, plan.problem)}." for shadow in plan.shadows if shadow.gain > 0),
+        *(f"{in_words(shadow, plan.problem)}." for shadow in plan.marginal_gains if shadow.gain > 0),
         *_staleness(plan),
         *_compared(plan),
         *_routed(plan),
@@ -185,11 +183,11 @@ def _simulated(plan: Plan) -> Iterator[str]:
 
 def _limits(plan: Plan) -> Iterator[str]:
     bindings = plan.solution.bindings
-    kinds = {binding.row for binding in bindings}
+    rows = {binding.row for binding in bindings}
     all_busy = sum(b.row == "replicas" for b in bindings) == len(plan.solution.active)
-    if "trainer" in kinds and all_busy:
+    if "trainer" in rows and all_busy:
         yield "Trainer and replicas are both busy all the time: neither waits for the other."
-    elif "trainer" in kinds:
+    elif "trainer" in rows:
         yield "Training is the bottleneck: the trainer is never idle, and some replicas are."
     elif all_busy:
         yield "Rollout is the bottleneck: every replica is busy all the time, and the trainer waits for samples."
@@ -216,7 +214,7 @@ def _limit(plan: Plan, binding: Binding) -> str:
 
 def _staleness(plan: Plan) -> Iterator[str]:
     needed, bound = plan.solution.staleness_needed, plan.problem.max_staleness
-    if any(shadow.subject == "max_staleness" and shadow.gain > 0 for shadow in plan.shadows):
+    if any(shadow.subject == "max_staleness" and shadow.gain > 0 for shadow in plan.marginal_gains):
         return
     if needed < bound and not any(b.row in ("staleness", "tail") for b in plan.solution.bindings):
         yield f"On average a staleness of {needed} is enough for this rate; the bound of {bound} covers the tail."

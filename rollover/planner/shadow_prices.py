@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import LinearConstraint
 
-from rollover.planner.load import Floats, RateLoad
+from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.solver import minimum
 
 _MOST = 1e5
@@ -25,7 +25,7 @@ _LOSS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class ShadowPrices:
     """Of the limits, in no particular unit, or beside what devices really cost."""
 
     limits: Floats
@@ -34,7 +34,7 @@ class Prices:
     """1 where the devices' real cost counts too, else 0."""
 
 
-class Market:
+class PriceBounds:
     """What plans must pay and can pay at one rate."""
 
     def __init__(self, load: RateLoad) -> None:
@@ -47,28 +47,28 @@ class Market:
         self._bound = bound = problem.max_staleness + 1
         self.has = self._has(load.training, load.busy)
         """(P, G + 2): what each plan leaves of the limits."""
-        self.uses = load.sizes[:, None] * np.column_stack([load.kinds.T / load.stock, load.kinds.T @ spent])
+        self.uses = load.sizes[:, None] * np.column_stack([load.of_type.T / load.stock, load.of_type.T @ spent])
         """(C, G + 1): of a replica."""
         self.waiting = load.waiting / bound
-        self.cost = load.sizes * (load.kinds.T @ load.costs) / self.unit
+        self.cost = load.sizes * (load.of_type.T @ load.costs) / self.unit
         """(C,): of a replica."""
         self.training = load.training @ load.costs / self.unit
         """(P,)"""
 
-    def prices(self, plans: Sequence[int], *, real: bool = False) -> Prices:
+    def prices(self, plans: Sequence[int], *, real: bool = False) -> ShadowPrices:
         """Those that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
 
         Variables: a price for every limit, the worth of every bucket, and the means of the richest plan."""
         limits, buckets = self.has.shape[1], self.waiting.shape[1]
         usable = self.load.in_time(plans)
         if not usable.any(axis=0).all():  # at any prices above zero they must pay without end
-            return Prices(limits=np.ones(limits), real=float(real))
+            return ShadowPrices(limits=np.ones(limits), real=float(real))
         c, w = np.nonzero(usable)
-        ones = self._worth(Prices(limits=np.ones(limits), real=0.0))
+        ones = self._worth(ShadowPrices(limits=np.ones(limits), real=0.0))
         unit = 1.0 if real else float(np.where(usable, ones, np.inf).min(axis=0).sum())  # prices are about 1
         means = np.column_stack([self.has[list(plans)], np.zeros((len(plans), buckets)), -np.ones(len(plans))])
         time, waiting = self.load.time[c, w, None] / unit, self.waiting[c, w] / unit
-        worth = np.eye(buckets, buckets + 1)[w]  # of a bucket: no more than any column can make it for
+        worth = np.eye(buckets, buckets + 1)[w]  # of a bucket: no more than any kind can make it for
         made = np.column_stack([-time * self.uses[c], -waiting, worth])
         highest = np.r_[self.training[list(plans)], time[:, 0] * self.cost[c]] * real
         rows, low = np.vstack([means, made]), np.full(len(highest), -np.inf)
@@ -80,14 +80,14 @@ class Market:
         bottom = np.r_[np.zeros(limits + buckets), -np.inf]
         found = minimum(objective, LinearConstraint(rows, low, highest), bottom, top)
         assert found is not None, "all prices may be zero or as high as they need to be"
-        return Prices(limits=np.maximum(found.x[:limits], 0), real=float(real))
+        return ShadowPrices(limits=np.maximum(found.x[:limits], 0), real=float(real))
 
-    def room(self, prices: Prices, cost: float = 0.0) -> Floats:
+    def room(self, prices: ShadowPrices, cost: float = 0.0) -> Floats:
         """(P,): what each plan could pay beyond what it must, with ``real`` costs up to a total of ``cost``; below zero
         where it cannot carry the load."""
         return self.room_of(self.load.training, self.load.busy, prices, cost)
 
-    def room_of(self, training: Floats, busy: Floats, prices: Prices, cost: float = 0.0) -> Floats:
+    def room_of(self, training: Floats, busy: Floats, prices: ShadowPrices, cost: float = 0.0) -> Floats:
         """The same for any plans, by their devices (P, G) and the part of the time (P,) in which they are busy."""
         spent = training @ self.load.costs / self.unit
         must = self._must(prices, busy)
@@ -98,7 +98,7 @@ class Market:
         prices, which = self.prices(plans), list(plans)
         return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
 
-    def beyond(self, training: Floats, busy: Floats, prices: Prices) -> Floats:
+    def beyond(self, training: Floats, busy: Floats, prices: ShadowPrices) -> Floats:
         """(P,): how much more than the load any plans might carry, relative: no prices promise too little. Where a load
         costs nothing, as on a type without a price that only a quicker trainer leaves in time, that is without end."""
         must = self._must(prices, busy)
@@ -112,8 +112,8 @@ class Market:
         has = np.column_stack([left, 1 - training @ self._spent, 1 - busy / self._bound])
         return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 
-    def most(self, prices: Prices, plan: int, room: float) -> Floats:
-        """(C,): replicas of each column that ``plan`` can pay for with ``room``: those of a poor kind cost more than
+    def most(self, prices: ShadowPrices, plan: int, room: float) -> Floats:
+        """(C,): replicas of each kind that ``plan`` can pay for with ``room``: those of a poor kind cost more than
         they make."""
         usable = self.load.in_time([plan])
         made = np.where(usable, self._worth(prices), np.inf).min(axis=0) - self.waiting * prices.limits[-1]
@@ -121,8 +121,8 @@ class Market:
         loss = self._charge(prices) - earns
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
-    def _must(self, prices: Prices, busy: Floats) -> Floats:
-        """(P,): what all samples cost on the columns that plans so ``busy`` leave in time."""
+    def _must(self, prices: ShadowPrices, busy: Floats) -> Floats:
+        """(P,): what all samples cost on the kinds that plans so ``busy`` leave in time."""
         load, must = self.load, np.zeros(len(busy))
         worth, left = np.where(load.usable, self._worth(prices), np.inf), load.left_s(busy)
         for longest, cost in zip(load.longest.T, worth.T, strict=True):
@@ -131,10 +131,10 @@ class Market:
             must += least[np.searchsorted(longest[order], left, side="right")]
         return must
 
-    def _charge(self, prices: Prices) -> Floats:
+    def _charge(self, prices: ShadowPrices) -> Floats:
         """(C,): of a replica."""
         return self.uses @ prices.limits[:-1] + prices.real * self.cost
 
-    def _worth(self, prices: Prices) -> Floats:
-        """(C, W): what it costs to decode all of a bucket on a column."""
+    def _worth(self, prices: ShadowPrices) -> Floats:
+        """(C, W): what it costs to decode all of a bucket on a kind."""
         return self.load.time * self._charge(prices)[:, None] + self.waiting * prices.limits[-1]

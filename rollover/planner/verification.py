@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
-from rollover.devices.records import Mixture, PartChoice, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import Mixture, PartChoice, TrainingPart, TrainingPlan
 from rollover.planner.records import Problem, Solution
 
 ROUNDING = 1e-6
@@ -37,7 +37,7 @@ def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
     for supply in problem.supplies:
         rolling = sum(
             y * c.num_devices
-            for y, c in zip(solution.replicas, problem.columns, strict=True)
+            for y, c in zip(solution.replicas, problem.replica_kinds, strict=True)
             if c.device == supply.device
         )
         training = solution.plan.count(supply.device)
@@ -88,25 +88,25 @@ def _production(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def _replicas(problem: Problem, solution: Solution) -> Iterator[str]:
-    """Time and cache of each column's replicas."""
+    """Time and cache of each kind's replicas."""
     workload = problem.workload
     away_s = workload.reward_s + workload.held_s
-    for column, y, rates in zip(problem.columns, solution.replicas, solution.rates, strict=True):
-        name = f"{column.device} tp {column.tp} pp {column.pp} batch {column.batch_cap}"
+    for kind, y, rates in zip(problem.replica_kinds, solution.replicas, solution.rates, strict=True):
+        name = f"{kind.device} tp {kind.tp} pp {kind.pp} batch {kind.batch_cap}"
         busy = held = 0.0
         for w, x in enumerate(rates):
-            left = 1 - solution.steps_per_s * column.updates_s[w]
+            left = 1 - solution.steps_per_s * kind.updates_s[w]
             if x and left <= 0:
                 yield f"{name}: weight updates leave no time"
             elif x:
-                busy += x / (column.rates[w] * left)
-                running_s = column.latencies_s[w] - away_s
+                busy += x / (kind.rates[w] * left)
+                running_s = kind.latencies_s[w] - away_s
                 longer = (running_s / left + workload.held_s) / (running_s + workload.held_s)
-                held += x * column.kv_byte_s[w] * longer
+                held += x * kind.kv_byte_s[w] * longer
         if busy > y + ROUNDING * max(1, y):
             yield f"{name}: {busy} replicas' time used, {y} replicas"
-        if held > column.kv_bytes * (y + ROUNDING * max(1, y)):
-            yield f"{name}: {held} bytes of cache held, room for {column.kv_bytes * y}"
+        if held > kind.kv_bytes * (y + ROUNDING * max(1, y)):
+            yield f"{name}: {held} bytes of cache held, room for {kind.kv_bytes * y}"
 
 
 def _staleness(problem: Problem, solution: Solution) -> Iterator[str]:
@@ -114,15 +114,15 @@ def _staleness(problem: Problem, solution: Solution) -> Iterator[str]:
     workload, rate = problem.workload, solution.steps_per_s
     away_s = workload.reward_s + workload.held_s
     in_flight = rate * solution.plan.cycle_s
-    for column, rates in zip(problem.columns, solution.rates, strict=True):
+    for kind, rates in zip(problem.replica_kinds, solution.rates, strict=True):
         for w, (bucket, x) in enumerate(zip(workload.buckets, rates, strict=True)):
             if not x:
                 continue
-            left = 1 - rate * column.updates_s[w]
+            left = 1 - rate * kind.updates_s[w]
             if problem.max_staleness:
-                share, latency_s = bucket.group_share, column.group_latencies_s[w]
+                share, latency_s = bucket.group_share, kind.group_latencies_s[w]
             else:
-                share, latency_s = bucket.batch_share, column.batch_latencies_s[w]
+                share, latency_s = bucket.batch_share, kind.batch_latencies_s[w]
             batches_per_s = x / (bucket.share * workload.batch_size)
             in_flight += share * batches_per_s * ((latency_s - away_s) / left + away_s)
     if in_flight > (problem.max_staleness + 1) * (1 + ROUNDING):

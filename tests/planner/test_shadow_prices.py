@@ -1,4 +1,4 @@
-"""Prices never leave out what can be done: no trainer that reaches a rate, no replicas that it reaches it with."""
+"""ShadowPrices never leave out what can be done: no trainer that reaches a rate, no replicas that it reaches it with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.planner import columns
-from rollover.planner.load import RateLoad
 from rollover.planner.milp import solve
-from rollover.planner.prices import Market, Prices
+from rollover.planner.problem import stock_problem
 from rollover.planner.program import Program
+from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem
+from rollover.planner.shadow_prices import PriceBounds, ShadowPrices
 from tests.planner.kit import MODEL, choices, device, problems, rate_of, workload
 
 ROUNDING = 1e-6
@@ -31,43 +31,43 @@ def test_what_can_be_done_is_bearable_at_any_prices(problem: Problem, tail: str,
         rate = rate_of(problem, replicas, plan) * (1 - ROUNDING)
         if rate > ROUNDING:
             load = RateLoad(problem, rate)
-            market, able, index = Market(load), load.able(), problem.plans.index(plan)
-            used = load.kinds @ (load.sizes * replicas) + load.training[index]
+            bounds, able, index = PriceBounds(load), load.able(), problem.plans.index(plan)
+            used = load.of_type @ (load.sizes * replicas) + load.training[index]
             for plans in (able, [index], able[:1], able[-1:]):
                 for real in (False, True):
-                    prices = market.prices(plans, real=real)
-                    room = float(market.room(prices, used @ load.costs)[index]) + ROUNDING
+                    prices = bounds.prices(plans, real=real)
+                    room = float(bounds.room(prices, used @ load.costs)[index]) + ROUNDING
                     assert room >= 0
-                    assert np.all(replicas <= market.most(prices, index, room))
+                    assert np.all(replicas <= bounds.most(prices, index, room))
 
 
 @settings(max_examples=30, deadline=None)
 @given(problems())
 def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(problem: Problem) -> None:
-    # Prices leave out caches that are held without decoding, and that a part of a replica is none.
-    columns = tuple(replace(column, tp=1) for column in problem.columns)
-    problem = replace(problem, columns=columns, workload=replace(problem.workload, held_s=0.0))
+    # ShadowPrices leave out caches that are held without decoding, and that a part of a replica is none.
+    kinds = tuple(replace(kind, tp=1) for kind in problem.replica_kinds)
+    problem = replace(problem, replica_kinds=kinds, workload=replace(problem.workload, held_s=0.0))
     load = RateLoad(problem, 0.5 / max(plan.cycle_s for plan in problem.plans))
     for plan in load.able():
         program = Program(load, [plan])
         program.top[program.at["y"]] = np.inf
         program.whole[:] = 0
         most = program.minimise(program.open_share(0.0))
-        promised = 1 + Market(load).promise([plan])
+        promised = 1 + PriceBounds(load).promise([plan])
         assert promised == pytest.approx(-most.objective if most else 0.0, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("rate", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
 def test_a_bound_that_leaves_the_longest_response_no_time_is_kept_at_no_rate(rate: float) -> None:
-    built = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=0)
+    built = stock_problem({device(): 4}, MODEL, workload(), max_staleness=0)
     problem = replace(built, tail="hard")
     load = RateLoad(problem, rate * 0.9 / max(plan.cycle_s for plan in problem.plans))
-    market, able = Market(load), load.able()
+    bounds, able = PriceBounds(load), load.able()
     assert not load.in_time(able).any()
     for real in (False, True):
-        prices = market.prices(able, real=real)
-        assert np.all(market.room(prices, cost=1e6)[able] == -np.inf)
-    assert market.promise(able) == -1
+        prices = bounds.prices(able, real=real)
+        assert np.all(bounds.room(prices, cost=1e6)[able] == -np.inf)
+    assert bounds.promise(able) == -1
     assert solve(problem) is None
 
 
@@ -78,12 +78,12 @@ def test_a_plan_is_priced_on_just_the_replicas_that_it_may_use(problem: Problem,
     load = RateLoad(problem, part / min(plan.cycle_s for plan in problem.plans))
     for plan in load.able():
         possible = bool(load.in_time([plan]).any(axis=0).all())
-        some = Prices(limits=np.ones(len(load.stock) + 2), real=0.0)
-        assert bool(np.isfinite(Market(load).room(some)[plan])) == possible
+        some = ShadowPrices(limits=np.ones(len(load.stock) + 2), real=0.0)
+        assert bool(np.isfinite(PriceBounds(load).room(some)[plan])) == possible
 
 
 def test_a_load_that_costs_nothing_is_promised_without_end() -> None:
-    problem = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=1)
+    problem = stock_problem({device(): 4}, MODEL, workload(), max_staleness=1)
     load = RateLoad(problem, 0.1 / max(plan.cycle_s for plan in problem.plans))
-    free = Prices(limits=np.zeros(len(load.stock) + 2), real=0.0)
-    assert np.all(Market(load).beyond(load.training, load.busy, free) == np.inf)
+    free = ShadowPrices(limits=np.zeros(len(load.stock) + 2), real=0.0)
+    assert np.all(PriceBounds(load).beyond(load.training, load.busy, free) == np.inf)

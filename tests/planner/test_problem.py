@@ -6,32 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.devices import costs
+from rollover.devices.costs.rollout import replica_costs
+from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.errors import PlanError
-from rollover.planner import columns
+from rollover.planner.problem import stock_problem
 from tests.planner.kit import MODEL, device, workload
 
 TWO = {device("a"): 8, device("b", flops=100e12, price_per_hour=1.0): 8}
 
 
 def test_everything_offered_fits_into_memory_and_stock() -> None:
-    built = columns.of_stock(TWO, MODEL, workload(), max_staleness=1)
+    built = stock_problem(TWO, MODEL, workload(), max_staleness=1)
     devices = {d.name: d for d in TWO}
-    for column in built.columns:
-        engine = costs.replica(MODEL, workload(), devices[column.device], column.tp, column.pp)
+    for kind in built.replica_kinds:
+        engine = replica_costs(MODEL, workload(), devices[kind.device], kind.tp, kind.pp)
         assert engine.fits()
-        for bucket, rate, running_s in zip(workload().buckets, column.rates, column.latencies_s, strict=True):
+        for bucket, rate, running_s in zip(workload().buckets, kind.rates, kind.latencies_s, strict=True):
             assert rate * running_s * engine.held_bytes(bucket.tokens) <= engine.kv_room * (1 + 1e-9)
-        assert column.num_devices <= 8
+        assert kind.num_devices <= 8
     for plan in built.plans:
         assert sum(part.share for part in plan.parts) == pytest.approx(1)
         for part in plan.parts:
-            assert costs.trainer(MODEL, workload(), devices[part.device], part).fits()
+            assert trainer_costs(MODEL, workload(), devices[part.device], part).fits()
             assert part.num_devices <= 8
 
 
 def test_no_training_plan_is_beaten_with_the_same_devices() -> None:
-    plans = columns.of_stock(TWO, MODEL, workload(), max_staleness=1).plans
+    plans = stock_problem(TWO, MODEL, workload(), max_staleness=1).plans
     for plan in plans:
         for other in plans:
             if other is not plan and all(other.count(d.name) <= plan.count(d.name) for d in TWO):
@@ -40,7 +41,7 @@ def test_no_training_plan_is_beaten_with_the_same_devices() -> None:
 
 def test_one_type_trains_as_fast_as_any_shape_of_it_can() -> None:
     """Against every shape of exactly four devices."""
-    plans = columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=1).plans
+    plans = stock_problem({device(): 4}, MODEL, workload(), max_staleness=1).plans
     offered = min(plan.cycle_s for plan in plans)
     every = []
     for dp, tp, pp in [
@@ -57,15 +58,15 @@ def test_one_type_trains_as_fast_as_any_shape_of_it_can() -> None:
         for sharded in (False, True):
             for recompute in (False, True):
                 part = replace(plans[0].parts[0], dp=dp, tp=tp, pp=pp, sharded=sharded, recompute=recompute)
-                trainer = costs.trainer(MODEL, workload(), device(), part)
+                trainer = trainer_costs(MODEL, workload(), device(), part)
                 if trainer.fits():
-                    every.append(costs.training_plan((trainer,)).cycle_s)
+                    every.append(training_plan((trainer,)).cycle_s)
     assert offered == pytest.approx(min(every))
 
 
 def test_sharding_and_recomputation_come_when_memory_is_short() -> None:
     def shapes(hbm_bytes: float) -> set[tuple[bool, bool]]:
-        plans = columns.of_stock({device(hbm_bytes=hbm_bytes): 4}, MODEL, workload(), max_staleness=1).plans
+        plans = stock_problem({device(hbm_bytes=hbm_bytes): 4}, MODEL, workload(), max_staleness=1).plans
         return {(part.sharded, part.recompute) for plan in plans for part in plan.parts if part.tp * part.pp == 1}
 
     assert (False, False) in shapes(80e9)
@@ -85,11 +86,11 @@ def test_sharding_and_recomputation_come_when_memory_is_short() -> None:
 def test_a_model_that_fits_nowhere_is_told_with_what_it_needs(hbm_bytes: float, message: str) -> None:
     count = 16 if hbm_bytes < 1e9 else 4
     with pytest.raises(PlanError) as caught:
-        columns.of_stock({device(hbm_bytes=hbm_bytes): count}, MODEL, workload(), max_staleness=1)
+        stock_problem({device(hbm_bytes=hbm_bytes): count}, MODEL, workload(), max_staleness=1)
     assert str(caught.value).startswith(message)
     assert "add devices of a type, or take ones with more memory" in str(caught.value)
 
 
 def test_a_bound_below_zero_is_refused() -> None:
     with pytest.raises(PlanError, match="max_staleness must be zero or more, got -1"):
-        columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=-1)
+        stock_problem({device(): 4}, MODEL, workload(), max_staleness=-1)

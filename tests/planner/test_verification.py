@@ -6,24 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.planner import audit, columns
+from rollover.planner import verification
 from rollover.planner.milp import solve
+from rollover.planner.problem import stock_problem
 from rollover.planner.records import Problem, Solution
 from tests.planner.kit import MODEL, device, workload
 
-PROBLEM = replace(columns.of_stock({device(): 4}, MODEL, workload(), max_staleness=1), budget_per_hour=8.0)
+PROBLEM = replace(stock_problem({device(): 4}, MODEL, workload(), max_staleness=1), budget_per_hour=8.0)
 
 
 @pytest.fixture(scope="module")
 def solution() -> Solution:
     found = solve(PROBLEM)
     assert found is not None
-    assert audit.violations(PROBLEM, found) == []
+    assert verification.violations(PROBLEM, found) == []
     return found
 
 
 def broken(problem: Problem, solution: Solution) -> str:
-    return "\n".join(audit.violations(problem, solution))
+    return "\n".join(verification.violations(problem, solution))
 
 
 def test_a_device_too_many_and_a_budget_passed_are_found(solution: Solution) -> None:
@@ -46,5 +47,7 @@ def test_replicas_that_are_not_there_are_found(solution: Solution) -> None:
 
 
 def test_a_staleness_bound_passed_is_found(solution: Solution) -> None:
-    slow = tuple(replace(c, group_latencies_s=tuple(100 * s for s in c.group_latencies_s)) for c in PROBLEM.columns)
-    assert "batches admitted and not consumed, 2 allowed" in broken(replace(PROBLEM, columns=slow), solution)
+    slow = tuple(
+        replace(c, group_latencies_s=tuple(100 * s for s in c.group_latencies_s)) for c in PROBLEM.replica_kinds
+    )
+    assert "batches admitted and not consumed, 2 allowed" in broken(replace(PROBLEM, replica_kinds=slow), solution)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from rollover.devices.records import Link
 from rollover.errors import PlanError
-from rollover.planner.make import make_plan
+from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
+from rollover.planner.search import make_plan
 from tests.planner.kit import MODEL, device, workload
 
 SPEC = workload(num_groups=8)
@@ -49,7 +50,7 @@ BOUNDS = st.sampled_from([0, 1, 4])
 def rate(fleet: Fleet, max_staleness: int) -> float:
     """Steps/s on the real links; 0 where there is no plan."""
     try:
-        return make_plan(fleet, MODEL, SPEC, max_staleness=max_staleness).solution.steps_per_s
+        return make_plan(fleet, PlanSpec(model=MODEL, workload=SPEC, max_staleness=max_staleness)).solution.steps_per_s
     except PlanError:
         return 0.0
 

@@ -1,7 +1,7 @@
 """What training at a given rate asks of replicas, trainers and limits.
 
 Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
-is given, both are. So is the tail: a column may decode a bucket or may not. A problem can be done at some rates, from
+is given, both are. So is the tail: a kind may decode a bucket or may not. A problem can be done at some rates, from
 zero up to its optimum: ``rollover.planner.milp`` looks for that.
 """
 
@@ -13,7 +13,7 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from rollover.devices.records import TrainingPlan
+from rollover.devices.costs.records import TrainingPlan
 from rollover.planner.records import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ _ROUNDING = 1e-9
 
 
 class RateLoad:
-    """``problem`` at ``rate`` steps/s. Arrays run over columns (C), buckets (W), training plans (P) and types (G)."""
+    """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), buckets (W), training plans (P) and types (G)."""
 
     def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
         """``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
@@ -36,43 +36,45 @@ class RateLoad:
         self._read_plans()
 
     def _read_columns(self) -> None:
-        workload, columns = self.problem.workload, self.problem.columns
+        workload, kinds = self.problem.workload, self.problem.replica_kinds
         away_s = workload.reward_s + workload.held_s
-        rho = 1 - self.rate * np.array([c.updates_s for c in columns])
+        rho = 1 - self.rate * np.array([c.updates_s for c in kinds])
         self.usable: Mask = rho > USABLE
-        """(C, W): weight updates leave the column time for the bucket."""
+        """(C, W): weight updates leave the kind time for the bucket."""
         rho = np.where(self.usable, rho, 1.0)
 
         def batches(latencies: Sequence[tuple[float, ...]]) -> Floats:
             return self.rate * ((np.array(latencies) - away_s) / rho + away_s)
 
         longest = np.array([b.batch_share if self._alone else b.group_share for b in workload.buckets])
-        latencies = [c.batch_latencies_s if self._alone else c.group_latencies_s for c in columns]
+        latencies = [c.batch_latencies_s if self._alone else c.group_latencies_s for c in kinds]
         samples_per_s = self.rate * workload.batch_size * np.array([b.share for b in workload.buckets])
-        running_s = np.array([c.latencies_s for c in columns]) - away_s
-        held = np.array([c.kv_byte_s for c in columns]) / np.array([[c.kv_bytes] for c in columns])
-        self.time: Floats = samples_per_s / (np.array([c.rates for c in columns]) * rho)
+        running_s = np.array([c.latencies_s for c in kinds]) - away_s
+        held = np.array([c.kv_byte_s for c in kinds]) / np.array([[c.kv_bytes] for c in kinds])
+        self.time: Floats = samples_per_s / (np.array([c.rates for c in kinds]) * rho)
         """(C, W): replicas that decode all of a bucket."""
         self.cache: Floats = samples_per_s * held * (running_s / rho + workload.held_s) / (running_s + workload.held_s)
         """(C, W): replicas whose caches hold all of a bucket."""
         self.waiting: Floats = longest * batches(latencies)
-        """(C, W): batches between admission and the last reward of their groups, where the column decodes all."""
-        self.longest: Floats = batches([c.max_latencies_s for c in columns])
+        """(C, W): batches between admission and the last reward of their groups, where the kind decodes all."""
+        self.longest: Floats = batches([c.max_latencies_s for c in kinds])
         """(C, W): the same for the longest response there is."""
         self.samples_per_s: Floats = samples_per_s
         """(W,)"""
-        self.sizes = np.array([c.num_devices for c in columns], dtype=np.float64)
-        kinds: dict[tuple[str, int, int], list[int]] = {}
-        for index, column in enumerate(columns):
-            kinds.setdefault((column.device, column.tp, column.pp), []).append(index)
-        self.shapes = [sorted(members, key=lambda i: columns[i].batch_cap) for members in kinds.values()]
+        self.sizes = np.array([c.num_devices for c in kinds], dtype=np.float64)
+        shapes: dict[tuple[str, int, int], list[int]] = {}
+        for index, kind in enumerate(kinds):
+            shapes.setdefault((kind.device, kind.tp, kind.pp), []).append(index)
+        self.shapes = [sorted(members, key=lambda i: kinds[i].batch_cap) for members in shapes.values()]
         """Columns that differ in their batch caps only."""
 
     def _read_plans(self) -> None:
         problem = self.problem
         self.busy, self.training = self._needs(problem.plans)
         """(P,): part of the trainer's time. (P, G): its devices."""
-        self.kinds = np.array([[c.device == supply.device for c in problem.columns] for supply in problem.supplies])
+        self.of_type = np.array(
+            [[c.device == supply.device for c in problem.replica_kinds] for supply in problem.supplies]
+        )
         """(G, C)"""
         self.stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
         self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])

@@ -6,23 +6,26 @@ its collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollover.devices import costs
-from rollover.devices.records import Device, Link, ModelShape, ReplicaKind, TrainingPlan
+from rollover.devices.costs.records import ReplicaKind, TrainingPlan
+from rollover.devices.costs.rollout import replica_costs, replica_kind
+from rollover.devices.costs.training import trainer_costs, training_plan
+from rollover.devices.records import Device, Link, ModelShape
 from rollover.planner.placement import Pipeline, Placement, neighbours, rings
 from rollover.planner.records import Problem, Solution
+from rollover.planner.routing import Routing, routed
 from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recosted:
+class PlacedSolution:
     """A placed solution at its real costs."""
 
     problem: Problem
-    """With the solution's columns and its training plan alone."""
+    """With the solution's kinds and its training plan alone."""
     unrouted: Problem
     """The same with all length buckets."""
     solution: Solution | None
@@ -31,30 +34,30 @@ class Recosted:
     """By device type: what a plan of this kind should have reckoned with between nodes."""
 
 
-def recost(
+def costed_on_links(
     topology: Topology,
     model: ModelShape,
     problem: Problem,
     solution: Solution,
     placement: Placement,
-    routed: Callable[[Problem], Problem],
-) -> Recosted:
-    """The solution's columns and plan at the links of ``placement``, and the rate that they reach.
+    routing: Routing,
+) -> PlacedSolution:
+    """The solution's kinds and plan at the links of ``placement``, and the rate that they reach.
 
-    ``problem`` has all length buckets; ``routed`` makes of it the problem that ``solution`` solves.
+    ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
     """
     devices = {device.name: device for device in topology.fleet.devices}
     ways = topology.broadcast(placement.training_nodes, placement.rollout_nodes)
     plan, joints = _training(topology, devices, model, problem, solution, placement, ways.values())
-    columns = []
+    kinds = []
     for c in solution.active:
         replicas = [r for r in placement.replicas if r.member == c]
-        columns.append(_column(topology, devices, model, problem, problem.columns[c], replicas, ways))
-    unrouted = replace(problem, columns=tuple(columns), plans=(plan,), mixtures=())
-    used = routed(unrouted)
+        kinds.append(_kind(topology, devices, model, problem, problem.replica_kinds[c], replicas, ways))
+    unrouted = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
+    used = routed(unrouted, routing)
     counts = [solution.replicas[c] for c in solution.active]
     networks = _networks(topology, ways, joints)
-    return Recosted(problem=used, unrouted=unrouted, solution=held(used, counts), networks=networks)
+    return PlacedSolution(problem=used, unrouted=unrouted, solution=held(used, counts), networks=networks)
 
 
 def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
@@ -86,28 +89,28 @@ def _training(
         if found is not None:
             joints[part.device] = found
         trainers.append(
-            costs.trainer(model, problem.workload, device, part, ring_link=ring, stage_link=hand_over or device.link)
+            trainer_costs(model, problem.workload, device, part, ring_link=ring, stage_link=hand_over or device.link)
         )
     slowest = None
     for way in ways:
         slowest = _narrower(slowest, way)
     # On shared nodes alone, weights travel inside.
-    return costs.training_plan(tuple(trainers), slowest or trainers[0].device.link), joints
+    return training_plan(tuple(trainers), slowest or trainers[0].device.link), joints
 
 
-def _column(
+def _kind(
     topology: Topology,
     devices: dict[str, Device],
     model: ModelShape,
     problem: Problem,
-    column: ReplicaKind,
+    kind: ReplicaKind,
     replicas: list[Pipeline],
     ways: dict[int, Link | None],
 ) -> ReplicaKind:
-    device = devices[column.device]
+    device = devices[kind.device]
     hand_over = stage_link(topology, replicas)
-    engine = costs.replica(model, problem.workload, device, column.tp, column.pp, stage_link=hand_over or device.link)
-    return costs.replica_kind(engine, column.batch_cap, weights_link(device, replicas, ways))
+    engine = replica_costs(model, problem.workload, device, kind.tp, kind.pp, stage_link=hand_over or device.link)
+    return replica_kind(engine, kind.batch_cap, weights_link(device, replicas, ways))
 
 
 def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:

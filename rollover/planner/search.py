@@ -5,58 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.milp import GAP, may_reach
-from rollover.planner.parts import alone, inside, parts, widest
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.records import Fleet, Supply, Tail
-from rollover.planner.rounds import Question, best_of_rounds, rank
-from rollover.planner.routing import Routing
+from rollover.planner.problem import PlanSpec
+from rollover.planner.records import Fleet, Supply
+from rollover.planner.rounds import assumed_problem, best_of_rounds, rank
+from rollover.planner.routing import routed
 from rollover.planner.solution import held
+from rollover.planner.subfleets import alone, inside, parts, widest
 
 
-def make_plan(
-    fleet: Fleet,
-    model: ModelShape,
-    workload: WorkloadSpec,
-    *,
-    max_staleness: int,
-    target_steps_per_s: float | None = None,
-    tail: Tail = "soft",
-    routing: Routing = "load",
-    one_device: bool = False,
-    metis: bool = False,
-    seed: int = 0,
-) -> Plan:
-    """The best plan found: the fastest, or with a target the cheapest that reaches it.
-
-    With the ``tail`` row even the longest response keeps the staleness bound, so that no step waits for one; without
-    it the bound is kept on average only. The scheduler keeps it for every group, by waiting. ``one_device``: with a
-    trainer of a single device.
+def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
+    """Make the best plan found: the fastest, or with a target the cheapest that reaches it.
 
     Raises:
         PlanError: nothing satisfies the limits; the message says which stand in the way.
     """
-    question = Question(
-        model=model,
-        workload=workload,
-        max_staleness=max_staleness,
-        target_steps_per_s=target_steps_per_s,
-        tail=tail,
-        routing=routing,
-        one_device=one_device,
-        metis=metis,
-        seed=seed,
-    )
     best, refused = None, None
     try:
-        best = best_of_rounds(question, fleet, inside(fleet))
+        best = best_of_rounds(spec, fleet, inside(fleet))
     except PlanError as error:
         refused = error
     for nodes in parts(fleet):
-        made = _better(question, alone(fleet, nodes), best)
+        made = _better(spec, alone(fleet, nodes), best)
         if made is not None:
             best = _on(fleet, made, nodes)
     if best is None:
@@ -65,21 +38,21 @@ def make_plan(
     return best
 
 
-def _better(question: Question, part: Fleet, best: Plan | None) -> Plan | None:
+def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
     """A plan on a part of the fleet alone that is better than ``best``, if there is one."""
     try:
-        if best is not None and not _may_beat(question, part, best):
+        if best is not None and not _may_beat(spec, part, best):
             return None
-        made = best_of_rounds(question, part, inside(part), explain=False)
+        made = best_of_rounds(spec, part, inside(part), explain=False)
     except PlanError:
         return None
     return made if best is None or rank(made) < rank(best) else None
 
 
-def _may_beat(question: Question, part: Fleet, best: Plan) -> bool:
+def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
     """Whether the part might do better than ``best`` if all its links were as wide as its widest."""
-    problem = question.routed(question.problem(part, widest(part)))
-    target = question.target_steps_per_s
+    problem = routed(assumed_problem(spec, part, widest(part)), spec.routing)
+    target = spec.target_steps_per_s
     if target is None:
         return may_reach(problem, best.solution.steps_per_s * (1 + GAP))
     assert best.cost_per_hour is not None

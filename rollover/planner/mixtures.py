@@ -1,8 +1,8 @@
 """All training plans of a problem: those that it lists, and those that its mixtures stand for.
 
 A mixture of two types stands for as many plans as there are pairs of parts. Of the pairs with equal numbers of devices
-the fastest is kept, of those the ones that no smaller one beats: a table of device counts and cycle times. Prices judge
-the whole table at once, at each rate anew, and only what they leave is written down as plans.
+the fastest is kept, of those the ones that no smaller one beats: a table of device counts and cycle times. Shadow
+prices judge the whole table at once, at each rate anew, and only what they leave is listed as plans.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rollover.devices import costs
-from rollover.devices.records import Mixture, PartChoice, TrainingPart, TrainingPlan
-from rollover.planner.load import Floats, RateLoad
-from rollover.planner.prices import Market, Prices
+from rollover.devices.costs.records import Mixture, PartChoice, TrainingPart, TrainingPlan
+from rollover.devices.costs.training import PartCost, balanced_shares
+from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Problem
+from rollover.planner.shadow_prices import PriceBounds, ShadowPrices
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,7 +27,7 @@ _EXACT = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class MixtureTable:
     """Plans that nobody has written down, by what they need. Arrays run over plans (N)."""
 
     mixture: Ints
@@ -38,7 +38,7 @@ class Table:
     cycle_s: Floats
 
     @classmethod
-    def of(cls, problem: Problem) -> Table:
+    def of(cls, problem: Problem) -> MixtureTable:
         """All of the problem's mixtures, without the shapes that it lists."""
         listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
         found = [_cells(mixture, listed, _alone(problem, mixture)) for mixture in problem.mixtures]
@@ -51,15 +51,15 @@ class Table:
             cycle_s=np.asarray(cycle_s, dtype=np.float64),
         )
 
-    def kept(self, which: npt.NDArray[np.bool_] | Ints) -> Table:
-        return Table(
+    def kept(self, which: npt.NDArray[np.bool_] | Ints) -> MixtureTable:
+        return MixtureTable(
             mixture=self.mixture[which],
             first=self.first[which],
             second=self.second[which],
             cycle_s=self.cycle_s[which],
         )
 
-    def without(self, problem: Problem, plan: TrainingPlan) -> Table:
+    def without(self, problem: Problem, plan: TrainingPlan) -> MixtureTable:
         """Without the plans of just these devices."""
         same = np.ones(len(self), dtype=bool)
         for index, mixture in enumerate(problem.mixtures):
@@ -95,24 +95,24 @@ class Table:
         return min((_plan(mixture, x, y) for x, y in pairs), key=lambda plan: plan.cycle_s)
 
 
-class Unlisted:
+class UnlistedPlans:
     """What of a table may carry a load, less with every set of prices."""
 
-    def __init__(self, table: Table, load: RateLoad) -> None:
+    def __init__(self, table: MixtureTable, load: RateLoad) -> None:
         self._load = load
         self._table = table.kept(table.cycle_s * load.rate <= 1 + _EXACT)
         able = np.concatenate([load.can_train(*means) for means in self._means()] or [np.zeros(0, dtype=bool)])
         self._keep(able, np.full(len(able), np.inf))
 
-    def judge(self, market: Market, prices: Prices, cost: float) -> None:
+    def judge(self, bounds: PriceBounds, prices: ShadowPrices, cost: float) -> None:
         """Only those that have room at these prices, as they had at all before, are left."""
-        found = [market.room_of(*means, prices, cost) for means in self._means()]
+        found = [bounds.room_of(*means, prices, cost) for means in self._means()]
         room = np.minimum(self.room, np.concatenate(found) if found else self.room)
         self._keep(room >= -_EXACT, room)
 
-    def beyond(self, market: Market, prices: Prices) -> float:
+    def beyond(self, bounds: PriceBounds, prices: ShadowPrices) -> float:
         """How much more than the load the best of them might carry, relative."""
-        return max((float(market.beyond(*means, prices).max()) for means in self._means()), default=-1.0)
+        return max((float(bounds.beyond(*means, prices).max()) for means in self._means()), default=-1.0)
 
     @property
     def most_room(self) -> float:
@@ -141,22 +141,22 @@ def _cells(
 ) -> tuple[Ints, Ints, Floats]:
     """(devices of the first type, of the second, cycle time) of every plan that none of no more devices beats: none of
     the mixture's, none of its types ``alone``."""
-    rows, columns = _Side(mixture.first), _Side(mixture.second)
-    step_s = np.full((len(rows.sizes), len(columns.sizes)), np.inf)
+    one, other = _Side(mixture.first), _Side(mixture.second)
+    step_s = np.full((len(one.sizes), len(other.sizes)), np.inf)
     known = {(x, y) for x, y in _listed_pairs(mixture, listed)}
-    for i, (start, end) in enumerate(rows.groups):
-        every = _step_s(rows.batch_s[start:end, None], rows.fixed_s[start:end, None], columns.batch_s, columns.fixed_s)
+    for row, (start, end) in enumerate(one.groups):
+        every = _step_s(one.batch_s[start:end, None], one.fixed_s[start:end, None], other.batch_s, other.fixed_s)
         for x, y in known:
             if start <= x < end:
                 every[x - start, y] = np.inf
-        step_s[i] = np.minimum.reduceat(every.min(axis=0), [group[0] for group in columns.groups])
+        step_s[row] = np.minimum.reduceat(every.min(axis=0), [group[0] for group in other.groups])
     cycle_s = step_s + mixture.across_s + mixture.sync_s
     least = np.minimum.accumulate(np.minimum.accumulate(cycle_s, axis=0), axis=1)
-    beaten = np.minimum(alone[0][rows.sizes][:, None], alone[1][columns.sizes][None])
+    beaten = np.minimum(alone[0][one.sizes][:, None], alone[1][other.sizes][None])
     beaten[1:] = np.minimum(beaten[1:], least[:-1])
     beaten[:, 1:] = np.minimum(beaten[:, 1:], least[:, :-1])
-    one, other = np.nonzero(cycle_s < beaten)
-    return rows.sizes[one], columns.sizes[other], cycle_s[one, other]
+    i, j = np.nonzero(cycle_s < beaten)
+    return one.sizes[i], other.sizes[j], cycle_s[i, j]
 
 
 class _Side:
@@ -171,15 +171,15 @@ class _Side:
 
 
 def _step_s(batch_s: Floats, fixed_s: Floats, other_batch_s: Floats, other_fixed_s: Floats) -> Floats:
-    """``costs.balanced`` for arrays of pairs; infinite where one of a pair would only delay the other."""
+    """``balanced_shares`` for arrays of pairs; infinite where one of a pair would only delay the other."""
     step_s: Floats = (1 + (fixed_s / batch_s + other_fixed_s / other_batch_s)) / (1 / batch_s + 1 / other_batch_s)
     step_s[np.maximum(fixed_s, other_fixed_s) >= step_s] = np.inf
     return step_s
 
 
 def _plan(mixture: Mixture, x: PartChoice, y: PartChoice) -> TrainingPlan:
-    pair = tuple(costs.PartCost(batch_s=c.batch_s, fixed_s=c.fixed_s) for c in (x, y))
-    shares, step_s = costs.balanced(pair)
+    pair = tuple(PartCost(batch_s=c.batch_s, fixed_s=c.fixed_s) for c in (x, y))
+    shares, step_s = balanced_shares(pair)
     parts = tuple(replace(c.part, share=share) for c, share in zip((x, y), shares, strict=True))
     return TrainingPlan(parts=parts, step_s=step_s + mixture.across_s, sync_s=mixture.sync_s)
 

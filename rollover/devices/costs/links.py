@@ -1,0 +1,27 @@
+"""Times of transfers and collectives over one link."""
+
+from __future__ import annotations
+
+from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
+
+
+def transfer_s(size: float, link: Link, efficiency: float) -> float:
+    """Return the time of ``size`` bytes over a link, of whose bandwidth ``efficiency`` is reached.
+
+    Example: 10 GB over 50 GB/s at an efficiency of 0.8 and a latency of 20 µs take 10 / (50 * 0.8) s + 20 µs = 0.25 s.
+    """
+    return link.latency_s + size / (link.bytes_per_s * efficiency)
+
+
+def all_reduce_s(size: float, ranks: int, link: Link, efficiency: float) -> float:
+    """Return the time of a ring all-reduce of ``size`` bytes; a single rank reduces nothing."""
+    if ranks == 1:
+        return 0.0
+    return link.latency_s + 2 * (ranks - 1) / ranks * size / (link.bytes_per_s * efficiency)
+
+
+def weight_update_s(model: ModelShape, workload: WorkloadSpec, device: Device, link: Link) -> float:
+    """Return the exposed time of a weight update: the bytes once over ``link`` (a pipelined broadcast) and the
+    pause."""
+    size = workload.rollout_weight_bytes * model.parameters
+    return transfer_s(size, link, device.efficiency.link) + workload.pause_s

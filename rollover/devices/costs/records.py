@@ -1,0 +1,125 @@
+"""What the cost model makes for the planner: kinds of replica and training plans, frozen, in SI units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaKind:
+    """A kind of rollout replica: device type, tensor and pipeline parallelism, batch cap. Tuples run over the
+    workload's length buckets.
+
+    Example: ``device="h20", tp=2, pp=1, batch_cap=64`` with rates of ``(3.1, 0.8)`` ends 3.1 short or 0.8 long samples
+    per second.
+    """
+
+    device: str
+    tp: int
+    pp: int
+    batch_cap: int
+    """Samples decoded at once, as far as the KV cache has room for them."""
+    rates: tuple[float, ...]
+    """Samples per second of a replica that decodes this bucket only."""
+    latencies_s: tuple[float, ...]
+    """Seconds from admission to reward, mean of the bucket."""
+    group_latencies_s: tuple[float, ...]
+    """The same for the longest sample of a group."""
+    batch_latencies_s: tuple[float, ...]
+    """The same for the longest sample of a batch."""
+    max_latencies_s: tuple[float, ...]
+    """The same for the longest sample of the bucket."""
+    kv_bytes: float
+    """Room for the KV cache."""
+    kv_byte_s: tuple[float, ...]
+    """KV cache of a sample, integrated over its time in the engine."""
+    updates_s: tuple[float, ...]
+    """Seconds lost to each weight update while all that runs is of one bucket: pause, load and re-prefill."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What tells the kind from others, whatever links it stands on."""
+        return self.device, self.tp, self.pp, self.batch_cap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPart:
+    """Equal data-parallel pipelines on one device type.
+
+    Example: ``device="h800", dp=2, tp=4, pp=1, share=1.0`` trains on 8 devices.
+    """
+
+    device: str
+    dp: int
+    tp: int
+    pp: int
+    sharded: bool
+    """Whether weights, gradients and optimizer state are divided over ``dp`` too."""
+    recompute: bool
+    """Whether activations are computed again in the backward pass instead of kept."""
+    share: float
+    """Part of every batch that it trains."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """A way to train: data-parallel parts, one for each device type it uses.
+
+    Example: ``step_s=30, sync_s=4`` trains a batch every 34 s at best (``cycle_s``).
+    """
+
+    parts: tuple[TrainingPart, ...]
+    step_s: float
+    """C_T: time of a training step."""
+    sync_s: float
+    """S: exposed time until the engines have the new weights."""
+
+    @property
+    def cycle_s(self) -> float:
+        """D = C_T + S."""
+        return self.step_s + self.sync_s
+
+    @property
+    def num_devices(self) -> int:
+        return sum(part.num_devices for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[TrainingPart, ...]:
+        """Its parts, whatever their shares."""
+        return tuple(replace(part, share=1.0) for part in self.parts)
+
+    def count(self, device: str) -> int:
+        """Count its devices of one type."""
+        return sum(part.num_devices for part in self.parts if part.device == device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartChoice:
+    """A training part that a part on another type may join; a step takes it ``share * batch_s + fixed_s``."""
+
+    part: TrainingPart
+    """The part as it trains alone."""
+    batch_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """All training plans over two device types: any of the first parts beside any of the second.
+
+    They are too many to list: ``rollover.planner.trainers`` lists those that may be optimal.
+    """
+
+    first: tuple[PartChoice, ...]
+    second: tuple[PartChoice, ...]
+    across_s: float
+    """Seconds in which the two types sum their gradients."""
+    sync_s: float

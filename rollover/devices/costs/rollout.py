@@ -1,0 +1,131 @@
+"""Time and memory of decoding and prefill on one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollover.devices.costs.links import all_reduce_s, transfer_s, weight_update_s
+from rollover.devices.costs.passes import forward_flops, longest_tokens, read_parameters
+from rollover.devices.costs.records import ReplicaKind
+from rollover.devices.records import BF16_BYTES, Device, LengthBucket, Link, ModelShape, WorkloadSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCosts:
+    """Time and memory of one replica: an engine on ``tp * pp`` devices.
+
+    Example: a 7B model in bf16 on one H100 leaves about 0.9 * 80 - 15 = 57 GB for the KV cache.
+    """
+
+    device: Device
+    model: ModelShape
+    workload: WorkloadSpec
+    tp: int
+    pp: int
+    stage_link: Link
+    """Joins its pipeline stages."""
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes left for the KV cache; below zero where not even the weights fit."""
+        device = self.device
+        weights = self.workload.rollout_weight_bytes * self.model.parameters
+        return self.tp * self.pp * device.efficiency.memory * device.hbm_bytes - weights
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV cache per token; tensor parallelism beyond the number of KV heads repeats them."""
+        model = self.model
+        repeats = self.tp / min(self.tp, model.kv_heads)
+        return model.num_layers * model.kv_width * self.workload.kv_bytes * repeats
+
+    def held_bytes(self, response_tokens: float) -> float:
+        """Return the mean KV cache of a sample over its life; siblings share their prompt."""
+        return self.kv_bytes_per_token * (self.workload.prompt_tokens / self.workload.group_size + response_tokens / 2)
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Return the time of a decoding iteration, in which each of ``batch`` samples of ``context`` tokens gets one
+        more.
+
+        With pipeline stages ``batch / pp`` samples are in each at a time, and each micro-batch reads the weights anew:
+        stages buy memory, not speed.
+        """
+        device, model, reached = self.device, self.model, self.device.efficiency
+        stage_batch = max(1.0, batch / self.pp)
+        read = self.workload.rollout_weight_bytes * read_parameters(model, stage_batch)
+        read += stage_batch * self.kv_bytes_per_token * context
+        flops = stage_batch * forward_flops(model, 1, context)
+        memory_s = read / (self.tp * device.hbm_bytes_per_s * reached.bandwidth)
+        compute_s = flops / (self.tp * device.flops * reached.decode)
+        hidden = stage_batch * model.hidden * BF16_BYTES
+        reduce_s = 2 * model.num_layers * all_reduce_s(hidden, self.tp, device.link, reached.link)
+        hand_over_s = (self.pp - 1) * transfer_s(hidden, self.stage_link, reached.link)
+        return max(memory_s, compute_s) + reduce_s + hand_over_s + reached.step_s
+
+    def prefill_s(self, tokens: float) -> float:
+        """Return the time in which the replica prefills a sequence of ``tokens``."""
+        flops = forward_flops(self.model, tokens, tokens / 2)
+        return flops / (self.tp * self.pp * self.device.flops * self.device.efficiency.prefill)
+
+    def batch(self, bucket: LengthBucket, cap: int) -> int:
+        """Count the samples of a bucket that are decoded at once."""
+        return min(cap, int(self.kv_room / self.held_bytes(bucket.tokens)))
+
+    def fits(self) -> bool:
+        """Return True if the longest sample of all has room."""
+        return self.kv_room >= self.kv_bytes_per_token * longest_tokens(self.workload)
+
+
+def replica_costs(
+    model: ModelShape, workload: WorkloadSpec, device: Device, tp: int, pp: int, stage_link: Link | None = None
+) -> ReplicaCosts:
+    """Make the costs of a replica; without a ``stage_link``, stages that one node cannot hold are joined by the
+    network."""
+    link = stage_link or (device.link if tp * pp <= device.node_size else device.network)
+    return ReplicaCosts(device=device, model=model, workload=workload, tp=tp, pp=pp, stage_link=link)
+
+
+def replica_kind(engine: ReplicaCosts, batch_cap: int, sync_link: Link | None = None) -> ReplicaKind:
+    """Make the rates and latencies of a replica at a batch cap. Weights reach it over ``sync_link``, by default its
+    node's network.
+
+    A sample costs the replica ``tokens * step / batch`` and its part of the prompt's prefill. With ``batch`` samples at
+    a time, each of them stays for ``batch`` times as long (Little's law).
+    """
+    workload, buckets = engine.workload, engine.workload.buckets
+    batches = [engine.batch(bucket, batch_cap) for bucket in buckets]
+    contexts = [workload.prompt_tokens + bucket.tokens / 2 for bucket in buckets]
+    prompt_s = engine.prefill_s(workload.prompt_tokens) / workload.group_size
+    costs_s = [
+        bucket.tokens * engine.step_s(batch, context) / batch + prompt_s
+        for bucket, batch, context in zip(buckets, batches, contexts, strict=True)
+    ]
+    running_s = [batch * cost for batch, cost in zip(batches, costs_s, strict=True)]
+    away_s = workload.reward_s + workload.held_s
+    load_s = weight_update_s(engine.model, workload, engine.device, sync_link or engine.device.network)
+    redone = [
+        0.0 if workload.keeps_kv else batch * engine.prefill_s(context)
+        for batch, context in zip(batches, contexts, strict=True)
+    ]
+
+    def latencies(tokens: Iterable[float]) -> tuple[float, ...]:
+        return tuple(s * n / b.tokens + away_s for s, n, b in zip(running_s, tokens, buckets, strict=True))
+
+    return ReplicaKind(
+        device=engine.device.name,
+        tp=engine.tp,
+        pp=engine.pp,
+        batch_cap=batch_cap,
+        rates=tuple(1 / cost for cost in costs_s),
+        latencies_s=latencies(bucket.tokens for bucket in buckets),
+        group_latencies_s=latencies(bucket.group_tokens for bucket in buckets),
+        batch_latencies_s=latencies(bucket.batch_tokens for bucket in buckets),
+        max_latencies_s=latencies(bucket.max_tokens for bucket in buckets),
+        kv_bytes=engine.kv_room,
+        kv_byte_s=tuple(
+            engine.held_bytes(bucket.tokens) * (s + workload.held_s)
+            for s, bucket in zip(running_s, buckets, strict=True)
+        ),
+        updates_s=tuple(load_s + s for s in redone),
+    )

@@ -1,0 +1,81 @@
+"""The planning problem of a fleet: what the optimiser may choose from, and what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.errors import PlanError
+from rollover.planner.memory import no_room
+from rollover.planner.records import Fleet, Problem, Supply, Tail
+from rollover.planner.replica_kinds import replica_kinds
+from rollover.planner.routing import Routing
+from rollover.planner.training_plans import training_plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSpec:
+    """What a plan is asked for, whatever the fleet.
+
+    Example: ``PlanSpec(model=qwen_7b, workload=math_16k, max_staleness=4)`` asks for the fastest plan whose trained
+    tokens are at most 4 versions old; with ``target_steps_per_s=0.02`` for the cheapest that trains a step every 50 s.
+    """
+
+    model: ModelShape
+    workload: WorkloadSpec
+    max_staleness: int
+    target_steps_per_s: float | None = None
+    """The rate that the cheapest plan has to reach; ``None`` asks for the fastest plan."""
+    tail: Tail = "soft"
+    """``soft`` or ``hard``: even the longest response keeps the staleness bound, so that no step waits for one;
+    ``none``: the bound is kept on average only. The scheduler keeps it for every group, by waiting."""
+    routing: Routing = "load"
+    one_device: bool = False
+    """Whether the trainer has to be a single device."""
+    metis: bool = False
+    """Whether placement also starts from a METIS bisection."""
+    seed: int = 0
+
+
+def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
+    """Build the planning problem of a fleet, with all length buckets.
+
+    Raises:
+        PlanError: the model fits nowhere.
+    """
+    stock = dict(zip(fleet.devices, fleet.stock, strict=True))
+    built = stock_problem(
+        stock, spec.model, spec.workload, max_staleness=spec.max_staleness, one_device=spec.one_device
+    )
+    return replace(
+        built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail
+    )
+
+
+def stock_problem(
+    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, one_device: bool = False
+) -> Problem:
+    """Build the problem of so many devices of each type, without a budget.
+
+    Raises:
+        PlanError: the model fits nowhere.
+    """
+    if max_staleness < 0:
+        raise PlanError(f"max_staleness must be zero or more, got {max_staleness}")
+    kinds = [c for device, n in stock.items() for c in replica_kinds(device, n, model, workload)]
+    if not kinds:
+        raise PlanError(no_room(stock, model, workload, "roll out"))
+    trained = dict.fromkeys(stock, 1) if one_device else stock
+    plans, mixtures = training_plans(trained, model, workload)
+    if not plans:
+        raise PlanError(no_room(trained, model, workload, "train"))
+    if one_device:
+        plans, mixtures = [plan for plan in plans if plan.num_devices == 1], []
+    return Problem(
+        supplies=tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items()),
+        replica_kinds=tuple(kinds),
+        plans=tuple(plans),
+        mixtures=tuple(mixtures),
+        workload=workload,
+        max_staleness=max_staleness,
+    )

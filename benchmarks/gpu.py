@@ -181,7 +181,7 @@ def decode_times(bench: Bench, batch_sizes: list[int], context: int, bandwidth: 
             core.step()
         times_s = [bench.seconds(core.step) for _ in range(2 * ITERATIONS)]
         time_s = statistics.median(times_s[ITERATIONS:])
-        cached = sum(s.num_cached for s in core.scheduler.running)
+        cached = sum(s.num_cached_tokens for s in core.scheduler.running)
         floor_s = (bench.weight_bytes + cached * bench.token_bytes) / bandwidth
         found = {"batch": batch, "cached_tokens": cached, "iteration_s": time_s, "floor_s": floor_s}
         rows.append(found | {"share_of_floor": floor_s / time_s, "tokens_per_s": batch / time_s})

@@ -105,7 +105,9 @@ class EngineStats:
     prefilled_tokens: int = 0
     """All tokens run through prefill, prompts included."""
     reprefilled_tokens: int = 0
-    """Those whose cache had existed before and was lost (park without room, weight update, eviction)."""
+    """Those whose cache had existed before and was lost (eviction, weight update)."""
+    cached_tokens: int = 0
+    """Tokens that calls found in the prefix cache when they started, and that were not prefilled for them."""
     decode_iterations: int = 0
     drafted_tokens: int = 0
     """Guessed before they were computed."""

@@ -1,141 +1,254 @@
-"""Whose key-value cache lies in which block. Pure bookkeeping; the tensors are in ``attention``.
+"""The prefix cache: which block holds which tokens, and which is evicted. Bookkeeping alone; the tensors are in
+``kv_cache``.
 
-What it keeps true: every block is either free or held by at least one holder (a running sequence or a kept
-prefix), and ``refs`` counts the holders. Block 0 is nobody's: its keys and values stay zero, and unused
-entries of block tables point at it. Running sequences come first: ``allocate`` evicts kept prefixes, least
-recently used first, until it can serve, and gives ``None`` only when running sequences hold everything.
+A block is *cached* when others may find it by its key, the hash of the key of the block before it and of its own token
+ids. A key therefore stands for everything up to the end of its block. The first key of such a chain is a root, one for
+each thing that must not be shared (versions of the weights, say), so nothing of another root is ever found. Parking a
+sample is releasing its blocks, resuming it is finding them again; a system prompt is found by whoever begins with it.
+
+What it keeps true:
+
+* Every block is in one place: referenced (``ref_count`` block tables hold it), evictable (cached and unreferenced) or
+  empty. Block 0 is nobody's: its keys and values stay zero, and unused entries of block tables point at it.
+* No two blocks have the same key, and what a cached block is said to hold is never overwritten.
+* Unreferenced blocks alone are evicted, one at a time and when no block is empty: those of finished responses first,
+  then the least recently used; of a prefix, the later block before the earlier one.
 """
 
 from __future__ import annotations
 
 import heapq
+from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from hashlib import blake2b
 
 NULL_BLOCK = 0
+Key = bytes
+"""16 bytes of BLAKE2b: two prefixes never have the same one."""
 
-Kind = Literal["parked", "prompt"]
+
+def root_key(*parts: object) -> Key:
+    """The first key of the chains that may share blocks."""
+    return blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
+    """The key of a block with these tokens after the block with key ``parent``."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of the cache. ``key`` is ``None`` unless it is cached; then ``token_ids``, fewer than fill the block if
+    it is the last one of what was computed, follow the block with key ``parent``."""
+
+    index: int
+    ref_count: int = 0
+    key: Key | None = None
+    parent: Key = b""
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The cache of ``token_ids``, kept after its sequence stopped (parked) or for siblings to come
-    (prompt)."""
+    """The longest cached prefix of some tokens: full blocks, and a tail block of which the first tokens fit.
 
-    token_ids: tuple[int, ...]
+    Example:
+        With blocks of 4 tokens, ten of which are cached: ``CachedPrefix(blocks=(3, 7), num_tokens=10, tail=5)``. Blocks
+        3 and 7 are shared as they are; block 5, of which the first two tokens fit, is copied before it is written to.
+    """
+
     blocks: tuple[int, ...]
-    kv_version: int
-    """Oldest weights that computed any of it."""
+    num_tokens: int
+    tail: int | None = None
 
-    def num_shared(self, token_ids: Sequence[int]) -> int:
-        """Leading tokens of ``token_ids`` that it holds: all that fit, or 0 if they differ anywhere."""
-        n = min(len(self.token_ids), len(token_ids))
-        return n if self.token_ids[:n] == tuple(token_ids[:n]) else 0
+    def without_tail(self, block_size: int) -> CachedPrefix:
+        return replace(self, num_tokens=len(self.blocks) * block_size, tail=None)
 
 
 class BlockManager:
-    """Blocks ``1 .. num_blocks - 1``, lowest free one first so that those in use stay close together."""
+    """Blocks ``1 .. num_blocks - 1``, lowest empty one first so that those in use stay close together."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.refs = [0] * num_blocks
+        self.blocks = [Block(index) for index in range(num_blocks)]
         self.num_evicted = 0
-        self._free = list(range(1, num_blocks))  # a sorted list is a heap
-        self._kept: OrderedDict[tuple[Kind, str], CachedPrefix] = OrderedDict()
+        self._empty = list(range(1, num_blocks))  # a sorted list is a heap
+        self._evict_first: OrderedDict[Block, None] = OrderedDict()
+        self._evictable: OrderedDict[Block, None] = OrderedDict()  # least recently used first
+        self._cached: dict[Key, Block] = {}
+        self._followers: dict[Key, list[Block]] = {}  # of the same parent, in the order of their tokens
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can give: those that are empty and those that it may evict."""
+        return len(self._empty) + len(self._evict_first) + len(self._evictable)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that are referenced."""
+        return self.num_blocks - 1 - self.num_available
 
     def num_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens``."""
+        """The number of blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
-    def num_available(self) -> int:
-        """Free blocks and those that evicting every kept prefix would free."""
-        kept: dict[int, int] = {}
-        for prefix in self._kept.values():
-            for block in prefix.blocks:
-                kept[block] = kept.get(block, 0) + 1
-        return len(self._free) + sum(self.refs[block] == n for block, n in kept.items())
+    def extend_keys(self, keys: list[Key], token_ids: Sequence[int], num_tokens: int) -> None:
+        """Append the missing keys of the full blocks of the first ``num_tokens`` to ``keys``, a root and the keys after
+        it."""
+        size = self.block_size
+        for end in range(len(keys) * size, num_tokens + 1, size):
+            keys.append(block_key(keys[-1], token_ids[end - size : end]))
+
+    def find(self, keys: Sequence[Key], token_ids: Sequence[int]) -> CachedPrefix:
+        """The longest cached prefix of ``token_ids``; ``keys`` are a root and the keys of their full blocks."""
+        blocks: list[int] = []
+        for key in keys[1:]:
+            if (block := self._cached.get(key)) is None:
+                break
+            blocks.append(block.index)
+        start = len(blocks) * self.block_size
+        tail, num_shared = self._longest_match(keys[len(blocks)], tuple(token_ids[start : start + self.block_size]))
+        return CachedPrefix(tuple(blocks), start + num_shared, tail.index if tail else None)
+
+    def takes_over(self, prefix: CachedPrefix) -> bool:
+        """Whether whoever takes ``prefix`` may write behind its tail without a copy: nobody holds that block, and
+        nothing but what is wanted is in it."""
+        if prefix.tail is None:
+            return False
+        tail = self.blocks[prefix.tail]
+        return tail.ref_count == 0 and len(tail.token_ids) == prefix.num_tokens - len(prefix.blocks) * self.block_size
+
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        return sum(self.blocks[index].ref_count == 0 for index in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each; each is referenced or cached."""
+        for index in blocks:
+            block = self.blocks[index]
+            assert block.ref_count or block.key, f"block {index} is empty"
+            if block.ref_count == 0:
+                del (self._evict_first if block in self._evict_first else self._evictable)[block]
+            block.ref_count += 1
 
     def allocate(self, n: int) -> list[int] | None:
-        """``n`` blocks with one holder each, or ``None`` and nothing changed but evictions."""
-        while len(self._free) < n and self._evict_one():
-            pass
-        if len(self._free) < n:
+        """Give ``n`` blocks with one reference each, evicting as many as are missing. ``None``, and nothing changed,
+        when too many are referenced."""
+        if self.num_available < n:
             return None
-        blocks = [heapq.heappop(self._free) for _ in range(n)]
-        for block in blocks:
-            self.refs[block] = 1
-        return blocks
+        while len(self._empty) < n:
+            self._evict_one()
+        indices = [heapq.heappop(self._empty) for _ in range(n)]
+        for index in indices:
+            self.blocks[index].ref_count = 1
+        return indices
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for each."""
-        for block in blocks:
-            assert self.refs[block] > 0, f"block {block} is free"
-            self.refs[block] += 1
+    def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
+        """Drop one reference to each. Cached blocks without another one stay until they are evicted, the last of these
+        first."""
+        for index in reversed(blocks):
+            block = self.blocks[index]
+            assert block.ref_count > 0, f"block {index} is not referenced"
+            block.ref_count -= 1
+            if block.ref_count:
+                continue
+            if block.key is None:
+                heapq.heappush(self._empty, index)
+            else:
+                (self._evict_first if evict_first else self._evictable)[block] = None
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each."""
-        for block in blocks:
-            assert self.refs[block] > 0, f"block {block} is free"
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                heapq.heappush(self._free, block)
+    def cache(self, index: int, parent: Key, token_ids: Sequence[int], key: Key | None = None) -> None:
+        """Let others find a referenced block: it holds ``token_ids`` and follows the block with key ``parent``. What it
+        was said to hold before is a part of that. Where another block holds the same, that one is found."""
+        block, key = self.blocks[index], key or block_key(parent, token_ids)
+        if block.key == key:
+            return
+        self._forget(block)
+        if key not in self._cached:
+            block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
+            self._cached[key] = block
+            followers = self._followers.setdefault(parent, [])
+            followers.insert(bisect_left(followers, block.token_ids, key=_token_ids), block)
 
-    def keep(self, kind: Kind, key: str, prefix: CachedPrefix) -> None:
-        """Take over the caller's hold on ``prefix.blocks``."""
-        self.drop(kind, key)
-        self._kept[kind, key] = prefix
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let nobody find the blocks among these that have one reference; they are empty once it is dropped."""
+        for index in blocks:
+            if self.blocks[index].ref_count == 1:
+                self._forget(self.blocks[index])
 
-    def get(self, kind: Kind, key: str) -> CachedPrefix | None:
-        """Look, and count it as used."""
-        prefix = self._kept.get((kind, key))
-        if prefix is not None:
-            self._kept.move_to_end((kind, key))
-        return prefix
+    def forget_all(self) -> None:
+        """Let nobody find anything; what is unreferenced is empty."""
+        for block in list(self._cached.values()):
+            self._forget(block)
+        self._empty = sorted([*self._empty, *(b.index for b in (*self._evict_first, *self._evictable))])
+        self._evict_first.clear()
+        self._evictable.clear()
 
-    def drop(self, kind: Kind, key: str) -> None:
-        if prefix := self._kept.pop((kind, key), None):
-            self.release(prefix.blocks)
-
-    def drop_all(self, kind: Kind) -> None:
-        for key in [key for k, key in self._kept if k == kind]:
-            self.drop(kind, key)
+    def holds_something(self, index: int) -> bool:
+        return bool(self.blocks[index].ref_count or self.blocks[index].key)
 
     def swap(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """The two blocks of each pair exchange holders and contents; the new number of each. Whoever else knows
-        these blocks by number must rename them."""
+        """Exchange the two blocks of each pair, and give the new number of each. Block tables must be renamed."""
         new = dict(pairs) | {b: a for a, b in pairs}
         for a, b in pairs:
-            self.refs[a], self.refs[b] = self.refs[b], self.refs[a]
-        self._free = sorted(new.get(block, block) for block in self._free)
-        for key, prefix in self._kept.items():
-            if not new.keys().isdisjoint(prefix.blocks):
-                self._kept[key] = replace(prefix, blocks=tuple(new.get(block, block) for block in prefix.blocks))
+            self.blocks[a], self.blocks[b] = self.blocks[b], self.blocks[a]
+            self.blocks[a].index, self.blocks[b].index = a, b
+        self._empty = sorted(new.get(index, index) for index in self._empty)
         return new
 
-    def _evict_one(self) -> bool:
-        """Drop the least recently used prefix that frees a block."""
-        for (kind, key), prefix in self._kept.items():
-            if any(self.refs[block] == 1 for block in prefix.blocks):
-                self.drop(kind, key)
-                self.num_evicted += 1
-                return True
-        return False
+    def _longest_match(self, parent: Key, token_ids: tuple[int, ...]) -> tuple[Block | None, int]:
+        """The block after ``parent`` that begins with most of ``token_ids``, and with how many. It is next to where
+        they would stand in the sorted list."""
+        followers = self._followers.get(parent, [])
+        place = bisect_left(followers, token_ids, key=_token_ids)
+        best: tuple[Block | None, int] = None, 0
+        for block in followers[max(0, place - 1) : place + 1]:
+            if (num_shared := _num_shared(block.token_ids, token_ids)) > best[1]:
+                best = block, num_shared
+        return best
 
-    def check(self, holders: Sequence[Sequence[int]]) -> None:
-        """Assert that ``refs`` is what the sequences and the kept prefixes hold, and nothing leaks."""
-        refs = [0] * self.num_blocks
-        for blocks in [*holders, *(p.blocks for p in self._kept.values())]:
-            for block in blocks:
-                refs[block] += 1
-        assert refs == self.refs, "block reference counts are wrong"
-        assert sorted(self._free) == [b for b in range(1, self.num_blocks) if refs[b] == 0], "blocks leak"
+    def _evict_one(self) -> None:
+        block, _ = (self._evict_first or self._evictable).popitem(last=False)
+        self._forget(block)
+        heapq.heappush(self._empty, block.index)
+        self.num_evicted += 1
+
+    def _forget(self, block: Block) -> None:
+        if block.key is None:
+            return
+        del self._cached[block.key]
+        followers = self._followers[block.parent]
+        del followers[bisect_left(followers, block.token_ids, key=_token_ids)]
+        if not followers:
+            del self._followers[block.parent]
+        block.key, block.parent, block.token_ids = None, b"", ()
+
+    def check(self, block_tables: Sequence[Sequence[int]]) -> None:
+        """Assert that each block is in one place and referenced by these tables alone, and each key leads to its
+        block."""
+        ref_counts = [0] * self.num_blocks
+        for index in (index for table in block_tables for index in table):
+            ref_counts[index] += 1
+        assert ref_counts == [block.ref_count for block in self.blocks], "reference counts are wrong"
+        evictable = [block.index for block in (*self._evict_first, *self._evictable)]
+        places = sorted([*self._empty, *evictable, *(i for i, n in enumerate(ref_counts) if n)])
+        assert places == list(range(1, self.num_blocks)), "a block is in two places or in none"
+        assert all(self.blocks[index].key is None for index in self._empty), "an empty block can be found"
+        cached = {block.key: block for block in self.blocks if block.key is not None}
+        assert cached == self._cached and {*evictable} <= {block.index for block in cached.values()}
+        for key, block in cached.items():
+            assert key == block_key(block.parent, block.token_ids) and self.blocks[block.index] is block
+        followers = [block for parent in self._followers.values() for block in parent]
+        assert sorted(b.index for b in followers) == sorted(b.index for b in cached.values())
+
+
+def _token_ids(block: Block) -> tuple[int, ...]:
+    return block.token_ids
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -62,6 +62,7 @@ class EngineCore:
 
     Args:
         make_model_runner: how to compute, where it is not to be what the config and the device suggest.
+        isolate_prompts: share cache among samples of one prompt alone (``SequenceScheduler``).
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class EngineCore:
         *,
         policy_version: int = 0,
         make_model_runner: MakeModelRunner | None = None,
+        isolate_prompts: bool = False,
     ) -> None:
         arch = Architecture.from_folder(folder)
         arch = replace(arch, tied_embeddings=are_tied(folder, asked=arch.tied_embeddings))
@@ -90,6 +92,7 @@ class EngineCore:
             BlockManager(num_blocks, size),
             max_running=config.max_running,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
+            isolate_prompts=isolate_prompts,
         )
         self.scheduler.policy_version = policy_version
         self._open: dict[str, Sequence] = {}
@@ -186,6 +189,7 @@ class EngineCore:
             decoded_tokens=self._decoded_tokens,
             prefilled_tokens=scheduler.prefilled_tokens,
             reprefilled_tokens=scheduler.reprefilled_tokens,
+            cached_tokens=scheduler.cached_tokens,
             decode_iterations=self._decode_iterations,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
@@ -200,7 +204,7 @@ class EngineCore:
         self._copy(self.scheduler.admit())
         if slices := self.scheduler.next_prefill():
             self._prefill(slices)
-            self._copy(self.scheduler.prefilled(slices))
+            self.scheduler.prefilled(slices)
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
@@ -270,7 +274,9 @@ class EngineCore:
         ]
         rows = [*sequences, *(s for s, _, _ in guessed)]
         ids = [s.token_ids[-1] for s in sequences] + [token for _, _, token in guessed]
-        lengths_R = np.array([s.num_cached for s in sequences] + [s.num_cached + i for s, i, _ in guessed])
+        lengths_R = np.array(
+            [s.num_cached_tokens for s in sequences] + [s.num_cached_tokens + i for s, i, _ in guessed]
+        )
         positions = [s.num_tokens - s.num_prompt for s in sequences]
         positions += [s.num_tokens - s.num_prompt + i for s, i, _ in guessed]
         noise_R = uniforms([s.request.seed for s in rows], positions)
@@ -282,7 +288,7 @@ class EngineCore:
         width = self.scheduler.blocks.num_for(int(lengths_B.max()))
         tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
         for row, sequence in zip(tables_BN, sequences, strict=True):
-            table = sequence.block_table[:width]
+            table = sequence.block_table_array[:width]
             row[: len(table)] = table
         return tables_BN
 

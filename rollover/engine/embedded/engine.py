@@ -52,7 +52,7 @@ class EmbeddedEngine:
         """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
         ``EngineCore`` does, and ``ResourceError`` when it does not fit into memory."""
         try:
-            core = EngineCore(folder, config, policy_version=policy_version)
+            core = EngineCore(folder, config, policy_version=policy_version, isolate_prompts=lockstep)
         except (RuntimeError, MemoryError) as error:
             if not isinstance(failure(error), ResourceError):
                 raise

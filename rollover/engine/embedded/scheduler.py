@@ -1,18 +1,19 @@
 """Who runs: a state machine over waiting and running sequences and their cache blocks. Torch-free.
 
-States: ``waiting`` (no cache held) -> ``running`` (prefilling, then decoding) -> gone, its cache freed or
-parked. A running sequence goes back to waiting when it is preempted or its cache must be computed again.
+States: ``waiting`` (no block held) -> ``running`` (prefilling, then decoding) -> gone, finished or parked. A running
+sequence goes back to waiting when it is preempted or its cache must be computed again. What a sequence leaves behind
+stays cached until its blocks are evicted (``block_manager``), and whoever starts takes what it finds of its prefix.
 
 What it keeps true:
 
-* Sequences start in order of arrival, except that siblings wait for the first of them to prefill their
-  prompt.
-* Memory is bounded by the block pool and nothing deadlocks: when it runs out, kept prefixes are evicted, then
-  the youngest running sequence is preempted; the pool holds one sequence of full length, so the oldest always
-  goes on. A sequence starts only if one spare block per running sequence is left, lest it be preempted at
-  once.
-* A block with more than one holder is never written: siblings share full blocks and copy the last, partial
-  one.
+* Sequences start in order of arrival, except that one waits while a running one prefills the next block of its prefix,
+  or the rest of its prompt.
+* Memory is bounded by the block pool and nothing deadlocks: when it runs out, cached blocks that nobody references are
+  evicted, then the youngest running sequence is preempted; the pool holds one sequence of full length, so the oldest
+  always goes on. A sequence starts only if one spare block per running sequence is left, lest it be preempted at once.
+* A block with more than one reference is full and never written: a tail block that is shared in part is copied.
+* Cache computed under older weights is found by the samples alone that were open or parked when the weights changed,
+  and by these only under ``kv_on_update = "keep"``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix
-from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Key, block_key, root_key
+from rollover.engine.embedded.sequence import Chain, Sequence
 
 BlockCopy = tuple[int, int]
 """Source and destination block. All copies of one list are made at once, before anything else is written."""
@@ -31,7 +32,12 @@ BlockCopy = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSlice:
-    """The next ``num_tokens`` uncached tokens of a sequence, from ``start``."""
+    """The next ``num_tokens`` uncached tokens of a sequence, from ``start``.
+
+    Example:
+        A fresh prompt of 300 tokens of which a system prompt of 128 is cached, in chunks of 100:
+        ``PrefillSlice(sequence, start=128, num_tokens=100)``, then ``start=228, num_tokens=71``.
+    """
 
     sequence: Sequence
     start: int
@@ -39,21 +45,39 @@ class PrefillSlice:
 
 
 class SequenceScheduler:
-    """``policy_version`` is the version of the weights that compute what is cached from now on; ``max_gaps`` how
-    many blocks decoding may read over in vain before those in use are brought together."""
+    """Admits, prefills, decodes and preempts sequences.
+
+    Args:
+        max_gaps: the number of blocks that decoding may read over in vain before those in use are brought together.
+        isolate_prompts: let samples of the same prompt alone share cache, and only what prompts and parked samples
+            left: what is found for a prompt then does not depend on which other prompts came before.
+    """
 
     def __init__(
-        self, blocks: BlockManager, *, max_running: int, prefill_chunk_tokens: int, max_gaps: int = 16
+        self,
+        blocks: BlockManager,
+        *,
+        max_running: int,
+        prefill_chunk_tokens: int,
+        max_gaps: int = 16,
+        isolate_prompts: bool = False,
     ) -> None:
         self.blocks = blocks
         self.max_running, self.prefill_chunk_tokens, self.max_gaps = max_running, prefill_chunk_tokens, max_gaps
+        self.isolate_prompts = isolate_prompts
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []
         self.policy_version = 0
+        """Of the weights that compute what is cached from now on."""
+        self._epoch = 0
+        """Weight updates so far, also those that did not change the version."""
+        self._left_chains: dict[str, Chain] = {}
+        """By sample key: the chains of those that left the running ones unfinished, the latest last."""
         self._drifted = False
         self.num_preempted = 0
         self.prefilled_tokens = 0
         self.reprefilled_tokens = 0
+        self.cached_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.arrival)
@@ -63,16 +87,16 @@ class SequenceScheduler:
         copies: list[BlockCopy] = []
         if not self.waiting:
             return copies
-        prefilling = {s.request.prompt_key for s in self.running if s.num_cached < s.num_prompt - 1}
+        prefilling = {key for s in self.running for key in self._keys_to_prefill(s)}
         index = 0
         while index < len(self.waiting) and len(self.running) < self.max_running:
             sequence = self.waiting[index]
-            if self._waits_for_sibling(sequence, prefilling):
+            prefix = self._find(sequence)
+            if self._is_being_prefilled(sequence, prefix, prefilling):
                 index += 1
-            elif self._start(sequence, copies):
+            elif self._start(sequence, prefix, copies):
                 self.running.append(self.waiting.pop(index))
-                if sequence.num_cached < sequence.num_prompt - 1:
-                    prefilling.add(sequence.request.prompt_key)
+                prefilling.update(self._keys_to_prefill(sequence))
             else:
                 break
         return copies
@@ -81,46 +105,44 @@ class SequenceScheduler:
         """Slices to prefill together: padded to the longest they stay within ``prefill_chunk_tokens``."""
         slices: list[PrefillSlice] = []
         longest = 0
-        for sequence in [s for s in self.running if len(s.token_ids) - 1 > s.num_cached]:
+        for sequence in [s for s in self.running if len(s.token_ids) - 1 > s.num_cached_tokens]:
             num_tokens = min(sequence.num_missing, self.prefill_chunk_tokens)
             longest = max(longest, num_tokens)
             if longest * (len(slices) + 1) > self.prefill_chunk_tokens:
                 break
-            slices.append(PrefillSlice(sequence, sequence.num_cached, num_tokens))
+            slices.append(PrefillSlice(sequence, sequence.num_cached_tokens, num_tokens))
         return slices
 
-    def prefilled(self, slices: list[PrefillSlice]) -> list[BlockCopy]:
-        """Account for computed slices; what must be copied to keep finished prompts for their siblings."""
-        copies: list[BlockCopy] = []
+    def prefilled(self, slices: list[PrefillSlice]) -> None:
+        """Account for computed slices, and let others find them."""
         for piece in slices:
             sequence, end = piece.sequence, piece.start + piece.num_tokens
             self.prefilled_tokens += piece.num_tokens
             self.reprefilled_tokens += max(0, min(end, sequence.high_water) - piece.start)
             if not sequence.num_sampled:
                 sequence.num_prefilled_response += max(0, end - max(piece.start, sequence.num_prompt))
-            sequence.num_cached = end
+            sequence.num_cached_tokens = end
             sequence.high_water = max(sequence.high_water, end)
-            if piece.start < sequence.num_prompt - 1 <= end:
-                self._keep_prompt(sequence, copies)
-        return copies
+            self._cache_full_blocks(sequence)
+            self._cache_tail(sequence)
 
     def next_decode(self) -> list[Sequence]:
-        """Running sequences that can decode, each with room for its last token; preempts to make that
-        room."""
+        """Running sequences that can decode, each with room for its last token; preempts to make that room."""
         size = self.blocks.block_size
-        full = [s for s in self.running if len(s.blocks) * size < len(s.token_ids) == s.num_cached + 1]
+        full = [s for s in self.running if len(s.block_table) * size < len(s.token_ids) == s.num_cached_tokens + 1]
         for sequence in sorted(full, key=lambda s: s.arrival):
-            while sequence.blocks and len(sequence.blocks) * size < sequence.num_tokens:
+            self._cache_full_blocks(sequence)
+            while sequence.block_table and len(sequence.block_table) * size < sequence.num_tokens:
                 if new := self.blocks.allocate(1):
-                    sequence.blocks += new
+                    sequence.block_table += new
                 else:
                     self._back_to_waiting(max(self.running, key=lambda s: s.arrival))
                     self.num_preempted += 1
-        return [s for s in self.running if len(s.token_ids) == s.num_cached + 1]
+        return [s for s in self.running if len(s.token_ids) == s.num_cached_tokens + 1]
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that fit behind its last one into its last block. When it can decode, that block is its own."""
-        return len(sequence.blocks) * self.blocks.block_size - sequence.num_tokens
+        return len(sequence.block_table) * self.blocks.block_size - sequence.num_tokens
 
     def compact(self) -> list[BlockCopy]:
         """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted
@@ -128,115 +150,161 @@ class SequenceScheduler:
         if not self._drifted or not self.running:
             return []
         self._drifted = False
-        num_users = np.bincount(np.concatenate([s.block_table for s in self.running]))
+        num_users = np.bincount(np.concatenate([s.block_table_array for s in self.running]))
         own = np.flatnonzero(num_users == 1)
         if not len(own) or own[-1] <= len(own) + max(self.max_gaps, len(own) // 8):
             return []
         front = np.arange(1, len(own) + 1)
         pairs = list(zip(own[own > len(own)].tolist(), np.setdiff1d(front, own).tolist(), strict=True))
-        held = [target for _, target in pairs if self.blocks.refs[target]]
+        held = [target for _, target in pairs if self.blocks.holds_something(target)]
         new = self.blocks.swap(pairs)
         for sequence in self.running:
             sequence.rename_blocks(new)
         return [*pairs, *((target, new[target]) for target in held)]
 
     def remove(self, sequence: Sequence, *, park: bool) -> None:
-        """Take it out, waiting or running. Parked, its cache stays under its sample key until the room is
-        needed."""
+        """Take it out, waiting or running. Its cache can be found until the room is needed; that of a finished
+        response, which fewer ask for, is evicted before that of parked samples and prompts."""
         if sequence not in self.running:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self._drifted = True
-        kept = self.blocks.num_for(sequence.num_cached) if park else 0
-        self.blocks.release(sequence.blocks[kept:])
-        if kept:
-            prefix = CachedPrefix(
-                token_ids=tuple(sequence.token_ids[: sequence.num_cached]),
-                blocks=tuple(sequence.blocks[:kept]),
-                kv_version=sequence.kv_version,
-            )
-            self.blocks.keep("parked", sequence.request.sample_key, prefix)
-        sequence.forget_cache()
+        elif park:
+            self._leave_unfinished(sequence)
+        else:
+            num_prompt = self.blocks.num_for(sequence.num_prefilled_prompt)
+            prompt, response = sequence.block_table[:num_prompt], sequence.block_table[num_prompt:]
+            self._stop_running(sequence)
+            if self.isolate_prompts:
+                self.blocks.forget(response)
+            self.blocks.release(response, evict_first=True)
+            self.blocks.release(prompt)
 
     def update(self, policy_version: int, *, recompute: bool) -> None:
-        """The weights changed. Prompts are never shared across versions; the rest is kept or dropped."""
+        """The weights changed. Who starts afresh finds nothing that older ones computed; who was open or parked goes on
+        with it, or loses it."""
         self.policy_version = policy_version
-        self.blocks.drop_all("prompt")
+        self._epoch += 1
         if recompute:
-            self.blocks.drop_all("parked")
-            for sequence in list(self.running):
-                self._back_to_waiting(sequence)
+            self._forget_everything()
+        for sequence in self.running:
+            if not sequence.num_cached_tokens:
+                self._begin_chain(sequence, self._fresh_chain(sequence))
 
     def reset(self) -> None:
-        """Forget every sequence and everything kept."""
-        for sequence in list(self.running):
-            self._back_to_waiting(sequence)
+        """Forget every sequence and everything cached."""
+        self._forget_everything()
         self.waiting.clear()
-        self.blocks.drop_all("prompt")
-        self.blocks.drop_all("parked")
 
     def check(self) -> None:
         """Assert the invariants of blocks and sequences."""
-        self.blocks.check([s.blocks for s in self.running])
+        size = self.blocks.block_size
+        self.blocks.check([s.block_table for s in self.running])
         for sequence in self.running:
-            assert len(sequence.blocks) * self.blocks.block_size >= sequence.num_cached
+            assert len(sequence.block_table) * size >= sequence.num_cached_tokens
             assert sequence.num_missing >= 0
-        assert all(not s.blocks and not s.num_cached for s in self.waiting)
+            partial = sequence.block_table[sequence.num_cached_tokens // size :]
+            assert all(self.blocks.blocks[index].ref_count == 1 for index in partial), "a shared block is not full"
+        assert all(not s.block_table and not s.num_cached_tokens for s in self.waiting)
 
-    def _waits_for_sibling(self, sequence: Sequence, prefilling: set[str]) -> bool:
-        return (
-            sequence.request.prompt_key in prefilling and self.blocks.get("parked", sequence.request.sample_key) is None
-        )
+    def _find(self, sequence: Sequence) -> CachedPrefix:
+        """What is cached of what it must prefill: in the chain that its sample left, or else in a fresh one."""
+        sample, fresh = sequence.request.sample_key, self._fresh_chain(sequence)
+        for chain in (self._left_chains.get(sample, fresh), fresh):
+            self._begin_chain(sequence, chain)
+            prefix = self.blocks.find(sequence.block_keys, sequence.token_ids[:-1])
+            if prefix.num_tokens or chain == fresh:
+                break
+            del self._left_chains[sample]  # nothing is left of it
+        return prefix
 
-    def _start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
-        """Give it blocks for all its tokens, reusing a parked or prompt prefix; False and no change without
-        room."""
-        blocks, request = self.blocks, sequence.request
-        wanted = sequence.token_ids[:-1]
-        parked, prompt = blocks.get("parked", request.sample_key), blocks.get("prompt", request.prompt_key)
-        prefix, num_cached, whole = None, 0, 0
-        if parked and (num_cached := parked.num_shared(wanted)):
-            prefix = parked
-            last = parked.blocks[blocks.num_for(num_cached) - 1]
-            whole = blocks.num_for(num_cached) - (blocks.refs[last] > 1)
-        elif prompt and (num_cached := prompt.num_shared(wanted)):
-            prefix, whole = prompt, num_cached // blocks.block_size
-        held = list(prefix.blocks[: blocks.num_for(num_cached)]) if prefix else []
+    def _fresh_chain(self, sequence: Sequence) -> Chain:
+        sharers = sequence.request.prompt_key if self.isolate_prompts else None
+        return Chain(root_key(self._epoch, sharers), self.policy_version)
+
+    def _begin_chain(self, sequence: Sequence, chain: Chain) -> None:
+        if sequence.chain == chain:
+            return
+        sequence.chain, sequence.block_keys = chain, [chain.root]
+        self.blocks.extend_keys(sequence.block_keys, sequence.token_ids, sequence.num_tokens - 1)
+        num_full, rest = divmod(sequence.num_prefilled_prompt, self.blocks.block_size)
+        end = sequence.token_ids[sequence.num_prefilled_prompt - rest : sequence.num_prefilled_prompt]
+        sequence.prompt_key = block_key(sequence.block_keys[num_full], end)
+
+    def _keys_to_prefill(self, sequence: Sequence) -> list[Key]:
+        """Of the full blocks that it is about to prefill, and of its whole prompt."""
+        if not sequence.num_missing:
+            return []
+        keys = sequence.block_keys[sequence.num_cached_blocks + 1 :]
+        return [*keys, sequence.prompt_key] if sequence.num_cached_tokens < sequence.num_prefilled_prompt else keys
+
+    def _is_being_prefilled(self, sequence: Sequence, prefix: CachedPrefix, prefilling: set[Key]) -> bool:
+        next_keys = sequence.block_keys[len(prefix.blocks) + 1 : len(prefix.blocks) + 2]
+        if prefix.num_tokens < sequence.num_prefilled_prompt:
+            next_keys.append(sequence.prompt_key)
+        return not prefilling.isdisjoint(next_keys)
+
+    def _start(self, sequence: Sequence, prefix: CachedPrefix, copies: list[BlockCopy]) -> bool:
+        """Give it blocks for all its tokens, the first ones those of ``prefix``; without room, False and no change."""
+        blocks, tail = self.blocks, [] if prefix.tail is None else [prefix.tail]
+        takes_over = blocks.takes_over(prefix)
+        held = [*prefix.blocks, *tail]
+        needed = blocks.num_for(sequence.num_tokens) - len(prefix.blocks) - takes_over
+        if blocks.num_available - blocks.num_unreferenced(held) < needed + len(self.running):
+            if self.running or not tail:
+                return False
+            return self._start(sequence, prefix.without_tail(blocks.block_size), copies)
         blocks.share(held)
-        needed = blocks.num_for(sequence.num_tokens) - whole
-        if blocks.num_available() < needed + len(self.running):
-            blocks.release(held)
-            return False
         new = blocks.allocate(needed)
         assert new is not None, "num_available promised what allocate could not give"
-        reused, partial = held[:whole], held[whole:]
-        if partial:
-            copies.append((partial[0], new[0]))
-            blocks.release(partial)
-        blocks.drop("parked", request.sample_key)
-        sequence.blocks, sequence.num_cached = reused + new, num_cached
+        if tail and not takes_over:
+            copies.append((tail[0], new[0]))
+            blocks.release(tail)
+            held.pop()
+        sequence.start(prefix, held + new)
+        self.cached_tokens += prefix.num_tokens
+        self._left_chains.pop(sequence.request.sample_key, None)
         self._drifted = True
-        sequence.kv_version = prefix.kv_version if prefix else self.policy_version
         return True
 
-    def _keep_prompt(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
-        """Keep the prompt's prefix for siblings; without a free block, only its full blocks."""
-        size = self.blocks.block_size
-        num_full, rest = divmod(sequence.num_prompt - 1, size)
-        shared = sequence.blocks[:num_full]
-        self.blocks.share(shared)
-        num_tokens = num_full * size
-        if rest and self.blocks.num_free and (new := self.blocks.allocate(1)):
-            copies.append((sequence.blocks[num_full], new[0]))
-            shared, num_tokens = [*shared, *new], sequence.num_prompt - 1
-        if shared:
-            prefix = CachedPrefix(tuple(sequence.token_ids[:num_tokens]), tuple(shared), sequence.kv_version)
-            self.blocks.keep("prompt", sequence.request.prompt_key, prefix)
+    def _cache_full_blocks(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that have been computed since it was called last."""
+        size, keys, token_ids = self.blocks.block_size, sequence.block_keys, sequence.token_ids
+        num_full = sequence.num_cached_tokens // size
+        self.blocks.extend_keys(keys, token_ids, num_full * size)
+        for i in range(sequence.num_cached_blocks, num_full):
+            self.blocks.cache(sequence.block_table[i], keys[i], token_ids[i * size : (i + 1) * size], keys[i + 1])
+        sequence.num_cached_blocks = num_full
 
-    def _back_to_waiting(self, sequence: Sequence) -> None:
+    def _cache_tail(self, sequence: Sequence) -> None:
+        """Let others find what has been computed of its last block, which is not full."""
+        num_full, rest = divmod(sequence.num_cached_tokens, self.blocks.block_size)
+        if rest:
+            tail = sequence.token_ids[sequence.num_cached_tokens - rest : sequence.num_cached_tokens]
+            self.blocks.cache(sequence.block_table[num_full], sequence.block_keys[num_full], tail)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Let others find all that it has computed; its blocks are the caller's to release."""
         self.running.remove(sequence)
         self._drifted = True
-        self.blocks.release(sequence.blocks)
+        self._cache_full_blocks(sequence)
+        self._cache_tail(sequence)
         sequence.forget_cache()
+
+    def _leave_unfinished(self, sequence: Sequence) -> None:
+        """Release its blocks, and remember where its sample finds them, also under later weights."""
+        block_table, sample = sequence.block_table, sequence.request.sample_key
+        self._stop_running(sequence)
+        self.blocks.release(block_table)
+        self._left_chains.pop(sample, None)
+        self._left_chains[sample] = sequence.chain
+        if len(self._left_chains) > self.blocks.num_blocks:
+            del self._left_chains[next(iter(self._left_chains))]
+
+    def _back_to_waiting(self, sequence: Sequence) -> None:
+        self._leave_unfinished(sequence)
         self.add(sequence)
+
+    def _forget_everything(self) -> None:
+        for sequence in list(self.running):
+            self._back_to_waiting(sequence)
+        self.blocks.forget_all()
+        self._left_chains.clear()

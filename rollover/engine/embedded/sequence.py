@@ -1,21 +1,29 @@
-"""One open call as the scheduler sees it: its tokens, how many of them are cached, and what is not yet
-streamed.
+"""One open call as the scheduler sees it: its tokens, how many of them are cached, and what is not yet streamed.
 
-``num_cached`` counts the leading tokens whose keys and values lie in ``blocks``. A sequence can decode when
-exactly its last token is missing: decoding computes that one and samples the next. So a fresh prompt is
-prefilled up to its last token, a resumed rollout that kept its cache needs no prefill at all, and both
-decode alike.
+``num_cached_tokens`` counts the leading tokens whose keys and values lie in the blocks of ``block_table``. A sequence
+can decode when exactly its last token is missing: decoding computes that one and samples the next. So a fresh prompt is
+prefilled up to its last token, a resumed rollout whose cache is still there needs no prefill at all, and both decode
+alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.embedded.block_manager import CachedPrefix, Key
 from rollover.types import FinishReason
+
+
+class Chain(NamedTuple):
+    """Where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks."""
+
+    root: Key
+    kv_version: int
 
 
 class Sequence:
@@ -29,9 +37,15 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.max_tokens = self.num_prompt + params.max_new_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.blocks: list[int] = []
-        self.num_cached = 0
-        self.kv_version = 0
+        self.block_table: list[int] = []
+        self.num_cached_tokens = 0
+        self.num_cached_blocks = 0
+        """Leading full blocks that others can find."""
+        self.chain = Chain(b"", 0)
+        self.block_keys: list[Key] = []
+        """The root of the chain and the keys of the full blocks, as far as they have been needed."""
+        self.prompt_key: Key = b""
+        """Of a block that ends where the prefill of the prompt does, before its last token."""
         self.high_water = len(self.token_ids) - 1 if request.response_ids else 0
         """Tokens that were cached at some time, here or in an earlier generation call."""
         self.num_sampled = 0
@@ -42,10 +56,10 @@ class Sequence:
         self._pending_logprobs: list[float] = []
 
     @property
-    def block_table(self) -> NDArray[np.int64]:
-        """``blocks`` as an array, made anew only when there are more of them."""
-        if len(self._table) != len(self.blocks):
-            self._table = np.array(self.blocks, dtype=np.int64)
+    def block_table_array(self) -> NDArray[np.int64]:
+        """``block_table`` as an array, made anew only when it is longer."""
+        if len(self._table) != len(self.block_table):
+            self._table = np.array(self.block_table, dtype=np.int64)
         return self._table
 
     @property
@@ -55,7 +69,12 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Tokens to prefill before it can decode."""
-        return len(self.token_ids) - 1 - self.num_cached
+        return len(self.token_ids) - 1 - self.num_cached_tokens
+
+    @property
+    def num_prefilled_prompt(self) -> int:
+        """Tokens of the prompt that prefill computes: all but the last one, which is decoded."""
+        return self.num_prompt - 1
 
     @property
     def response_ids(self) -> list[int]:
@@ -65,22 +84,27 @@ class Sequence:
     def num_pending(self) -> int:
         return len(self._pending_ids)
 
+    def start(self, prefix: CachedPrefix, block_table: list[int]) -> None:
+        """It has these blocks, and the first ones hold ``prefix``."""
+        self.block_table, self._table = block_table, self._table[:0]
+        self.num_cached_tokens, self.num_cached_blocks = prefix.num_tokens, len(prefix.blocks)
+
     def append(self, token_id: int, logprob: float) -> None:
         """Its last token has been computed and this one sampled from it."""
-        self.num_cached += 1
+        self.num_cached_tokens += 1
         self.num_sampled += 1
-        if self.high_water < self.num_cached:
-            self.high_water = self.num_cached
+        if self.high_water < self.num_cached_tokens:
+            self.high_water = self.num_cached_tokens
         self.token_ids.append(token_id)
         self._pending_ids.append(token_id)
         self._pending_logprobs.append(logprob)
 
     def rename_blocks(self, new: Mapping[int, int]) -> None:
         """Blocks have been swapped; those not in ``new`` stayed."""
-        self.blocks, self._table = [new.get(block, block) for block in self.blocks], self._table[:0]
+        self.block_table, self._table = [new.get(block, block) for block in self.block_table], self._table[:0]
 
     def forget_cache(self) -> None:
-        self.blocks, self.num_cached, self._table = [], 0, self._table[:0]
+        self.block_table, self._table, self.num_cached_tokens, self.num_cached_blocks = [], self._table[:0], 0, 0
 
     def flush(self, policy_version: int, reason: FinishReason | None = None) -> Chunk:
         """What has not been streamed yet, as a chunk."""
@@ -88,7 +112,7 @@ class Sequence:
             token_ids=tuple(self._pending_ids),
             logprobs=tuple(self._pending_logprobs),
             policy_version=policy_version,
-            kv_version=self.kv_version,
+            kv_version=self.chain.kv_version,
             finish_reason=reason,
             num_prefilled_tokens=self.num_prefilled_response,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
+from rollover.engine.embedded.core import CPU_PREFILL_TOKENS, EngineCore
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import assert_wellformed, request
@@ -45,8 +45,7 @@ def test_parked_and_resumed_at_every_cut_equals_uninterrupted(folder: Path, keep
         head = calls.tokens(f"{name}#0")
         assert len(head) == cut
         if not keep:
-            core.scheduler.blocks.drop_all("parked")
-            core.scheduler.blocks.drop_all("prompt")
+            core.scheduler.blocks.forget_all()
         before = core.stats()
         calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=30, response_ids=head, call=1))
         chunks = calls.finish()[f"{name}#1"]
@@ -126,22 +125,126 @@ def test_a_budget_too_small_for_all_preempts_and_nobody_notices(folder: Path) ->
     assert poor.stats().kv_bytes <= 40 * block_bytes
 
 
-def test_parked_caches_give_way_oldest_first(folder: Path) -> None:
+def test_parked_caches_are_evicted_block_by_block_from_the_end_of_the_oldest(folder: Path) -> None:
     block_bytes = 2 * 2 * 2 * 4 * 16 * 4
     core = core_of(folder, max_context_tokens=64, kv_cache_bytes=31 * block_bytes)
     calls = Calls(core)
-    for name in ("old", "new"):
-        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50))
+    asked = {name: request(name, seed=seed, prompt_ids=PROMPT, max_new_tokens=50) for seed, name in enumerate("on")}
+    for name, req in asked.items():
+        calls.add(req)
         calls.step(30)
         calls.abort(f"{name}#0")
     calls.add(request("big", prompt_ids=tuple(range(20, 40)), max_new_tokens=40))
     calls.finish()
-    assert core.scheduler.blocks.num_evicted > 0
-    for name, lost in (("new", 0), ("old", 29)):
-        head = calls.tokens(f"{name}#0")
-        calls.add(request(name, prompt_ids=PROMPT, max_new_tokens=50, response_ids=head, call=1))
+    # 35 tokens each in nine blocks, the first one shared, and 59 in fifteen: two more than the thirty there are
+    assert core.scheduler.blocks.num_evicted == 2
+    for name, lost in (("n", 0), ("o", 35 - 7 * 4)):
+        resumed = replace(asked[name], request_id=f"{name}#1", response_ids=calls.tokens(f"{name}#0"))
+        before = core.stats()
+        calls.add(resumed)
         assert calls.finish()[f"{name}#1"][0].num_prefilled_tokens == lost
-    assert calls.tokens("old#0") + calls.tokens("old#1") == calls.tokens("new#0") + calls.tokens("new#1")
+        assert core.stats().reprefilled_tokens - before.reprefilled_tokens == lost
+        assert core.stats().cached_tokens - before.cached_tokens == 35 - lost
+        whole = run(core_of(folder), replace(asked[name], request_id="whole")).tokens("whole")
+        assert calls.tokens(f"{name}#0") + calls.tokens(f"{name}#1") == whole
+
+
+SYSTEM = tuple(range(30, 49))
+"""Four full blocks and three tokens more."""
+QUESTIONS = [(*SYSTEM, *(1 + i, 9, 20 - i)) for i in range(8)]
+
+
+def test_prompts_that_begin_alike_prefill_what_they_share_once_and_sample_what_they_sample_alone(
+    folder: Path,
+) -> None:
+    asked = [request(f"q{i}", seed=i, prompt_ids=ids, max_new_tokens=15) for i, ids in enumerate(QUESTIONS)]
+    core = core_of(folder)
+    calls = run(core, *asked)
+    stats = core.stats()
+    assert stats.prefilled_tokens == 21 + 7 * 2, "the others wait for the blocks of the first one"
+    assert stats.cached_tokens == 7 * len(SYSTEM)
+    assert stats.reprefilled_tokens == 0
+    later = run(core, request("later", seed=3, prompt_ids=QUESTIONS[3], max_new_tokens=15)).tokens("later#0")
+    assert core.stats().prefilled_tokens == stats.prefilled_tokens
+    assert later == calls.tokens("q3#0")
+    for req in asked:
+        alone = run(core_of(folder), req)
+        assert calls.tokens(req.request_id) == alone.tokens(req.request_id)
+        assert calls.logprobs(req.request_id) == pytest.approx(alone.logprobs(req.request_id), abs=1e-5)
+
+
+def test_a_later_prompt_takes_the_tokens_that_it_shares_with_a_block(folder: Path) -> None:
+    core = core_of(folder)
+    run(core, request("a", prompt_ids=QUESTIONS[0], max_new_tokens=5))
+    before = core.stats()
+    asked = request("b", prompt_ids=QUESTIONS[1], max_new_tokens=15)
+    calls = run(core, asked)
+    assert core.stats().cached_tokens - before.cached_tokens == len(SYSTEM)
+    assert core.stats().prefilled_tokens - before.prefilled_tokens == 2
+    assert calls.tokens("b#0") == run(core_of(folder), asked).tokens("b#0")
+
+
+def test_the_next_turn_prefills_what_is_new_in_it(folder: Path) -> None:
+    core = core_of(folder)
+    first = run(core, request("turn1", prompt_ids=PROMPT, max_new_tokens=20)).tokens("turn1#0")
+    before = core.stats().prefilled_tokens
+    second = (*PROMPT, *first, 3, 4, 5)
+    calls = run(core, request("turn2", prompt_ids=second, max_new_tokens=15))
+    assert core.stats().prefilled_tokens - before == 3, "the last sampled token and two of the three new ones"
+    fresh = run(core_of(folder), request("turn2", prompt_ids=second, max_new_tokens=15))
+    assert calls.tokens("turn2#0") == fresh.tokens("turn2#0")
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+@pytest.mark.parametrize("version", [0, 1])
+def test_what_older_weights_computed_is_found_by_nobody_who_starts_afresh(
+    folder: Path, kv_on_update: str, version: int
+) -> None:
+    """Also where the version stays the same."""
+    core, new = core_of(folder, kv_on_update=kv_on_update), tiny_model(seed=1, sharpness=3.0)
+    run(core, request("old", prompt_ids=QUESTIONS[0], max_new_tokens=15))
+    core.load(version, new.state_dict())
+    before = core.stats()
+    calls = run(core, request("new", prompt_ids=QUESTIONS[0], max_new_tokens=15))
+    assert core.stats().prefilled_tokens - before.prefilled_tokens == len(QUESTIONS[0]) - 1
+    assert core.stats().cached_tokens == before.cached_tokens
+    assert calls.logprobs("new#0") == pytest.approx(logprobs(new, QUESTIONS[0], calls.tokens("new#0")), abs=1e-4)
+
+
+def test_under_keep_what_new_weights_computed_is_not_found_by_who_kept_older_cache(folder: Path) -> None:
+    core, new = core_of(folder, kv_on_update="keep"), tiny_model(seed=1, sharpness=3.0)
+    calls = Calls(core, [request("kept", prompt_ids=PROMPT, max_new_tokens=30)])
+    calls.step(5)
+    calls.take(core.load(1, new.state_dict()))
+    calls.step(10)
+    head = calls.tokens("kept#0")
+    calls.abort("kept#0")
+    fresh = run(core, request("fresh", prompt_ids=(*PROMPT, *head), max_new_tokens=5))
+    assert {c.kv_version for c in fresh.chunks["fresh#0"]} == {1}
+    assert fresh.logprobs("fresh#0") == pytest.approx(
+        logprobs(new, (*PROMPT, *head), fresh.tokens("fresh#0")), abs=1e-4
+    )
+    before = core.stats().prefilled_tokens
+    calls.add(request("kept", prompt_ids=PROMPT, max_new_tokens=30, response_ids=head, call=1))
+    assert {c.kv_version for c in calls.finish()["kept#1"]} == {0}
+    assert core.stats().prefilled_tokens == before
+
+
+def test_isolated_prompts_share_with_their_siblings_alone(folder: Path) -> None:
+    core = EngineCore(folder, harness.CONFIG, isolate_prompts=True)
+    asked = [
+        replace(request(f"q{i}s{j}", prompt_ids=QUESTIONS[i], seed=j, max_new_tokens=9), prompt_key=f"q{i}")
+        for i in range(3)
+        for j in range(4)
+    ]
+    calls = run(core, *asked)
+    assert core.stats().prefilled_tokens == 3 * 21 and core.stats().cached_tokens == 9 * 21
+    both = run(core_of(folder), *asked)
+    assert all(calls.tokens(r.request_id) == both.tokens(r.request_id) for r in asked)
+    first = (*QUESTIONS[0], *calls.tokens("q0s0#0"))
+    run(core, replace(request("turn", prompt_ids=first, max_new_tokens=5), prompt_key="q0"))
+    # of a finished response nothing is left but the three tokens in the block in which the prompt ends
+    assert core.stats().prefilled_tokens == 3 * 21 + 9 - 3
 
 
 def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folder: Path) -> None:

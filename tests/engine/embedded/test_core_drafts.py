@@ -70,9 +70,9 @@ def guessing(folder: Path, draft_rows: int = 16, **settings: Any) -> EngineCore:
         num_rows = len(tokens.token_ids_T)
         assert len(running) <= num_rows <= max(len(running), draft_rows)
         blocks = tokens.tables_BN[np.arange(num_rows), tokens.starts_B // BLOCK]
-        assert all(scheduler.blocks.refs[block] == 1 for block in blocks), "a shared block is written"
+        assert all(scheduler.blocks.blocks[block].ref_count == 1 for block in blocks), "a shared block is written"
         assert len(set(zip(blocks, tokens.starts_B % BLOCK, strict=True))) == num_rows, "two write to one place"
-        room = {s.blocks[-1]: s.max_tokens for s in running}
+        room = {s.block_table[-1]: s.max_tokens for s in running}
         assert all(start + 1 < room[block] for block, start in zip(blocks, tokens.starts_B, strict=True))
         return decode(tokens, params, uniforms_B)
 
@@ -213,8 +213,7 @@ def test_parked_and_resumed_at_every_cut_equals_uninterrupted(looping: Path, fol
             head = calls.tokens(f"{name}#0")
             lengths.add(len(head))
             if not keep:
-                core.scheduler.blocks.drop_all("parked")
-                core.scheduler.blocks.drop_all("prompt")
+                core.scheduler.blocks.forget_all()
             before = core.stats().prefilled_tokens
             calls.add(request(name, response_ids=head, call=1, **params))
             chunks = calls.finish()[f"{name}#1"]

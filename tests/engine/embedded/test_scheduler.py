@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Kind
+from rollover.engine.embedded.block_manager import BlockManager
 from rollover.engine.embedded.scheduler import SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from tests.engine.contract import request
@@ -18,25 +18,38 @@ MAX_CONTEXT = 40
 
 class Machine:
     """A scheduler whose model samples token 1, and a shadow cache that knows which token lies where: each block holds
-    the prefix that was written to it, so reading another sequence's or a stale token is an error."""
+    the prefix that was written to it and the version of the weights, so reading another sequence's token, or one that older
+    weights computed and that it did not keep on purpose, is an error."""
 
     def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
         self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
         )
-        self.content: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.content: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
         self.open: dict[str, Sequence] = {}
         self.arrivals = 0
+        self.prompts: dict[str, int] = {}
+        self.oldest: dict[str, int] = {}
+        """By sample: the version under which it was added first, or the last one whose update lost all caches."""
         self.finished: list[str] = []
 
     def add(self, prompt: int, length: int, response: tuple[int, ...], name: str | None = None) -> None:
-        prompt_ids = tuple((prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
+        prompt_ids = tuple(2 if i < 6 else (prompt + i) % 50 + 2 for i in range(1 + prompt % 11))
         name = name or f"s{self.arrivals}"
+        self.prompts[name] = prompt
         limit = max(len(response) + 1, min(length, MAX_CONTEXT - len(prompt_ids)))
         req = request(name, call=self.arrivals, prompt_ids=prompt_ids, response_ids=response, max_new_tokens=limit)
         self.open[req.request_id] = sequence = Sequence(req, self.arrivals)
+        self.oldest.setdefault(name, self.scheduler.policy_version)
         self.arrivals += 1
         self.scheduler.add(sequence)
+
+    def update(self, *, recompute: bool) -> None:
+        version = self.scheduler.policy_version + 1
+        self.scheduler.update(version, recompute=recompute)
+        if recompute:
+            self.oldest = dict.fromkeys(self.oldest, version)
+        self.scheduler.check()
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         read = [(d, [self.content.get((s, o)) for o in range(BLOCK)]) for s, d in copies]
@@ -46,14 +59,21 @@ class Machine:
                     self.content[destination, offset] = cell
 
     def write(self, sequence: Sequence, position: int) -> None:
-        block = sequence.blocks[position // BLOCK]
-        assert self.scheduler.blocks.refs[block] == 1, "wrote to a shared block"
-        self.content[block, position % BLOCK] = tuple(sequence.token_ids[: position + 1])
+        block = self.scheduler.blocks.blocks[sequence.block_table[position // BLOCK]]
+        assert block.ref_count == 1, "wrote to a shared block"
+        assert position % BLOCK >= len(block.token_ids), "wrote over what others can find"
+        self.content[block.index, position % BLOCK] = (
+            tuple(sequence.token_ids[: position + 1]),
+            self.scheduler.policy_version,
+        )
 
     def read(self, sequence: Sequence, num_tokens: int) -> None:
         for p in range(num_tokens):
-            cell = self.content[sequence.blocks[p // BLOCK], p % BLOCK]
-            assert cell == tuple(sequence.token_ids[: p + 1]), "read a token that is not its own"
+            token_ids, version = self.content[sequence.block_table[p // BLOCK], p % BLOCK]
+            assert token_ids == tuple(sequence.token_ids[: p + 1]), "read a token that is not its own"
+            oldest = sequence.chain.kv_version
+            assert oldest <= version, "read what older weights computed"
+            assert oldest >= self.oldest[sequence.request.sample_key], "kept a cache that the sample never had"
 
     def step(self) -> None:
         scheduler = self.scheduler
@@ -63,12 +83,12 @@ class Machine:
             for p in range(piece.start, piece.start + piece.num_tokens):
                 self.write(piece.sequence, p)
             self.read(piece.sequence, piece.start + piece.num_tokens)
-        self.copy(scheduler.prefilled(slices))
+        scheduler.prefilled(slices)
         self.copy(scheduler.admit())
         ready = scheduler.next_decode()
         self.copy(scheduler.compact())
         for sequence in ready:
-            self.write(sequence, sequence.num_cached)
+            self.write(sequence, sequence.num_cached_tokens)
             self.read(sequence, sequence.num_tokens)
             sequence.append(1, 0.0)
             if sequence.num_tokens == sequence.max_tokens:
@@ -114,22 +134,20 @@ def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
             response = tuple(sequence.response_ids)
             if b:  # the sample comes back
                 machine.add(
-                    sequence.request.prompt_ids[0] - 2,
+                    machine.prompts[sequence.request.sample_key],
                     sequence.request.params.max_new_tokens,
                     response,
                     sequence.request.sample_key,
                 )
         elif kind == "update":
-            machine.scheduler.update(machine.scheduler.policy_version + 1, recompute=a)
-            machine.scheduler.check()
+            machine.update(recompute=a)
     for _ in range(3000):
         if not machine.open:
             break
         machine.step()
     assert not machine.open, "some call never finished"
-    for kept in get_args(Kind):
-        machine.scheduler.blocks.drop_all(kept)
     assert machine.scheduler.blocks.num_used == 0
+    assert machine.scheduler.blocks.num_available == num_blocks - 1
 
 
 def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
@@ -150,6 +168,7 @@ def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_writ
     machine = Machine(num_blocks=30, max_running=4, chunk=64)
     prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
     for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
+        machine.oldest[name] = 0
         req = request(name, call=arrival, prompt_ids=ids, max_new_tokens=20)
         machine.open[req.request_id] = sequence = Sequence(req, arrival)
         machine.scheduler.add(sequence)
@@ -159,16 +178,3 @@ def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_writ
             machine.end(sequence, park=True)
     while machine.open:
         machine.step()
-
-
-def test_eviction_takes_the_least_recently_used_that_frees_anything() -> None:
-    blocks = BlockManager(num_blocks=6, block_size=BLOCK)
-    for key in ("a", "b"):
-        blocks.keep("parked", key, CachedPrefix((1, 2), tuple(blocks.allocate(2) or ()), 0))
-    shared = blocks.get("parked", "a")
-    assert shared is not None and blocks.get("parked", "b") is not None  # "a" was used before "b"
-    blocks.share(shared.blocks)  # a running sequence holds them too: evicting "a" would free nothing
-    assert blocks.num_available() == 3
-    assert len(blocks.allocate(3) or ()) == 3
-    assert blocks.get("parked", "b") is None and blocks.get("parked", "a") is not None
-    assert blocks.allocate(1) is None

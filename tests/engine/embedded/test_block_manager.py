@@ -1,0 +1,248 @@
+"""Which blocks are shared, kept and evicted, against a model that remembers all that was ever computed. No torch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Key, block_key, root_key
+
+SIZE = 3
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+"""Of a vocabulary so small that prefixes are common."""
+
+
+class Holder:
+    """A block table and the tokens computed in it."""
+
+    def __init__(self, root: Key, token_ids: tuple[int, ...], table: list[int]) -> None:
+        self.root, self.token_ids, self.table = root, token_ids, table
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """``written`` is what each block really holds: the root and all tokens up to its end. ``order`` lists the evictable
+    blocks, next one first, by the rules alone."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockManager(num_blocks=13, block_size=SIZE)
+        self.tables: list[Holder] = []
+        self.written: dict[int, tuple[Key, tuple[int, ...]]] = {}
+        self.finished: list[int] = []
+        self.recent: list[int] = []
+
+    def keys(self, root: Key, token_ids: tuple[int, ...]) -> list[Key]:
+        keys = [root]
+        self.blocks.extend_keys(keys, token_ids, len(token_ids))
+        assert len(keys) == 1 + len(token_ids) // SIZE
+        return keys
+
+    @rule(target=holders, token_ids=TOKENS, root=st.sampled_from([root_key(0), root_key(1)]))
+    def start(self, token_ids: tuple[int, ...], root: Key) -> object:
+        """Take what is cached, and blocks for the rest, as the scheduler does."""
+        blocks = self.blocks
+        prefix = blocks.find(self.keys(root, token_ids), token_ids)
+        assert prefix.num_tokens == self.longest_cached(root, token_ids)
+        for place, index in enumerate(prefix.blocks):
+            assert self.written[index] == (root, token_ids[: (place + 1) * SIZE])
+        if prefix.tail is not None:
+            held = self.written[prefix.tail]
+            assert held[0] == root and held[1][: prefix.num_tokens] == token_ids[: prefix.num_tokens]
+        takes_over = blocks.takes_over(prefix)
+        held_blocks = [*prefix.blocks, *([prefix.tail] if prefix.tail is not None else [])]
+        needed = blocks.num_for(len(token_ids)) - len(prefix.blocks) - takes_over
+        if blocks.num_available - blocks.num_unreferenced(held_blocks) < needed:
+            return multiple()
+        blocks.share(held_blocks)
+        for index in held_blocks:
+            self.leave_queues(index)
+        new = self.allocate(needed)
+        if prefix.tail is not None and not takes_over:
+            blocks.release([prefix.tail])
+            self.enter_queue(prefix.tail, self.recent)
+            held_blocks.pop()
+        holder = Holder(root, token_ids, held_blocks + new)
+        self.tables.append(holder)
+        for place in range(len(prefix.blocks), len(holder.table)):
+            assert blocks.blocks[holder.table[place]].ref_count == 1, "a shared block is written"
+            self.written[holder.table[place]] = (root, token_ids[: (place + 1) * SIZE])
+        return holder
+
+    def allocate(self, n: int) -> list[int]:
+        empty = [b for b in range(1, self.blocks.num_blocks) if not self.blocks.holds_something(b)]
+        num_evicted = max(0, n - len(empty))
+        evicted = (self.finished + self.recent)[:num_evicted]
+        before = self.blocks.num_evicted
+        new = self.blocks.allocate(n)
+        assert new is not None and self.blocks.num_evicted - before == num_evicted
+        assert sorted(new) == sorted([*empty, *evicted])[:n] if num_evicted else sorted(new) == empty[:n]
+        for index in evicted:
+            self.leave_queues(index)
+        return new
+
+    def longest_cached(self, root: Key, token_ids: tuple[int, ...]) -> int:
+        """By a look at every block that can be found: the full blocks that lead on from the root, then the best tail."""
+        cached = [
+            (self.written[b.index][0], self.written[b.index][1][: self.start_of(b.index) + len(b.token_ids)])
+            for b in self.blocks.blocks
+            if b.key
+        ]
+        num_full = 0
+        while num_full + SIZE <= len(token_ids) and (root, token_ids[: num_full + SIZE]) in cached:
+            num_full += SIZE
+        best = num_full
+        for other, held in cached:
+            if other == root and num_full < len(held) <= num_full + SIZE and held[:num_full] == token_ids[:num_full]:
+                pairs = zip(held[num_full:], token_ids[num_full:], strict=False)
+                shared = next(
+                    (i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(token_ids)) - num_full
+                )
+                best = max(best, num_full + shared)
+        return best
+
+    def start_of(self, index: int) -> int:
+        return (len(self.written[index][1]) - 1) // SIZE * SIZE
+
+    @rule(holder=holders, tail=st.booleans())
+    def cache(self, holder: Holder, tail: bool) -> None:
+        keys = self.keys(holder.root, holder.token_ids)
+        for place, key in enumerate(keys[1:]):
+            part = holder.token_ids[place * SIZE : (place + 1) * SIZE]
+            self.blocks.cache(holder.table[place], keys[place], part, key)
+        if tail and (rest := len(holder.token_ids) % SIZE):
+            self.blocks.cache(holder.table[-1], keys[-1], holder.token_ids[-rest:])
+
+    @rule(holder=holders, token=st.integers(0, 1))
+    def decode(self, holder: Holder, token: int) -> None:
+        if not len(holder.token_ids) % SIZE:
+            if not self.blocks.num_available:
+                assert self.blocks.allocate(1) is None
+                return
+            holder.table += self.allocate(1)
+        assert self.blocks.blocks[holder.table[-1]].ref_count == 1, "a shared block is written"
+        holder.token_ids += (token,)
+        self.written[holder.table[-1]] = (holder.root, holder.token_ids)
+
+    @rule(holder=consumes(holders), finished=st.booleans(), forgets=st.booleans())
+    def end(self, holder: Holder, finished: bool, forgets: bool) -> None:
+        self.tables.remove(holder)
+        if forgets:
+            self.blocks.forget(holder.table)
+        self.blocks.release(holder.table, evict_first=finished)
+        for index in reversed(holder.table):
+            self.enter_queue(index, self.finished if finished else self.recent)
+
+    @rule(pairs=st.permutations(range(1, 13)).map(lambda p: [(p[0], p[1]), (p[2], p[3])]))
+    def swap(self, pairs: list[tuple[int, int]]) -> None:
+        new = self.blocks.swap(pairs)
+        for holder in self.tables:
+            holder.table = [new.get(index, index) for index in holder.table]
+        self.written = {new.get(index, index): held for index, held in self.written.items()}
+        self.finished = [new.get(index, index) for index in self.finished]
+        self.recent = [new.get(index, index) for index in self.recent]
+
+    @rule()
+    def forget_all(self) -> None:
+        self.blocks.forget_all()
+        self.finished, self.recent = [], []
+
+    def enter_queue(self, index: int, queue: list[int]) -> None:
+        block = self.blocks.blocks[index]
+        if block.key and not block.ref_count:
+            queue.append(index)
+
+    def leave_queues(self, index: int) -> None:
+        for queue in (self.finished, self.recent):
+            if index in queue:
+                queue.remove(index)
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.blocks.check([holder.table for holder in self.tables])
+        assert self.blocks.num_used == len({index for holder in self.tables for index in holder.table})
+
+    @invariant()
+    def holds_what_it_says(self) -> None:
+        for block in self.blocks.blocks:
+            if block.key:
+                root, token_ids = self.written[block.index]
+                keys, start = self.keys(root, token_ids), self.start_of(block.index)
+                assert block.parent == keys[start // SIZE]
+                assert block.token_ids == token_ids[start : start + len(block.token_ids)]
+
+    @invariant()
+    def evicts_unreferenced_blocks_in_order(self) -> None:
+        assert [b.index for b in self.blocks._evict_first] == self.finished
+        assert [b.index for b in self.blocks._evictable] == self.recent
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def filled(blocks: BlockManager, token_ids: tuple[int, ...], root: Key = b"root") -> list[int]:
+    """A table whose blocks can be found."""
+    table, keys = blocks.allocate(blocks.num_for(len(token_ids))) or [], [root]
+    blocks.extend_keys(keys, token_ids, len(token_ids))
+    for place, index in enumerate(table):
+        blocks.cache(index, keys[place], token_ids[place * SIZE : (place + 1) * SIZE])
+    return table
+
+
+def found(blocks: BlockManager, token_ids: tuple[int, ...], root: Key = b"root") -> CachedPrefix:
+    keys = [root]
+    blocks.extend_keys(keys, token_ids, len(token_ids))
+    return blocks.find(keys, token_ids)
+
+
+def test_what_two_prompts_begin_with_is_found_to_the_token() -> None:
+    blocks = BlockManager(num_blocks=20, block_size=SIZE)
+    first = filled(blocks, (1, 2, 3, 4, 5, 6, 7, 8))
+    filled(blocks, (1, 2, 3, 4, 9, 9))
+    assert found(blocks, (1, 2, 3, 4, 5, 7, 1)) == CachedPrefix((first[0],), 5, first[1])
+    assert found(blocks, (1, 2, 3, 4, 5, 6, 7)) == CachedPrefix(tuple(first[:2]), 7, first[2])
+    assert found(blocks, (2, 2, 3)) == CachedPrefix((), 0)
+    assert found(blocks, (1, 2, 3), root=b"other") == CachedPrefix((), 0)
+
+
+def test_the_key_stands_for_the_whole_prefix() -> None:
+    assert block_key(block_key(b"a", (1, 2)), (3, 4)) != block_key(block_key(b"a", (1, 3)), (3, 4))
+    assert block_key(b"a", (1, 2)) != block_key(b"a", (1, 2, 0)) != block_key(b"b", (1, 2, 0))
+    assert root_key(1, "x") == root_key(1, "x") != root_key(2, "x")
+
+
+def test_parked_cache_is_evicted_block_by_block_the_end_first() -> None:
+    blocks = BlockManager(num_blocks=7, block_size=SIZE)
+    old, new = tuple(range(9)), tuple(range(10, 19))
+    for token_ids in (old, new):
+        blocks.release(filled(blocks, token_ids))
+    for num_lost in range(1, 4):
+        assert blocks.allocate(1)
+        assert found(blocks, old).num_tokens == 9 - 3 * num_lost
+        assert found(blocks, new).num_tokens == 9
+    assert blocks.num_evicted == 3
+
+
+def test_finished_responses_are_evicted_before_what_was_parked_earlier() -> None:
+    blocks = BlockManager(num_blocks=5, block_size=SIZE)
+    parked, finished = (1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
+    blocks.release(filled(blocks, parked))
+    blocks.release(filled(blocks, finished), evict_first=True)
+    assert blocks.allocate(2)
+    assert (found(blocks, parked).num_tokens, found(blocks, finished).num_tokens) == (6, 0)
+
+
+def test_referenced_blocks_are_never_evicted() -> None:
+    blocks = BlockManager(num_blocks=5, block_size=SIZE)
+    table = filled(blocks, (1, 2, 3, 4, 5, 6))
+    blocks.share(table[:1])
+    blocks.release(table)
+    assert blocks.allocate(4) is None and blocks.num_evicted == 0
+    assert blocks.allocate(3) is not None
+    assert found(blocks, (1, 2, 3, 4, 5, 6)).blocks == (table[0],)
+    with pytest.raises(AssertionError, match="not referenced"):
+        blocks.release([table[0], table[0]])

@@ -2,6 +2,7 @@
 # make test     every CPU test (ARGS is passed on to pytest)
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
+# make test-wheel   the wheel in empty environments: the core alone, and with all extras
 # make check    format, lint, types, import directions
 #
 # The first run of each makes a virtual environment in $(VENV); later ones start at once.
@@ -13,7 +14,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 ARGS ?=
 
-.PHONY: help train test test-vllm test-sglang check format docs clean
+.PHONY: help train test test-vllm test-sglang test-wheel check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -24,7 +25,7 @@ $(BIN)/python:
 # One stamp per set of packages; the installation is editable, so only these two files make it stale.
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Rollover into $(VENV), a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
@@ -45,6 +46,9 @@ test-vllm: $(VENV)/installed-test
 test-sglang: $(VENV)/installed-test
 	tests/real/sglang_env.sh $(SGLANG_VENV)
 	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
+
+test-wheel:
+	PYTHON=$(PYTHON) tests/wheel.sh
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ Tree::
         EngineMismatch            ... that samples from another policy than the trainer's
       PlanError                   no plan can do what was asked of the fleet; the message says which limit is in the way
       ResourceError               disk or memory ran out; the message says what to lower
+      MissingExtra                a package that is not installed; the message holds the pip command
 
 Invariants are ``assert`` statements and never one of these.
 """
@@ -21,9 +22,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib.util
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 
 
 class RolloverError(Exception):
@@ -68,6 +71,49 @@ class PlanError(RolloverError, ValueError):
 
 class ResourceError(RolloverError, RuntimeError):
     """Disk or memory ran out; the message says what to lower."""
+
+
+class MissingExtra(RolloverError, ImportError):
+    """A package that is needed and not installed, since its extra was not asked for."""
+
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "train": ("torch", "transformers", "tokenizers", "safetensors"),
+    "tasks": ("reasoning_gym", "math_verify", "datasets", "pyarrow"),
+    "report": ("plotly", "tensorboard"),
+    "plan": ("scipy", "huggingface_hub"),
+    "metis": ("pymetis",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+"""The modules that each optional part of the installation brings."""
+
+
+def require(*modules: str, purpose: str) -> None:
+    """Raise ``MissingExtra`` when one of ``modules`` is not installed.
+
+    Example:
+        Without torch, ``require("torch", purpose="rollover train")`` raises "rollover train needs torch, which is not
+        installed: pip install 'rollover[train]'".
+    """
+    for module in modules:
+        if sys.modules.get(module) is None and importlib.util.find_spec(module) is None:
+            raise MissingExtra(_missing(module, purpose))
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Return what to tell the user when ``error`` is that of a module of an extra; ``None`` for any other module, whose
+    absence is a mistake in the code."""
+    module = (error.name or "").partition(".")[0]
+    return MissingExtra(_missing(module, "this")) if _extra_of(module) is not None else None
+
+
+def _missing(module: str, purpose: str) -> str:
+    return f"{purpose} needs {module}, which is not installed: pip install 'rollover[{_extra_of(module)}]'"
+
+
+def _extra_of(module: str) -> str | None:
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

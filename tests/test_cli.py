@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.errors import DataError, ResourceError
+from rollover.errors import EXTRAS, DataError, ResourceError
 from rollover.run import directory, jobs
 from rollover.run.config import RunConfig, WarmupConfig, load
 from rollover.run.directory import RunDir
@@ -193,10 +193,11 @@ def test_every_mistake_of_a_config_is_shown(work: Jobs, capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.parametrize("kind", [DataError, ResourceError])
 def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next(
-    work: Jobs, capsys: pytest.CaptureFixture[str]
+    work: Jobs, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
-    work.failure = DataError("rows.jsonl, line 3: no column 'answer'")
+    work.failure = kind("rows.jsonl, line 3: no column 'answer'")
     told = failed(capsys, "train", "run.toml", "--run-dir", "out")
     assert told == "error: rows.jsonl, line 3: no column 'answer'\n"
     assert not Path("out").exists()
@@ -210,7 +211,7 @@ def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next(
 @pytest.mark.parametrize("failure", [DataError("x"), KeyboardInterrupt(), ResourceError("x")])
 def test_a_run_that_has_begun_keeps_its_directory_and_is_free_to_go_on(work: Jobs, failure: BaseException) -> None:
     work.failure = failure
-    work.leaves = "journal.sqlite" if isinstance(failure, DataError) else None
+    work.leaves = None if isinstance(failure, KeyboardInterrupt) else "journal.sqlite"
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == (130 if isinstance(failure, KeyboardInterrupt) else 2)
     work.failure = None
     assert cli.main(["train", "--resume", "out"]) == 0
@@ -303,3 +304,55 @@ def test_the_module_and_the_console_script_are_the_same_program() -> None:
         for program in ([sys.executable, "-m", "rollover"], *([[str(script)]] if script.exists() else []))
     ]
     assert set(outputs) == {f"rollover {cli.rollover.__version__}\n"}
+
+
+@pytest.mark.parametrize("place", ["", ".", "full"])
+def test_a_directory_that_a_new_run_cannot_have_is_left_as_it_was(
+    work: Jobs, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    before = sorted(Path().rglob("*"))
+    assert "is neither empty nor a run directory" in failed(capsys, "train", "run.toml", "--run-dir", place)
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["sft", "eval"])
+def test_what_is_no_training_says_so_when_it_is_to_be_resumed(
+    work: Jobs, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert cli.main([command, "run.toml", "--run-dir", "out"]) == 0
+    capsys.readouterr()
+    assert f"error: out is the directory of a rollover {command}" in failed(capsys, "train", "--resume", "out")
+
+
+@pytest.mark.parametrize("argv", [["train", "x" * 300], ["train", "--resume", "x" * 300], ["eval", "x" * 300]])
+def test_a_name_that_is_too_long_for_the_file_system_is_refused(
+    work: Jobs, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert "file name too long" in failed(capsys, *argv).lower()
+
+
+@pytest.mark.parametrize(
+    ("argv", "extra"),
+    [
+        (["train", "run.toml"], "train"),
+        (["train", "--resume", "out"], "train"),
+        (["sft", "run.toml"], "train"),
+        (["eval", "run.toml"], "train"),
+        (["report", "out"], "report"),
+        (["simulate", "light-8k", "--out", "page.html"], "report"),
+        (["plan", "8xh100", "--model", "."], "plan"),
+        (["workload", "fit", "lengths.jsonl"], "plan"),
+        (["calibrate", "--out", "mine.toml"], "plan"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_whose_packages_are_not_installed_says_how_to_install_them(
+    work: Jobs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], extra: str
+) -> None:
+    for modules in EXTRAS.values():
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module, None)
+    assert f"pip install 'rollover[{extra}]'" in failed(capsys, *argv)
+    assert [path.name for path in Path().iterdir()] == ["run.toml"]

@@ -8,15 +8,28 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rollover.errors import EXTRAS
+
 ROOT = Path(__file__).parent.parent
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+UNPINNED = ("wandb", "trackio", "metis")
+"""Extras that the tests do without."""
+
+
+def extra(name: str) -> dict[str, Requirement]:
+    """The requirements of an extra by name, without its references to other extras."""
+    listed = [Requirement(line) for line in PROJECT["optional-dependencies"][name]]
+    return {r.name: r for r in listed if r.name != PROJECT["name"]}
+
+
 def requirements() -> dict[str, Requirement]:
-    """By name: what ``pyproject.toml`` asks for itself, for its tests and for development."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    listed = [Requirement(line) for line in [*project["dependencies"], *extras["test"], *extras["dev"]]]
-    return {r.name: r for r in listed if r.name != project["name"]}
+    """What ``pyproject.toml`` asks for, by name: the core and all extras but those that the tests do without."""
+    core = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
+    return core | {
+        k: r for name in PROJECT["optional-dependencies"] if name not in UNPINNED for k, r in extra(name).items()
+    }
 
 
 def pins() -> dict[str, str]:
@@ -30,3 +43,19 @@ def test_the_tests_run_with_one_version_of_each_dependency_and_each_lies_within_
     asked, pinned = requirements(), pins()
     assert sorted(asked) == sorted(pinned)
     assert [name for name, version in pinned.items() if not asked[name].specifier.contains(version)] == []
+
+
+def test_every_dependency_is_bounded_where_a_major_release_may_break() -> None:
+    unbounded = [name for name, r in requirements().items() if not any(s.operator == "<" for s in r.specifier)]
+    assert unbounded == []
+
+
+def test_the_message_about_a_missing_module_names_the_extra_that_brings_it() -> None:
+    for name, modules in EXTRAS.items():
+        assert sorted(module.replace("_", "-") for module in modules) == sorted(extra(name))
+    assert {*EXTRAS, "all", "test", "docs", "dev"} == {*PROJECT["optional-dependencies"]}
+
+
+def test_all_holds_what_the_four_parts_need() -> None:
+    (everything,) = map(Requirement, PROJECT["optional-dependencies"]["all"])
+    assert everything.extras == {"train", "tasks", "report", "plan"}

@@ -15,7 +15,7 @@ import click
 import rollover
 from rollover.cli import calibrate, evaluate, plan, report, sft, simulate, train, workload
 from rollover.cli.command import Commands
-from rollover.errors import RolloverError, refusal
+from rollover.errors import RolloverError, missing_extra, refusal
 from rollover.privacy import Redactor
 from rollover.run.signals import Stopped, handled, stop
 
@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(redactor, error.format_message())
     except RolloverError as error:
         return _fail(redactor, str(error), error)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:  # not an extra: a bug
+            raise
+        return _fail(redactor, str(missing), error)
     except OSError as error:
         if error.errno is None:  # not the system's own: a bug
             raise

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rollover.cli.command import OutputFile
+from rollover.errors import require
 
 
 @click.command("calibrate", context_settings={"max_content_width": 100})
@@ -31,6 +32,7 @@ def command(out: Path, key: str | None, model: Path | None, device: str, measure
     \b
     rollover calibrate --out mine.toml
     """
+    require("scipy", *(() if measured else ("torch",)), purpose="rollover calibrate")
     from rollover.devices import job
 
     job.calibrate(out=out, key=key, model=model, device=device, measured=measured)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rollover.errors import nearest
+from rollover.errors import nearest, require
 
 OVERRIDES = "rollover.overrides"
 """Where a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
@@ -115,6 +115,14 @@ class OutputFile(click.Path):
         if not is_there:
             self.fail(f"{file}: there is no folder {str(file.parent)!r}", param, ctx)
         return file
+
+
+class PageFile(OutputFile):
+    """A page to be written (HTML): the package that draws it must be there before the work begins."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        require("plotly", purpose=f"a page ({param.opts[0] if param else value})")
+        return super().convert(value, param, ctx)
 
 
 MOST = 10**9

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from rollover.cli.command import Count, FiniteFloat, OutputFile
+from rollover.cli.command import Count, FiniteFloat, OutputFile, PageFile
+from rollover.errors import require
 
 _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 
@@ -43,7 +44,7 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 )
 @click.option("--metis", is_flag=True, help="Begin the placement with METIS: for hundreds of nodes.")
 @click.option("--quick", is_flag=True, help="Without simulation, shadow prices and alternatives.")
-@click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Draw it all as a page.")
+@click.option("--html", "page", type=PageFile(), metavar="FILE", help="Draw it all as a page.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write the whole plan.")
 @click.option(
     "--launch",
@@ -62,6 +63,7 @@ def command(**options: Any) -> None:
     rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2 --what-if count.h20=+8 --what-if staleness=4
     rollover plan fleet.toml --model ./qwen3-8b --aim cost --target 50000
     """
+    require("scipy", purpose="rollover plan")
     from rollover.planner.job import PlanRequest, plan
 
     plan(PlanRequest(**{key: value for key, value in options.items() if value is not None}))

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import click
 
+from rollover.errors import require
+
 
 @click.command("report", context_settings={"max_content_width": 100})
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
 def command(run: Path, open_browser: bool) -> None:
     """Write RUN/report.html, also while RUN is at work."""
+    require("plotly", purpose="rollover report")
     from rollover.report.html import write_report
 
     path = write_report(run)

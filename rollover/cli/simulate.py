@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rollover.cli.command import Count, OutputFile, listed
+from rollover.cli.command import Count, OutputFile, PageFile, listed
 
 MAX_REPLICAS = 10_000
 
@@ -44,7 +44,7 @@ MAX_REPLICAS = 10_000
 @click.option("--warmup", type=Count(min=0), metavar="N", help="Steps left out at the beginning; a third.")
 @click.option("--seeds", type=Count(min=1), default=3, show_default=True, metavar="N")
 @click.option("--jobs", type=Count(min=1, max=1024), default=1, show_default=True, metavar="N", help="Processes.")
-@click.option("--out", "page", type=OutputFile(), metavar="FILE", help="Draw it all as a page (HTML).")
+@click.option("--out", "page", type=PageFile(), metavar="FILE", help="Draw it all as a page (HTML).")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures.")
 def command(**options: Any) -> None:
     """Compare rollout strategies on response lengths before paying for them.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollover.cli.command import OVERRIDES
-from rollover.errors import ConfigError, DataError, ModelError, RolloverError
+from rollover.errors import RolloverError, require
 from rollover.privacy import Redactor
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
     from rollover.run.config import load
     from rollover.run.jobs import completed
 
+    require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
     of_run = job == "evaluate" and directory.is_run(Path(name))
     config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
@@ -70,7 +71,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
         click.echo(note, err=True)
     experiment = Path(name).resolve().name if of_run else Path(name).stem
     path = run_dir or directory.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
-    work(ctx, job, config, directory.create(config, path, sys.argv))
+    work(ctx, job, config, directory.create(config, path, sys.argv, job=ctx.command.name or job))
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
@@ -101,8 +102,7 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
                 click.echo(f"stopped; go on with: {run.resume_command}", err=True)
             raise
         except (RolloverError, OSError) as error:
-            if isinstance(error, ConfigError | DataError | ModelError):
-                run.discard_unless_begun()
+            run.discard_after(error)
             if job == "train" and run.config_file.is_file():
                 error.add_note(f"once that is mended, go on with: {run.resume_command}")
             raise

@@ -9,6 +9,7 @@ import click
 
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.cli.start import dry_run_option, quiet_option, run_dir_option, show_plan, start, work
+from rollover.errors import require
 
 DEFAULT_EXPERIMENT = "quickstart"
 
@@ -54,6 +55,7 @@ def command(
     if config is not None or run_dir is not None:
         other = "--run-dir" if config is None else "CONFIG"
         raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
+    require("torch", purpose=ctx.command_path)
     if dry_run:
         show_plan(ctx, directory.saved_config(resume, overrides))
         return

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from rollover.cli.command import Commands, Count, OutputFile
+from rollover.cli.command import Commands, Count, OutputFile, PageFile
+from rollover.errors import require
 
 
 @click.group("workload", cls=Commands, context_settings={"max_content_width": 100})
@@ -17,7 +18,7 @@ def command() -> None:
 @command.command(context_settings={"max_content_width": 100})
 @click.argument("source", metavar="RUN|FILE")
 @click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
-@click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
+@click.option("--html", "page", type=PageFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
 @click.option(
     "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML), not to the terminal."
 )
@@ -31,6 +32,7 @@ def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> No
     rollover workload fit runs/quickstart-20260101-120000 --html fit.html
     rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
     """
+    require("scipy", purpose="rollover workload fit")
     from rollover.workload.job import fit_workload
 
     fit_workload(source, cap_tokens=cap, page=page, out=out)

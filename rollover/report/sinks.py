@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rollover.errors import ConfigError
+from rollover.errors import require
 from rollover.privacy import redacted
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricRow, Sink
@@ -33,11 +33,12 @@ def open_sinks(
     step and after is superseded.
 
     Raises:
-        ConfigError: the tracker's package is not installed.
+        MissingExtra: the tracker's package is not installed.
     """
     name = config.run_name or run_dir.resolve().name
     sinks: list[Sink] = []
     if config.tensorboard:
+        require("tensorboard", purpose="logging.tensorboard = true")
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
     if config.wandb is not None:
         sinks.append(WandbSink(config.wandb, name, run_dir, redacted(run_config)))
@@ -133,10 +134,5 @@ def tagged(row: MetricRow) -> dict[str, float]:
 
 
 def _tracker(package: str) -> ModuleType:
-    try:
-        return import_module(package)
-    except ImportError as e:
-        raise ConfigError(
-            f"logging.{package} is set but the package {package!r} is not installed;"
-            f" run: pip install 'rollover[{package}]', or leave logging.{package} out"
-        ) from e
+    require(package, purpose=f"logging.{package}")
+    return import_module(package)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import rollover
-from rollover.errors import ResourceError, RunError
+from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
 from rollover.run.config import RunConfig, resolved, restore
 from rollover.settings.schema import on_resume, types_at
@@ -141,6 +141,11 @@ class RunDir:
             _write(self, config, meta)
         return str(meta["identity"])
 
+    def discard_after(self, error: BaseException) -> None:
+        """Discard the directory of a run that ``error`` kept from beginning, if the user must mend something first."""
+        if isinstance(error, ConfigError | DataError | MissingExtra | ModelError | ResourceError):
+            self.discard_unless_begun()
+
     def discard_unless_begun(self) -> None:
         """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the
         directory. Does nothing to a run that is resumed, nor once there is a journal, a model or anything else that
@@ -166,8 +171,8 @@ class RunDir:
         self.close()
 
 
-def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
-    """Make and lock a new run directory and write ``config.json``.
+def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str = "train") -> RunDir:
+    """Make and lock a new run directory and write ``config.json``. Only the runs of the job ``train`` can be resumed.
 
     Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
     """
@@ -177,17 +182,19 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
+    if not is_run(path) and any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
+        raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
     run = RunDir(path)
     run.made, run.is_new = made, True
     try:
-        if run.config_file.is_file():
+        if is_run(path):
             raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
-        if any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
-            raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
         run.require_free(MIN_FREE_BYTES, "a new run")
-        started = {"started": _now(), "command": redacted_command(argv), "seed": config.seed}
+        started = {"job": job, "started": _now(), "command": redacted_command(argv), "seed": config.seed}
         _write(run, resolved(config), {**started, **_environment()})
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ResourceError):
+            run.discard_unless_begun()
         run.close()
         raise
     return run
@@ -207,6 +214,12 @@ def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[st
 
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
     """
+    job = _read(path)[1].get("job", "train")
+    if job != "train":
+        raise RunError(
+            f"{path} is the directory of a rollover {job}, which does it all at once and has nothing to resume;"
+            " give --resume the directory of a rollover train"
+        )
     config = saved_config(path, overrides)
     return config, reopen(config, path, argv)
 

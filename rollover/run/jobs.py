@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rollover.errors import ConfigError, RunError
+from rollover.errors import ConfigError, MissingExtra, RunError, require
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -95,7 +95,7 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """``resume`` is the command that goes on with it."""
-    from rollover.report.html import write_report
+    from rollover.report.html import FILE_NAME, write_report
     from rollover.report.record import read_run
     from rollover.report.summary import summarize, summary_table
     from rollover.run.interrupt import Interrupt
@@ -112,7 +112,11 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
         asyncio.run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
-    write_report(run.path)
+    try:
+        require("plotly", purpose=FILE_NAME)
+        write_report(run.path)
+    except MissingExtra as missing:
+        progress.message(str(missing))
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
 

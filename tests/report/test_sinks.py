@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rollover.errors import ConfigError
+from rollover.errors import MissingExtra
 from rollover.privacy import HIDDEN
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricsWriter
@@ -53,7 +53,7 @@ def test_a_missing_tracker_says_which_extra_to_install(
     monkeypatch.setitem(sys.modules, tracker, None)
     chosen: dict[str, Any] = {tracker: "project"}
     config = LoggingConfig(tensorboard=False, **chosen)
-    with pytest.raises(ConfigError, match=rf"pip install 'rollover\[{tracker}\]'"):
+    with pytest.raises(MissingExtra, match=rf"pip install 'rollover\[{tracker}\]'"):
         open_sinks(config, tmp_path, run_config={})
 
 

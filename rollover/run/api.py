@@ -1,0 +1,43 @@
+"""``rollover.train``: a run from Python, as ``rollover train`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollover.errors import ConfigError, missing_extra, require
+from rollover.run import directory, jobs
+from rollover.run.config import RunConfig, load
+
+
+def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Path:
+    """Train as ``rollover train`` does, and return the run directory.
+
+    Args:
+        config: a TOML file, the name of a packaged experiment, or a config that is made already.
+        overrides: settings as on the command line, laid over a file or an experiment.
+        run_dir: where the run writes; ``runs/CONFIG-DATE-TIME`` when left out.
+
+    Raises:
+        RolloverError: with what you can do about it.
+        Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` goes on with it.
+
+    Example:
+        ``rollover.train("quickstart", ["--steps", "5"], run_dir="out")`` trains five steps and returns ``Path("out")``,
+        with ``out/report.html`` in it.
+    """
+    require("torch", purpose="rollover.train")
+    if isinstance(config, RunConfig) and overrides:
+        raise ConfigError("overrides are for a file or an experiment: change a RunConfig with dataclasses.replace")
+    made = config if isinstance(config, RunConfig) else load(config, overrides)
+    name = "run" if isinstance(config, RunConfig) else Path(config).stem
+    path = directory.default_path(name) if run_dir is None else Path(run_dir)
+    with directory.create(made, path) as run:
+        try:
+            jobs.train(made, run)
+        except ModuleNotFoundError as error:
+            raise missing_extra(error) or error from None
+        except Exception as error:
+            run.discard_after(error)
+            raise
+    return path

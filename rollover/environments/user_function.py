@@ -1,6 +1,8 @@
-"""A user's reward function before it is called: where it is, and what it asks for.
+"""Finds a user's reward function and what it asks for, before it is called.
 
-Importing it runs the user's module, which may raise or exit: that is a ``DataError`` that names the module.
+Importing it runs the user's module, which may raise, exit or hang: that is a ``DataError`` that names the module. The
+run itself imports it only after a process of its own has come back from that (``python -m
+rollover.environments.user_function MODULE``).
 """
 
 from __future__ import annotations
@@ -8,13 +10,59 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
+from rollover.environments.keeper import describe_exit, keep
 from rollover.errors import DataError, nearest
 
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+
+_CAME_BACK = 79
+"""Exit code of the process that imports a module, when the import has ended, be it with an exception."""
+_IMPORT_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 10.0
+
+
+def check_import(path: str) -> None:
+    """Raise ``DataError`` when importing the function's module ends the process or does not end itself."""
+    _check_import(path.partition(":")[0], os.getcwd())
+
+
+@cache
+def _check_import(module_name: str, folder: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollover.environments.user_function", module_name],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,  # never written to: the keeper ends when it is closed
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as keeper:
+        try:
+            code = keeper.wait(_IMPORT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise DataError(
+                f"reward function: importing the module {module_name!r} has not ended after {_IMPORT_TIMEOUT_S:g} s; "
+                "put what it does as a program under: if __name__ == '__main__'"
+            ) from None
+        finally:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                keeper.wait(_END_TIMEOUT_S)
+            keeper.kill()
+    if code != _CAME_BACK:
+        raise DataError(
+            f"reward function: the process that imports the module {module_name!r} {describe_exit(code)}; "
+            "put what it does as a program under: if __name__ == '__main__'"
+        )
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -102,3 +150,15 @@ def _was_found(module_name: str, error: BaseException) -> bool:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
+
+
+def _import_and_come_back() -> None:
+    sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(sys.argv[1])
+    finally:
+        os._exit(_CAME_BACK)  # whoever loads the function tells what it raised
+
+
+if __name__ == "__main__":
+    keep(_import_and_come_back)

@@ -83,7 +83,9 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -
     rows = first_rows(config.open(seed=0), config.limit)
     where = rows.where(0)
     columns = ColumnMap(config.column_settings(), rows[0], where)
-    config.reward.build(config.reward_spec(columns, config.name))
+    spec = config.reward_spec(columns, config.name)
+    config.reward.check(spec)
+    config.reward.build(spec)
     first = None
     if encoder is not None:
         text, token_ids = encoder.encode(columns.content(rows[0], where), where=where)

@@ -11,7 +11,13 @@ from rollover.environments.columns import REPLY, read_messages
 from rollover.environments.returns import single_reward
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
-from rollover.environments.user_function import ALWAYS_GIVEN, accepted_names, load_function, required_names
+from rollover.environments.user_function import (
+    ALWAYS_GIVEN,
+    accepted_names,
+    check_import,
+    load_function,
+    required_names,
+)
 from rollover.errors import DataError
 
 
@@ -54,9 +60,11 @@ class FunctionConfig(RewardSettings):
 
     def needed_columns(self) -> tuple[str, ...]:
         """Name the arguments without a default, besides what every function is given."""
+        check_import(self.function)
         return required_names(self.function, given=self.params)
 
     def check(self, spec: RewardSpec) -> None:
+        check_import(self.function)
         self.build(spec)
 
 

@@ -1,0 +1,52 @@
+"""Modules of users that do not come back from their import."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rollover.environments import user_function
+from rollover.environments.rewards import FunctionConfig
+from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.user_function import check_import
+from rollover.errors import DataError
+
+WRITE_PID = "import os\nopen('pid', 'w').write(str(os.getpid()))\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "message"),
+    [
+        ("leaves", "import os\nos._exit(0)\n", "imports the module 'leaves' died (exit code 0); put what it does"),
+        ("leaves_with_a_code", "import os\nos._exit(5)\n", "'leaves_with_a_code' died (exit code 5); put what"),
+        ("kills_itself", "import os\nos.kill(os.getpid(), 9)\n", "'kills_itself' was killed (SIGKILL); was it out of"),
+        ("hangs", WRITE_PID + "while True: pass\n", "the module 'hangs' has not ended after 1 s; put what it does"),
+    ],
+)
+def test_a_module_that_does_not_come_back_from_its_import_is_told_and_ends_nothing_else(
+    module: str, code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user_function, "_IMPORT_TIMEOUT_S", 1.0 if module == "hangs" else 120.0)
+    Path(f"{module}.py").write_text(code)
+    config = FunctionConfig(function=f"{module}:f")
+    for use in (config.needed_columns, lambda: config.check(RewardSpec(source="s", config=config))):
+        with pytest.raises(DataError) as caught:
+            use()
+        assert message in str(caught.value)
+    if module == "hangs":
+        deadline_s = time.monotonic() + 10.0
+        while Path("/proc", Path("pid").read_text()).exists():
+            assert time.monotonic() < deadline_s, "the module still runs"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("code", ["def f(completions): return [1.0]\n", "1 / 0\n", "raise SystemExit(3)\n"])
+def test_what_an_import_raises_is_left_for_the_import_in_the_run_to_tell(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fine.py").write_text(code)
+    check_import("fine:f")

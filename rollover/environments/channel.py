@@ -1,4 +1,4 @@
-"""The worker's end of the connection over which requests come and replies go.
+"""Connects a reward process with the run: requests come over this end, and replies go.
 
 It belongs to one process: a forked child closes its copy, programs that are started do not inherit it, and a reply is
 sent only over the very socket that was opened here, whatever has been done to its descriptor since.
@@ -27,7 +27,7 @@ class Channel:
         os.register_at_fork(after_in_child=self._abandon)
 
     def receive(self) -> dict[str, Any]:
-        """The next request. Ends the process when there will be none."""
+        """Wait for the next request. Ends the process when there will be none."""
         self._check()
         try:
             line = self._lines.readline()

@@ -13,7 +13,7 @@ REPLY = "answer"
 
 
 def read_column(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path. Raises ``KeyError`` when a part is missing."""
+    """Read the value at a dotted path. Raises ``KeyError`` when a part is missing."""
     if path in row:
         return row[path]
     value: Any = row
@@ -25,19 +25,19 @@ def read_column(row: Mapping[str, Any], path: str) -> Any:
 
 
 def read_reply(row: Mapping[str, Any], path: str | None) -> str | None:
-    """The assistant's turn that ends the messages at ``path``; ``None`` where there is none."""
+    """Read the assistant's turn that ends the messages at ``path``; ``None`` where there is none."""
     content = _messages_at(row, path)
     return split_conversation(content, "the row").reply if content else None
 
 
 def read_messages(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
-    """The messages at ``path`` without a reply; ``None`` where there is text or nothing."""
+    """Read the messages at ``path`` without a reply; ``None`` where there is text or nothing."""
     content = _messages_at(row, path)
     return split_conversation(content, "the row").prompt if content else None
 
 
 def read_reference(row: Mapping[str, Any], *, answer: str, prompt: str | None) -> Any:
-    """The reference answer at the path ``answer``, which may be that of the prompt."""
+    """Read the reference answer at the path ``answer``, which may be that of the prompt."""
     reply = read_reply(row, prompt) if answer == prompt else None
     return read_column(row, answer) if reply is None else reply
 
@@ -50,7 +50,7 @@ def _messages_at(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any
 
 
 def is_there(row: Mapping[str, Any], path: str) -> bool:
-    """Whether the row holds it, be it null."""
+    """Tell whether the row has the key, be its value null."""
     try:
         read_column(row, path)
     except KeyError:
@@ -59,7 +59,7 @@ def is_there(row: Mapping[str, Any], path: str) -> bool:
 
 
 def has_value(row: Mapping[str, Any], path: str) -> bool:
-    """Whether the row holds a value for it."""
+    """Tell whether the row holds a value that is not null."""
     if not is_there(row, path):
         return False
     value = read_column(row, path)

@@ -1,4 +1,4 @@
-"""Rows of messages: which turns are the prompt, and which is the reply that the model should learn to give.
+"""Splits a conversation into the turns that are the prompt and the reply that the model should learn to give.
 
 A conversation that ends with an assistant's turn shows the answer. That turn is never part of a prompt.
 """
@@ -14,6 +14,12 @@ Messages = list[dict[str, Any]]
 
 
 class Conversation(NamedTuple):
+    """Holds the turns to answer, and the assistant's turn that answers them.
+
+    Example: ``[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]`` has the first as its
+    prompt and ``"2"`` as its reply.
+    """
+
     prompt: Messages
     """The turns up to the reply."""
     reply: str | None
@@ -21,7 +27,7 @@ class Conversation(NamedTuple):
 
 
 def is_messages(content: Any) -> bool:
-    """Whether ``content`` is a list of ``{"role", "content"}``, and not an empty one."""
+    """Tell whether ``content`` is a list of ``{"role", "content"}``, and not an empty one."""
     return (
         isinstance(content, list)
         and bool(content)
@@ -30,7 +36,7 @@ def is_messages(content: Any) -> bool:
 
 
 def ends_with_reply(content: Any) -> bool:
-    """Whether ``content`` is a conversation whose last turn is the assistant's."""
+    """Tell whether ``content`` is a conversation whose last turn is the assistant's."""
     return is_messages(content) and content[-1]["role"] == "assistant"
 
 
@@ -51,7 +57,7 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
 
 
 def _text(content: Any) -> str:
-    """Text of a turn, in one piece or in parts; empty when there is something else in it."""
+    """Read the text of a turn, in one piece or in parts; empty when there is something else in it."""
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         parts = [part.get("text") for part in content]
         return "".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else ""

@@ -1,4 +1,4 @@
-"""Two processes for one piece of work: one that does it, and a keeper that outlives it and clears up.
+"""Runs a piece of work in two processes: one that does it, and a keeper that outlives it and clears up.
 
 The work is code of users. It may fork, start programs, put them into sessions of their own, ignore signals, hang or
 die. The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed
@@ -54,7 +54,7 @@ def keep(work: Callable[[], None]) -> NoReturn:
 
 
 def describe_exit(code: int) -> str:
-    """How the work ended, from the exit code of its keeper."""
+    """Say how the work ended, from the exit code of its keeper: ``137`` is ``"was killed (SIGKILL); ..."``."""
     number = code - _SIGNALLED if code > _SIGNALLED else -code
     if number not in signal.valid_signals():
         return f"died (exit code {code})"
@@ -64,7 +64,7 @@ def describe_exit(code: int) -> str:
 
 
 def _do(work: Callable[[], None], keeper: int) -> NoReturn:
-    """The child: a process group of its own, and nothing to read on standard input."""
+    """Be the child: a process group of its own, and nothing to read on standard input."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
@@ -87,7 +87,7 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
 
 
 def _wait(worker: int, woken: int) -> int | None:
-    """Exit code of the work; ``None`` when the keeper shall end first."""
+    """Wait for the exit code of the work; ``None`` when the keeper shall end first."""
     while True:
         ready, _, _ = select.select([0, woken], [], [])
         signals = os.read(woken, 4096) if woken in ready else b""
@@ -128,7 +128,7 @@ def _clear(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    """Our children, those that have ended but are not reaped among them. Only where there is /proc."""
+    """List our children, those that have ended but are not reaped among them. Only where there is /proc."""
     found, parent = [], str(os.getpid())
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Accuracy from rewards: pass@1, pass@k and their standard errors. Pure arithmetic.
+"""Computes accuracy from rewards: pass@1, pass@k and their standard errors. Pure arithmetic.
 
 Samples of one prompt are not independent, so each prompt is one observation: an estimate is the mean over
 prompts and its standard error is the standard deviation over prompts divided by the root of their number.
@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPrompt:
-    """The rewards of the samples drawn for one prompt."""
+    """Holds the rewards of the samples drawn for one prompt.
+
+    Example: ``ScoredPrompt(source="eval/sums", prompt_id="eval/sums/3@0", rewards=(1.0, 0.0, 0.0, 1.0))``: two of four
+    samples are right, so that pass@1 is 0.5 and pass@2 is 1 - C(2, 2) / C(4, 2) = 0.83.
+    """
 
     source: str
     prompt_id: str
@@ -22,6 +26,11 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MeanEstimate:
+    """Holds a mean over prompts and how sure it is.
+
+    Example: the values 0 and 1 of two prompts give ``MeanEstimate(mean=0.5, standard_error=0.5)``.
+    """
+
     mean: float
     standard_error: float | None
     """``None`` with fewer than two prompts."""
@@ -29,7 +38,11 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRow:
-    """One line of the table: one dataset, or all of them together."""
+    """Holds one line of the table: one dataset, or all of them together.
+
+    Example: 200 prompts of ``eval/sums`` with one sample each, 90 of them right: ``reward.mean`` is 0.45, and its
+    standard error 0.035.
+    """
 
     source: str
     num_prompts: int
@@ -40,7 +53,7 @@ class EvalRow:
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` samples solves the prompt:
+    """Estimate without bias the chance that at least one of ``k`` samples solves the prompt:
     1 - C(n - c, k) / C(n, k), from c solved among n >= k (Chen et al. 2021,
     arXiv 2107.03374, section 2.1)."""
     if not 0 <= num_solved <= num_samples:
@@ -51,7 +64,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
-    """Mean and its standard error, one value per prompt."""
+    """Compute the mean and its standard error, one value per prompt."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -63,7 +76,7 @@ def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
 def evaluate(
     prompts: Iterable[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int] = (1,)
 ) -> tuple[EvalRow, ...]:
-    """One row per source in order of appearance and, with several, a last row ``"all"`` over all prompts.
+    """Compute one row per source in order of appearance and, with several, a last row ``"all"`` over all prompts.
 
     ``pass_scores`` gives the reward from which a sample of a source is solved. Raises ``ValueError`` when
     there is no prompt, a prompt without samples, or one with fewer samples than some k.

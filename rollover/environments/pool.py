@@ -1,4 +1,4 @@
-"""A few processes that score, each of which can be killed with all that came of it.
+"""Runs a few processes that score, each of which can be killed with all that came of it.
 
 Consumes jobs, produces replies; a job waits for a free process, then at most its deadline for the reply. A
 process that is late, dies or whose caller is cancelled is killed and replaced when next needed. No more than
@@ -40,12 +40,12 @@ class WorkerPool:
 
     @property
     def num_processes(self) -> int:
-        """Processes alive now."""
+        """Count the processes alive now."""
         return len(self._workers)
 
     async def run(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The worker's reply. Raises ``TimeoutError`` past the deadline, ``RewardError`` when the process dies or
-        cannot start, and ``DataError`` when it says that the rewards cannot be built."""
+        """Run one job and give the worker's reply. Raises ``TimeoutError`` past the deadline, ``RewardError`` when the
+        process dies or cannot start, and ``DataError`` when it says that the rewards cannot be built."""
         async with self._slots:
             self._require_open()
             worker = self._idle.pop() if self._idle else await self._start()
@@ -92,7 +92,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, its keeper and the connection to it."""
+    """Holds one process, its keeper and the connection to it."""
 
     def __init__(
         self, keeper: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -131,7 +131,7 @@ class _Worker:
         return cls(keeper, reader, writer)
 
     async def greet(self, message: dict[str, Any]) -> None:
-        """The first message. Raises ``DataError`` when the worker refuses it."""
+        """Send the first message. Raises ``DataError`` when the worker refuses it."""
         reply = await self._exchange(message)
         if "error" in reply:
             raise DataError(reply["error"])

@@ -1,4 +1,4 @@
-"""reasoning-gym datasets: endless rows, entries that survive JSON, and errors that name the mend.
+"""Opens reasoning-gym datasets: endless rows, entries that survive JSON, and errors that say what to do.
 
 Row r is item ``r % CHUNK`` of the dataset built with ``seed + (r - r % CHUNK)``. The library seeds item i
 of a dataset with ``seed + i``, so for nearly all datasets this is item r of one endless dataset; the few
@@ -28,7 +28,7 @@ MAX_ROWS = 2**30
 
 
 class GymDataset:
-    """One reasoning-gym dataset under one configuration.
+    """Generates and verifies the items of one reasoning-gym dataset under one configuration.
 
     Raises ``DataError`` for an unknown dataset, an unknown parameter or a value the library refuses.
     """
@@ -42,7 +42,7 @@ class GymDataset:
         self._chunk(0)
 
     def entry(self, row: int) -> dict[str, Any]:
-        """The item, with at least ``question``, ``answer`` and ``metadata``."""
+        """Generate the item, with at least ``question``, ``answer`` and ``metadata``."""
         assert 0 <= row < MAX_ROWS
         try:
             return dict(self._chunk(row // CHUNK)[row % CHUNK])
@@ -66,13 +66,13 @@ class GymDataset:
 
 
 def gym_seed(role: str, name: str, seed: int) -> int:
-    """Where the rows of a source start: below 2**31 for training, above for evaluation."""
+    """Choose where the rows of a source start: below 2**31 for training, above for evaluation."""
     digest = hashlib.sha256(f"{role}/{name}/{seed}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 2**30 + (2**31 if role == "eval" else 0)
 
 
 def freeze(value: Any) -> Any:
-    """``value`` as JSON. Tuples, sets and mappings with keys other than strings are tagged: verifiers compare
+    """Write ``value`` as JSON. Tuples, sets and mappings with keys other than strings are tagged: verifiers compare
     them, and JSON knows none of them."""
     if isinstance(value, tuple):
         return {"__tuple__": [freeze(item) for item in value]}
@@ -90,7 +90,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """The inverse of ``freeze``."""
+    """Read back what ``freeze`` wrote."""
     if isinstance(value, list):
         return [thaw(item) for item in value]
     if not isinstance(value, Mapping):

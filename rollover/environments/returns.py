@@ -1,7 +1,8 @@
-"""What a reward function may give back, and why anything else is refused.
+"""Reads the number that a reward function returned, and says why anything else is refused.
 
-It is a list of one number, in the widest sense: lists, tuples, arrays and tensors of integers, floats and booleans,
-of Python, numpy, torch or any library whose arrays have ``tolist``. None of these libraries is imported for it.
+A function returns a list of one number, in the widest sense: lists, tuples, arrays and tensors of integers, floats and
+booleans, of Python, numpy, torch or any library whose arrays have ``tolist``. None of these libraries is imported for
+it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 
 
 class RefusedReward(RewardError):
-    """A reward came and cannot be used. Scoring the response once more would bring the same."""
+    """Is raised for a reward that came and cannot be used. Scoring the response once more would bring the same."""
 
 
 class MisshapenReward(RefusedReward):
-    """What came is no list of one number."""
+    """Is raised when what came is no list of one number."""
 
 
 def single_reward(returned: Any, whose: str) -> float:
-    """The number in what a function returned for one response.
+    """Read the number in what a function returned for one response.
 
     Raises:
         MisshapenReward: it is no list of one number.
@@ -49,7 +50,7 @@ def single_reward(returned: Any, whose: str) -> float:
 
 
 def usable_reward(value: Any, whose: str) -> float:
-    """``value`` as a float. Raises ``RefusedReward`` when it is not finite, or too large to be trained on."""
+    """Convert ``value`` to a float. Raises ``RefusedReward`` when it is not finite, or too large to be trained on."""
     try:
         reward = float(value)
     except OverflowError:  # whole numbers and fractions have no bound
@@ -68,7 +69,7 @@ def _too_large(shown: str, whose: str) -> RefusedReward:
 
 
 def _plain(value: Any, method: str) -> Any:
-    """``value`` in Python's own types, where it is an array, a tensor or a scalar of some library."""
+    """Convert ``value`` to Python's own types, where it is an array, a tensor or a scalar of some library."""
     convert = getattr(value, method, None)
     if not callable(convert):
         return value

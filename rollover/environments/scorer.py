@@ -25,7 +25,11 @@ from rollover.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerStats:
-    """Counters since the scorer was made."""
+    """Counts since the scorer was made.
+
+    Example: 3 responses scored and one that failed after a retry are ``ScorerStats(num_scored=3, num_failed=1,
+    num_retried=1)``.
+    """
 
     num_scored: int = 0
     num_retried: int = 0
@@ -37,7 +41,11 @@ class ScorerStats:
 
 
 class RewardScorer:
-    """The rewards of all sources of a run. Belongs to one event loop; ``close`` it there.
+    """Scores the responses to the prompts of all sources of a run: an environment of one turn. Belongs to one event
+    loop; ``close`` it there.
+
+    Example: with ``ExactConfig()`` for its source, the trajectory ``"<answer>42</answer>"`` to a prompt whose answer is
+    42 scores 1.0, and ``stats.num_scored`` becomes 1.
 
     Raises ``DataError`` at once when a reward function is missing or has a wrong signature.
     """
@@ -62,15 +70,15 @@ class RewardScorer:
 
     @property
     def num_processes(self) -> int:
-        """Reward processes alive now."""
+        """Count the reward processes alive now."""
         return self._pool.num_processes if self._pool is not None else 0
 
     def pass_score(self, source: str) -> float:
-        """The reward from which a response of this source counts as solved."""
+        """Give the reward from which a response of this source counts as solved."""
         return self._specs[source].config.pass_score
 
     async def score(self, trajectory: Trajectory) -> float:
-        """Reward of a finished trajectory.
+        """Score a finished trajectory.
 
         Raises:
             RewardError: it could not be scored, after the last retry; with the reason.
@@ -117,8 +125,8 @@ class RewardScorer:
         )
 
     async def _attempt(self, spec: RewardSpec, sample: RewardSample) -> float:
-        """Raises ``TimeoutError`` past the deadline, ``RewardError`` for whatever the reward raises, and ``DataError``
-        when a process finds that the rewards cannot be built."""
+        """Score once. Raises ``TimeoutError`` past the deadline, ``RewardError`` for whatever the reward raises, and
+        ``DataError`` when a process finds that the rewards cannot be built."""
         if spec.source in self._inline:
             async with asyncio.timeout(spec.config.timeout_s):
                 return (await score_once(self._inline[spec.source], sample)).number()

@@ -103,7 +103,7 @@ def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
 def accepted_names(
     path: str, function: Callable[..., Any], columns: Collection[str], params: Collection[str]
 ) -> set[str] | None:
-    """Names the function takes by keyword; ``None``: any.
+    """List the names that the function takes by keyword; ``None``: any.
 
     Raises:
         DataError: it asks for more than it can get, or does not take one of ``params``.
@@ -143,7 +143,7 @@ def _parameters(path: str, function: Callable[..., Any]) -> list[inspect.Paramet
 
 
 def _was_found(module_name: str, error: BaseException) -> bool:
-    """Whether the module itself is there, and something in it failed."""
+    """Tell whether the module itself is there, and something in it failed."""
     return not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."))
 
 

@@ -1,4 +1,4 @@
-"""The process in which rewards run: ``python -m rollover.environments.worker DESCRIPTOR``, started by the pool.
+"""Runs rewards in a process of its own: ``python -m rollover.environments.worker DESCRIPTOR``, started by the pool.
 
 It speaks JSON lines with its parent over the socket ``DESCRIPTOR``. First line in: the reward specs; first line out:
 ``{"ready": true}``, or ``{"error": reason}`` and it ends. Then per line in one sample with an ``id``, per line out its

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and the tokens that end a response."""
+"""Opens the tokenizer of a Hugging Face folder, and finds the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
+    """Open the folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
     from transformers import AutoTokenizer
 
     # Without its files, transformers makes up an empty tokenizer for some model types.
@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token, and those of the model's configs."""
+    """List the tokens that end a response: the tokenizer's end token, and those of the model's configs."""
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *_listed_stop_ids(folder)]))
 
 

@@ -111,24 +111,24 @@ class ColumnMap:
 
     @property
     def prompt(self) -> str:
-        """Path of the prompt."""
+        """Give the path of the prompt."""
         return self._prompt
 
     @property
     def answer(self) -> str | None:
-        """Path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of the prompt
-        when it is the reply in there."""
+        """Give the path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of
+        the prompt when it is the reply in there."""
         return self._answer
 
     @property
     def replies(self) -> bool:
-        """The messages of the first row end with an assistant's turn."""
+        """Tell whether the messages of the first row end with an assistant's turn."""
         return self._replies
 
     @property
     def travelling(self) -> tuple[str, ...]:
-        """Columns of the first row that travel with its prompt, and the name under which functions get the reply where
-        it is the reference."""
+        """Name the columns of the first row that travel with its prompt, and the name under which functions get the
+        reply where it is the reference."""
         return (*self._travelling, REPLY) if self._replies and self._answer == self._prompt else self._travelling
 
 

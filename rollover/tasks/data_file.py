@@ -1,4 +1,4 @@
-"""A dataset file that must stay as it is while a run reads it, and between a run and its resume.
+"""Watches a dataset file, which must stay as it is while a run reads it, and between a run and its resume.
 
 Its content is known by its size and a hash: of all its bytes up to 64 MiB, beyond that of blocks spread evenly from
 head to tail. A change that keeps the size and lies between those blocks is not seen.
@@ -19,12 +19,14 @@ _NUM_BLOCKS = 256
 
 
 class Content(NamedTuple):
+    """Tells the content of one file from that of another."""
+
     size: int
     sha256: str
 
 
 class DataFile:
-    """The file ``path`` as it is now. Raises ``DataError`` when it cannot be read."""
+    """Remembers the file ``path`` as it is now. Raises ``DataError`` when it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,11 +35,11 @@ class DataFile:
 
     @property
     def written_s(self) -> float:
-        """When it was written, in seconds since 1970."""
+        """Tell when it was written, in seconds since 1970."""
         return self._stamp[-1] / 1e9
 
     def check(self) -> None:
-        """Raises ``DataError`` when the content is no longer that of the beginning. Cheap while nobody touches it."""
+        """Raise ``DataError`` when the content is no longer that of the beginning. Cheap while nobody touches it."""
         stamp = self._read_stamp()
         if stamp == self._stamp:
             return

@@ -30,8 +30,8 @@ class Solutions:
 def examples(
     source: PromptSource, configs: Sequence[SourceConfig], tokenizer: Any, *, bare_answers: float = 0.0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of them
-    only the last line is left, spread evenly over the examples."""
+    """Yield (prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of
+    them only the last line is left, spread evenly over the examples."""
     solutions = Solutions(source, configs)
     for index in count():
         prompt = source.prompt(index)
@@ -43,6 +43,6 @@ def examples(
 
 
 def _spread(index: int) -> float:
-    """Points of [0, 1) that fill it evenly however long the sequence (Weyl, golden ratio), out of step with any
-    mixture."""
+    """Give a point of [0, 1) such that all fill it evenly however long the sequence (Weyl, golden ratio), out of step
+    with any mixture."""
     return index * 0.6180339887498949 % 1.0

@@ -23,7 +23,7 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprint_of_file(path: Path) -> Fingerprint:
-    """Raises ``DataError`` when the file cannot be read."""
+    """Hash the content of a file. Raises ``DataError`` when it cannot be read."""
     file = DataFile(path)
     written = datetime.datetime.fromtimestamp(file.written_s).astimezone()
     return {

@@ -39,21 +39,21 @@ class PromptSource(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """Admissible rows of one epoch; ``None``: without end."""
+        """Count the admissible rows of one epoch; ``None``: without end."""
         ...
 
     @property
     def num_skipped(self) -> int:
-        """Rows left out so far because their prompt is longer than ``max_prompt_tokens``."""
+        """Count the rows left out so far: their prompt is longer than ``max_prompt_tokens``, or held out."""
         ...
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
-        """How the prompts of this source are scored: what ``RewardScorer`` is built from."""
+        """Say how the prompts of this source are scored: what ``RewardScorer`` is built from."""
         ...
 
     def prompt(self, index: int) -> Prompt:
-        """Raises ``DataError`` when the row cannot be read, or has no prompt."""
+        """Draw prompt ``index``. Raises ``DataError`` when its row cannot be read, or has no prompt."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From what a row asks to token ids, once and for all.
+"""Turns what a row asks into token ids, once and for all.
 
 ``Prompt.text`` is exactly the string that was tokenised. A chat template writes its own special tokens, so
 after it the tokenizer adds none; plain text gets those the tokenizer adds by itself (a leading BOS, say).
@@ -16,12 +16,17 @@ from rollover.tasks.config import TasksConfig
 
 
 class Encoded(NamedTuple):
+    """Holds a prompt as it was written out, and its token ids."""
+
     text: str
     token_ids: tuple[int, ...]
 
 
 class PromptEncoder:
-    """Writes prompts out and tokenises them. Raises ``DataError`` when a needed chat template is missing."""
+    """Writes prompts out and tokenises them. Raises ``DataError`` when a needed chat template is missing.
+
+    Example: with a chat template, ``encode("1+1", where="row 0").text`` is ``"<user>1+1\\n<assistant>"``, say.
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: TasksConfig) -> None:
         has_template = bool(tokenizer.chat_template)

@@ -15,11 +15,11 @@ class DatasetRows(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """``None``: without end."""
+        """Count the rows; ``None``: without end."""
         ...
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Raises ``DataError`` when the row cannot be read."""
+        """Read a row. Raises ``DataError`` when it cannot be read."""
         ...
 
     def where(self, row: int) -> str:

@@ -1,4 +1,4 @@
-"""Worked solutions of reasoning-gym items: what a supervised warm-up teaches a model to write.
+"""Writes worked solutions of reasoning-gym items, which a supervised warm-up teaches a model to write.
 
 A solution is lines of the form ``a op b = c``, one operation on two integers each, and a last line
 ``#### answer``, which ``reward.extract = "hashes"`` finds. Every line is true by itself and works on the
@@ -24,7 +24,7 @@ Work = tuple[list[str], int]
 
 
 def worked_solution(dataset_name: str, entry: Mapping[str, Any]) -> str:
-    """The lines that solve one item of a reasoning-gym dataset, joined by line breaks; none at the end.
+    """Solve one item of a reasoning-gym dataset in lines joined by line breaks; none at the end.
 
     ``entry`` is the item as the library made it (``question``, ``answer``, ``metadata``).
 
@@ -71,7 +71,7 @@ def _gcd(metadata: Mapping[str, Any]) -> Work:
 
 
 def _fold(value: int, steps: Sequence[tuple[str, int]]) -> Work:
-    """``value`` with each operation applied in turn, a line for each."""
+    """Apply each operation to ``value`` in turn, a line for each."""
     lines = []
     for op, operand in steps:
         text, value = _line(value, op, operand)
@@ -85,7 +85,7 @@ def _line(a: int, op: str, b: int) -> tuple[str, int]:
 
 
 def _places(number: int) -> list[int]:
-    """What the digits of ``number`` stand for, from the left, without the zeros: 305 is 300 and 5."""
+    """Split ``number`` into what its digits stand for, from the left, without the zeros: 305 is 300 and 5."""
     sign = -1 if number < 0 else 1
     digits = str(abs(number))
     return [sign * int(d) * 10**i for d, i in zip(digits, reversed(range(len(digits))), strict=True) if d != "0"] or [0]

@@ -50,7 +50,7 @@ class RewardSettings(ABC):
 
     @property
     def label(self) -> str:
-        """The name by which messages call this reward."""
+        """Give the name by which messages call this reward."""
         return self.kind
 
     @abstractmethod
@@ -122,5 +122,5 @@ class Reward(Protocol):
     """
 
     async def score(self, sample: RewardSample) -> float:
-        """Raises ``RewardError`` when the response cannot be scored."""
+        """Score one response. Raises ``RewardError`` when it cannot be scored."""
         ...

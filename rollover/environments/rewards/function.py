@@ -89,7 +89,8 @@ class FunctionReward:
             )
 
     async def score(self, sample: RewardSample) -> float:
-        """Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the function raises."""
+        """Call the function. Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the
+        function raises."""
         prompt, completion = self._texts(sample)
         arguments: dict[str, Any] = {}
         if self._spec.answer_column == self._spec.prompt_column is not None:

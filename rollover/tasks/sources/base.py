@@ -47,7 +47,7 @@ class SourceSettings(ABC):
 
     @property
     def needs_download(self) -> bool:
-        """The dataset cannot be opened without the network."""
+        """Tell whether the dataset cannot be opened without the network."""
         return False
 
     @abstractmethod

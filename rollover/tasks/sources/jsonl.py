@@ -86,7 +86,7 @@ class JsonlRows:
 
 
 def _half_a_character(value: Any) -> str:
-    """A surrogate in some text of ``value``; empty where there is none."""
+    """Find a surrogate in some text of ``value``; empty where there is none."""
     if isinstance(value, str):
         return "".join(c for c in value if "\ud800" <= c <= "\udfff")[:1]
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -39,7 +39,7 @@ class ReasoningGymConfig(SourceSettings):
 
     @property
     def gym_dataset(self) -> str:
-        """The name that reasoning-gym has for the dataset."""
+        """Give the name that reasoning-gym has for the dataset."""
         return self.dataset or self.name
 
     def open(self, seed: int) -> DatasetRows:

@@ -1,4 +1,4 @@
-"""The mistakes a user can make, each told in one message.
+"""The failures that a user can mend, each reported in one message.
 
 Tree::
 
@@ -117,15 +117,15 @@ def _extra_of(module: str) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'april'?"`` when some known name is close, else ``"; known: ..."``."""
+    """Return ``"; did you mean 'april'?"`` when some known name is close, else ``"; known: ..."``."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the operating system refused, also where safetensors has kept no more than its words; ``None`` for errors of
-    other kinds."""
+    """Return the operating system's error behind ``error``, also where safetensors has kept its text alone; ``None``
+    for errors of other kinds."""
     if isinstance(error, OSError):
         return error if error.errno is not None else None
     number = re.search(r"\bos error (\d+)\)|\bOs \{ code: (\d+)", str(error))
@@ -133,13 +133,13 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk or quota is used up."""
+    """Return whether a disk or quota is used up."""
     found = system_error(error)
     return found is not None and found.errno in _FULL
 
 
 def refusal(error: OSError) -> str:
-    """One line about what the operating system refused: which file, why, and what can be done."""
+    """Describe in one line what the operating system refused: which file, why, and what can be done."""
     file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     reason = error.strerror or str(error).partition("\n")[0]
     return f"{file}{reason[:1].lower()}{reason[1:]}; {_mend(error)}"

@@ -1,4 +1,4 @@
-"""What the commands are made of: suggestions for misspelt ones, overrides of the config, two kinds of options."""
+"""The building blocks of commands: suggestions for misspelt names, overrides of the config, types of options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import click
 from rollover.errors import nearest, require
 
 OVERRIDES = "rollover.overrides"
-"""Where a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
+"""The key under which a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
 
 
 class _Formatter(click.HelpFormatter):
-    """Help with headings that stand out on a terminal."""
+    """Writes help with headings that stand out on a terminal."""
 
     def write_heading(self, heading: str) -> None:
         self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
@@ -28,7 +28,7 @@ class _Context(click.Context):
 
 
 class Commands(click.Group):
-    """Commands; a misspelt one gets a suggestion."""
+    """A group of commands that suggests a name for a misspelt one."""
 
     context_class = _Context
 
@@ -50,7 +50,7 @@ class ConfiguredCommand(click.Command):
         return super().parse_args(ctx, own)
 
     def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Arguments of the command itself, and overrides of the config."""
+        """Split ``args`` into the command's own arguments and overrides of the config."""
         options = {
             name: isinstance(param, click.Option) and not param.is_flag
             for param in self.get_params(ctx)
@@ -126,7 +126,7 @@ class PageFile(OutputFile):
 
 
 MOST = 10**9
-"""What no count on the command line is above."""
+"""The upper bound of every count on the command line."""
 
 
 class Count(click.IntRange):
@@ -147,7 +147,7 @@ class FiniteFloat(click.FloatRange):
 
 
 def listed(kind: type) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
-    """Reads values between commas."""
+    """Return a callback that reads values between commas."""
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
         try:

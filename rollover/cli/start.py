@@ -1,4 +1,4 @@
-"""What the commands that make a run share: their options, the dry run, the run directory and the errors."""
+"""The parts that the commands that make a run share: their options, the dry run, the run directory and the errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollover.run.directory import RunDir
 
 _QUIET = "rollover.quiet"
-"""Where a context keeps whether only results are wanted: a wish of this call, which the run does not remember."""
+"""The key under which a context keeps whether only results are wanted; the run does not remember it."""
 
 
 def run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's config with its newest checkpoint as the model."""
+    """Return the run's config with its newest checkpoint as the model."""
     from rollover.errors import RunError
     from rollover.run import directory
     from rollover.trainer.checkpoint import latest_checkpoint
@@ -112,7 +112,7 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
 
 
 def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
-    """The plan as comments over the config: what is printed is itself a config file, but for secrets."""
+    """Print the plan as comments above the config: the output is itself a config file, except for secrets."""
     from rollover.run.config import resolved
     from rollover.run.dry_run import dry_run
     from rollover.settings import toml
@@ -124,7 +124,7 @@ def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) 
 
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:
-    """What keeps secrets off the terminal; it has met those of ``config``."""
+    """Return the redactor that keeps secrets off the terminal; it knows those of ``config``."""
     from rollover.run.config import resolved
 
     redactor = ctx.find_object(Redactor)

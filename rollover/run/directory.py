@@ -44,17 +44,22 @@ from rollover.settings.toml import KeyPath
 from rollover.tasks.formats import without_keys_of_other_kinds
 
 _MAX_NAME_CHARACTERS = 50
-"""Of a config's name in the default name of a directory, which file systems bound at 255 bytes."""
+"""The part of a config's name that goes into the default name of a directory: file systems allow 255 bytes."""
 _LEFT_UNBEGUN = ("lock", "config.partial")
-"""What a run leaves that is killed while it makes its directory; the next one can have that."""
+"""The files of a run that was killed while it made its directory; the next run can use that directory."""
 _PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard", "model-untrained")
 
 MIN_FREE_BYTES = 256 * 2**20
-"""Free disk below which no run is started: room for the journal and reports of a small one."""
+"""The free disk below which no run is started: room for the journal and report of a small one."""
 
 
 class RunDir:
-    """A run directory, locked by this process until ``close``. A context manager."""
+    """A run directory, locked by this process until ``close``. It is a context manager.
+
+    Example:
+        ``with create(config, Path("runs/first")) as run:`` makes ``runs/first``, and ``run.journal`` is
+        ``runs/first/journal.sqlite``.
+    """
 
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
@@ -101,7 +106,7 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """What the user types to go on with this run."""
+        """The command that goes on with this run."""
         return f"rollover train --resume {shlex.quote(str(self.path))}"
 
     def require_free(self, num_bytes: int, purpose: str) -> None:
@@ -114,11 +119,11 @@ class RunDir:
             )
 
     def noted(self, fact: str) -> Any:
-        """What ``note`` has added under this name; ``None`` when it has not."""
+        """Return what ``note`` has added under this name; ``None`` when it has not."""
         return _read(self.path)[1].get(fact)
 
     def note(self, **facts: Any) -> None:
-        """Add to "meta" in ``config.json`` what is known only once the run is up (its device, say)."""
+        """Add facts to "meta" in ``config.json`` that are known only once the run has started."""
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
@@ -133,7 +138,7 @@ class RunDir:
             self._unsettled = None
 
     def identity(self) -> str:
-        """A name that no other run has, the same when it is resumed."""
+        """Return a name that no other run has; a resumed run keeps it."""
         config, meta = _read(self.path)
         if "identity" not in meta:
             name = "".join(c if (c.isalnum() and c.isascii()) or c in "-_." else "-" for c in self.path.resolve().name)
@@ -201,7 +206,7 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
 
 
 def _held(path: Path, config: RunConfig) -> str:
-    """How the config of the run in ``path`` compares with ``config``, and whether one can go on with the other."""
+    """Describe how the config of the run in ``path`` differs from ``config``, and offer to resume it if possible."""
     before = restore(_read(path)[0], str(path / "config.json"))
     if not (changed := differences(resolved(before), resolved(config))):
         return f"this config: go on with it by --resume {path}, or "
@@ -240,7 +245,7 @@ def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 
 
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of the run in ``path``, with ``overrides`` laid over it.
+    """Return the config of the run in ``path`` with ``overrides`` applied.
 
     Raises ``RunError`` when there is no run, or when an override changes what may not change.
     """
@@ -252,8 +257,8 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
-    """Raises ``RunError`` when the run in ``path`` cannot go on under ``after``, saying which setting is in the way and
-    why."""
+    """Raise ``RunError`` when the run in ``path`` cannot go on under ``after``, naming the setting that is in the way
+    and why."""
     refused = refusals(before, after)
     for key, reason in refused.items():
         raise RunError(
@@ -262,7 +267,7 @@ def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
 
 
 def refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
-    """Settings that differ and may not, with the reason."""
+    """Return the settings that differ although they must not, each with the reason."""
     found = {}
     for key in _differing(resolved(before), resolved(after)):
         data = resolved(after if types_at(RunConfig, key, resolved(after)) else before)
@@ -272,24 +277,24 @@ def refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
 
 
 def derived_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config of the run in ``path`` as the start of another run: anything may be overridden."""
+    """Return the config of the run in ``path`` as the start of another run: any setting may be overridden."""
     return restore(_read(path)[0], str(path / "config.json"), overrides)
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory."""
+    """Return whether ``path`` is a run directory."""
     return (path / "config.json").is_file()
 
 
 def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
-    """``runs/<experiment>-<date-time>``, numbered when several start within a second."""
+    """Return ``runs/<experiment>-<date-time>``, with a number when several start within a second."""
     stem = f"{experiment[:_MAX_NAME_CHARACTERS]}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, sys.maxsize))
     return next(path for name in names if not (path := Path("runs") / name).exists())
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Dotted keys whose values differ between two resolved configs."""
+    """Return the dotted keys whose values differ between two resolved configs."""
     return [".".join(map(str, key)) for key in _differing(before, after)]
 
 
@@ -308,7 +313,7 @@ def _leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _locked(file: Path) -> int:
-    """Descriptor of ``file``, locked; children do not inherit it."""
+    """Lock ``file`` and return its descriptor, which children do not inherit."""
     make_private(file)
     descriptor = os.open(file, os.O_RDWR)
     try:
@@ -323,7 +328,7 @@ def _locked(file: Path) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config and meta of a run directory."""
+    """Return the config and the meta data of a run directory."""
     file = path / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -357,7 +362,7 @@ def _now() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What a run depends on besides its config."""
+    """Return what a run depends on besides its config: versions, the machine, the commit."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     environment = {
         "rollover": rollover.__version__,
@@ -370,7 +375,7 @@ def _environment() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Commit checked out where the run was started, with ``+changes`` when files differ from it."""
+    """Return the commit checked out in the working directory, with ``+changes`` when files differ from it."""
     try:
         commit, status = (
             subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout

@@ -18,7 +18,7 @@ from rollover.weights.folders import WeightFolders, untied
 
 
 async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[TrainedEngine, WeightFolders | None]:
-    """The engine with the model in ``folder``; and the folders through which it gets its weights, if it does."""
+    """Open the engine with the model in ``folder``; also return the folders through which servers get their weights."""
     folders: WeightFolders | None = None
     engine_config = config.engine
     if isinstance(engine_config, EmbeddedConfig):
@@ -41,13 +41,13 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
 
 
 def publish_timeout_s(config: RunConfig) -> float:
-    """Behind the deadlines of the servers, each of which is taken out at its own."""
+    """Return the deadline of a publication: with servers, the same as theirs, after which each is taken out."""
     return config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
 
 
 def check_engine(config: RunConfig) -> None:
-    """Raises ``ModelError`` and ``ConfigError`` for a device that is not there and a model that the embedded engine
-    would refuse, as far as that is known without its weights: after the warm-up is late."""
+    """Raise ``ModelError`` or ``ConfigError`` for a device that is missing, or a model that the embedded engine would
+    refuse. This needs no weights, and so comes before the warm-up."""
     from rollover.trainer.models import pick_device
 
     if config.trainer.device not in ("auto", "cpu"):
@@ -60,7 +60,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
-    """With room for the longest prompt and response of the run, where the user names no length."""
+    """Return ``engine`` with room for the longest prompt and response of the run, where the user names no length."""
     needed = max(context_needed(config, key) for key in ("rollout", "eval"))
     if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
         return engine

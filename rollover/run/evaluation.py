@@ -37,8 +37,8 @@ class Evaluation:
     """Samples whose scoring failed; they count as reward 0."""
 
     def metrics(self) -> dict[str, float]:
-        """``accuracy`` and ``pass@k`` over everything and, where there are several sources, ``accuracy/<source>``; each
-        with its standard error ``_se``."""
+        """``accuracy`` and ``pass@k`` over everything and, where there are several sources,
+        ``accuracy/<source>``; each with its standard error ``_se``."""
         numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
         for row in self.rows:
             place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"

@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 
 class Interrupt:
-    """Ctrl-C, SIGTERM and SIGHUP. While ``deferred``, once means finish cleanly and twice means now; before and after,
-    there is nothing to finish and once means now (``Stopped``). Belongs to the main thread.
+    """Handles Ctrl-C, SIGTERM and SIGHUP in the main thread. While ``deferred``, the first asks the loop to finish
+    cleanly and the second ends the process at once; otherwise there is nothing to finish, and the first raises
+    ``Stopped``.
 
     Args:
         progress: tells what happens, and is taken down when the process ends at once.
@@ -26,7 +27,7 @@ class Interrupt:
 
     def __init__(self, progress: Progress, *, resume: str) -> None:
         self.number: int | None = None
-        """Of the signal that asked to end."""
+        """The number of the signal that asked the run to end."""
         self._progress = progress
         self._resume = resume
         self._event = asyncio.Event()
@@ -47,7 +48,7 @@ class Interrupt:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within it, the running loop learns of the interrupt by ``requested`` and ``unless``."""
+        """Let the running loop learn of the interrupt through ``requested`` and ``unless`` instead of an exception."""
         self._loop = asyncio.get_running_loop()
         try:
             yield
@@ -55,7 +56,7 @@ class Interrupt:
             self._loop = None
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of ``work``, or ``None`` as soon as an interrupt is asked for."""
+        """Return the result of ``work``, or ``None`` as soon as an interrupt comes."""
         task = asyncio.create_task(work)
         asked = asyncio.create_task(self._event.wait())
         try:
@@ -73,7 +74,7 @@ class Interrupt:
             # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
             # while a training step runs in its thread.
             self._progress.__exit__(None, None, None)
-            print(f"stopped at once; go on with: {self._resume}", file=sys.stderr, flush=True)
+            print(f"stopped immediately; go on with: {self._resume}", file=sys.stderr, flush=True)
             os._exit(128 + number)
         else:
             self.number = number

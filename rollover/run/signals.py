@@ -19,7 +19,7 @@ _ASKING_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """One of the signals has come, and what was under way has ended cleanly or had nothing to finish."""
+    """A signal asked the process to end, and it has ended its work cleanly or had none to finish."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -32,7 +32,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def handled(handler: Callable[[int], None]) -> Iterator[None]:
-    """Within it, ``handler`` is called with the number of the signal. Does nothing outside the main thread."""
+    """Call ``handler`` with the number of each signal that comes inside. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,13 +54,13 @@ def handled(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def stop(number: int) -> None:
-    """The handler of who has nothing to finish."""
+    """Raise ``Stopped``: the handler for work that has nothing to finish."""
     raise Stopped(number)
 
 
 def _leave_terminal() -> None:
-    """Send to nowhere what would be written to a terminal that is gone: writing there is an error, and would end in
-    mid-step what is to end cleanly."""
+    """Redirect output from a terminal that is gone to nowhere: writing to it is an error, which would end in mid-step
+    what is to end cleanly."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

@@ -1,17 +1,17 @@
-"""Which engines sample from the policy that the trainer holds: each is asked by itself, and each batch is looked at.
+"""Finds engines that do not sample from the trainer's policy, by checking each engine and by looking at each batch.
 
-==========  ==================================================  =====================================================
-           when                                                what it finds
-==========  ==================================================  =====================================================
-proof       at the start, after every weight load, and before   another model, number format or version; log-probs
-            a server that was out is taken in again             from before the temperature
-drift       in every batch, over tokens of the weights in       the same, and what happens between two proofs or to
-            force                                               some tokens only: a reload by somebody else, say
-==========  ==================================================  =====================================================
+==============  ==============================================  =====================================================
+               when                                            what it finds
+==============  ==============================================  =====================================================
+log-prob check  at the start, after every weight load, and      another model, number format or version; log-probs
+                before a server that was out is used again      from before the temperature
+drift           in every batch, over tokens of the weights in   the same, and what happens between two checks or to
+                force                                           some tokens only: a reload by somebody else, say
+==============  ==============================================  =====================================================
 
-What it keeps true: an engine gets no call under weights for which it has not proved itself, unless its calls go on
-over the load; once it has failed, no token of it is trained any more. A mistake at the start ends the run, since it is
-easily mended; later the run goes on with the engines that are left.
+What it keeps true: an engine gets no call under weights for which it has not passed the log-prob check, unless its
+calls go on over the load; once it has failed, no token of it is trained any more. A mismatch at the start ends the run,
+since it is easily mended; later the run goes on with the engines that are left.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from rollover.run.config import RunConfig
 from rollover.types import Drift
 
 MIN_TOKENS = 64
-"""Fewer of an engine in a batch say nothing: single tokens are far off in half precision."""
+"""The fewest tokens of an engine in a batch that say anything: in half precision, single tokens are far off."""
 
 
 class Policy(Protocol):
-    """What the trainer has."""
+    """The trainer's policy, as far as engines are compared with it."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Logits ``[num_prompts, vocab]`` of the token after each prompt, by the weights of now."""
+        """Return the logits ``[num_prompts, vocab]`` of the token after each prompt, by the current weights."""
         ...
 
 
 def too_far(drift: Mapping[str, Drift], tolerance: float) -> dict[str, Drift]:
-    """Those of engines, by name, that are beyond ``tolerance`` over enough tokens."""
+    """Return the drift of the engines, by name, that is beyond ``tolerance`` over enough tokens."""
     return {
         name: found
         for name, found in drift.items()
@@ -57,7 +57,7 @@ def too_far(drift: Mapping[str, Drift], tolerance: float) -> dict[str, Drift]:
 
 
 class Trust:
-    """Proofs and verdicts of one run.
+    """Decides for one run which engines are trusted.
 
     Args:
         num_tokens: what the tokenizer knows; models may have more rows, or fewer.
@@ -90,37 +90,37 @@ class Trust:
         self._judges_drift = judges_drift
         self._replayed = replayed
         self._references: dict[int, Reference] = {}
-        """The two newest by version: a server may be proved under the older one while the newer one is loaded."""
-        self.has_begun = False
-        """Whether all have proved themselves once."""
+        """The two newest by version: a server may be checked under the older one while the newer one is loaded."""
+        self.has_checked = False
+        """Whether all engines have passed the check once."""
         if self._pool is not None:
-            self._pool.check_logprobs_with(self._prove)
+            self._pool.check_logprobs_with(self._check)
 
     async def expect(self, version: int) -> None:
-        """Note what the trainer's weights, of this version, say of the proving prompts. They must rest meanwhile."""
-        if self._pool is None and self.has_begun:
+        """Compute the log-probs of the check's prompts by the trainer's weights, which must not change meanwhile."""
+        if self._pool is None and self.has_checked:
             return  # one memory, one process: what fitted once is looked at by its drift
         logits_PV = await asyncio.to_thread(self._policy.next_logits, self._prompts)
         references = [*self._references.items(), (version, self._as_reference(version, logits_PV))]
         self._references = dict(references[-2:])
 
-    async def prove(self, version: int) -> Sequence[str]:
-        """Have each engine prove itself under the weights that it has just been given. Returns the names of those that
-        were taken out for it.
+    async def check(self, version: int) -> Sequence[str]:
+        """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines
+        that were taken out.
 
         Raises:
             EngineMismatch: one fails at the start, or all do later.
         """
         failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
-            failed = await self._pool.check_logprobs(strict=not self.has_begun)
-        elif not self.has_begun:
-            await self._prove(self._engine, version)
-        self.has_begun = True
+            failed = await self._pool.check_logprobs(strict=not self.has_checked)
+        elif not self.has_checked:
+            await self._check(self._engine, version)
+        self.has_checked = True
         return list(failed)
 
     def verdicts(self, step: int, drift: Mapping[str, Drift]) -> dict[str, str]:
-        """Engines, by name, not to be trusted after the batch of ``step``, with the reason."""
+        """Return the engines, by name, that are not to be trusted after the batch of ``step``, each with the reason."""
         if not self._judges_drift or step in self._replayed:
             return {}
         return {
@@ -131,21 +131,21 @@ class Trust:
         }
 
     def part_with(self, name: str, reason: str) -> None:
-        """No call goes to this engine any more. Raises ``EngineMismatch`` when none is left."""
+        """Send no more calls to this engine. Raises ``EngineMismatch`` when none is left."""
         if self._pool is None:
             raise EngineMismatch(f"{self._engine!r} cannot be trusted: {reason}")
         self._pool.distrust(name, reason)
 
-    async def _prove(self, engine: Engine, version: int) -> None:
+    async def _check(self, engine: Engine, version: int) -> None:
         reference = self._references.get(version)
         if reference is None:
-            raise EngineError(f"{engine!r} cannot be proved: nothing to compare weights version {version} with")
+            raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
         await check_logprobs(
             engine,
             reference,
             tolerance=self._tolerance,
             remedy=self._remedy,
-            temperatures=self._later if self.has_begun else TEMPERATURES,
+            temperatures=self._later if self.has_checked else TEMPERATURES,
         )
 
     def _as_reference(self, version: int, logits_PV: NDArray[np.float32]) -> Reference:
@@ -155,7 +155,7 @@ class Trust:
 def open_trust(
     config: RunConfig, engine: TrainedEngine, policy: Policy, *, num_tokens: int, replayed: Collection[int]
 ) -> Trust:
-    """As ``config`` asks for; for the rest see ``Trust``."""
+    """Open the checks that ``config`` describes; for the other arguments see ``Trust``."""
     number_format = engine.capabilities.number_format
     if isinstance(config.engine, ServerConfig):
         remedy = (

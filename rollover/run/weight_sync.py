@@ -55,8 +55,8 @@ class WeightSync:
         async def load() -> None:
             nonlocal failed
             await self._publisher.publish(version, weights)
-            is_first = not self._trust.has_begun
-            failed = await self._trust.prove(version)
+            is_first = not self._trust.has_checked
+            failed = await self._trust.check(version)
             if is_first and self._reloads_after_check:
                 await self._publisher.publish(version, weights)
 

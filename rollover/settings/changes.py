@@ -1,4 +1,4 @@
-"""Which settings may change when a run is resumed. Each says so itself, in its type::
+"""Declares which settings may change when a run is resumed. Each setting says so in its type::
 
     stall_timeout_s: Changeable[float] = 600.0       what is learned does not depend on it
     micro_batch_tokens: Inexact[int] = 8192          nor on this, but for rounding and the order of events
@@ -16,16 +16,20 @@ from typing import Annotated, Any, TypeVar
 T = TypeVar("T")
 
 Refusal = Callable[[Any, Any], str | None]
-"""Of the config before and the one wanted now: why the setting must stay as it was, or ``None``."""
+"""A function of the config before and the config wanted now: why the setting must stay as it was, or ``None``."""
 
 
 @dataclass(frozen=True)
 class OnResume:
-    """What becomes of a setting when a run is resumed; stands in ``Annotated``."""
+    """Says, inside ``Annotated``, whether a setting may change when a run is resumed.
+
+    Example:
+        ``steps: Annotated[int, OnResume(lambda before, after: None, "may change on resume")]``
+    """
 
     refusal: Refusal
     note: str
-    """For the documentation: when it may change."""
+    """When it may change, in words for the documentation."""
 
 
 def _never(before: Any, after: Any) -> str | None:
@@ -37,7 +41,7 @@ def _inexact(before: Any, after: Any) -> str | None:
 
 
 FIXED = OnResume(_never, "")
-"""Also every setting that says nothing."""
+"""The declaration of every setting that says nothing."""
 
 Fixed = Annotated[T, FIXED]
 Changeable = Annotated[T, OnResume(lambda before, after: None, "may change on resume")]
@@ -45,5 +49,5 @@ Inexact = Annotated[T, OnResume(_inexact, "may change on resume, unless `determi
 
 
 def said_by(annotation: Any) -> OnResume | None:
-    """What the type of a key or table says itself."""
+    """Return what the type of a key or table declares itself."""
     return next((part for part in getattr(annotation, "__metadata__", ()) if isinstance(part, OnResume)), None)

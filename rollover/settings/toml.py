@@ -1,4 +1,4 @@
-"""TOML that remembers its lines, and a writer for what the configuration is made of.
+"""Reads TOML together with the line of each key, and writes the values that a configuration is made of.
 
 Reading keeps the line on which each key was written, so that a complaint about a value can name it.
 Writing is the inverse of reading for tables of strings, numbers, booleans, arrays and tables; TOML has no
@@ -19,18 +19,22 @@ from typing import Any
 from rollover.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: keys of tables and indices of arrays."""
+"""The place of a value: keys of tables and indices of arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A parsed file: its values and the line of each key."""
+    """A parsed file: its values and the line of each key.
+
+    Example:
+        ``parse("steps = 4", "run.toml")`` has ``data == {"steps": 4}`` and ``lines == {("steps",): 1}``.
+    """
 
     name: str
-    """How messages call the file."""
+    """The file's name in messages."""
     data: dict[str, Any]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    """Line, from 1, on which each key was first written."""
+    """The line, from 1, on which each key was first written."""
 
 
 def read(file: Path, name: str | None = None) -> Document:
@@ -66,7 +70,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def _key_lines(text: str) -> dict[KeyPath, int]:
-    """The line on which each key of a valid document is first mentioned."""
+    """Return the line on which each key of a valid document is first mentioned."""
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     num_elements: dict[KeyPath, int] = {}
@@ -91,7 +95,7 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def _statements(text: str) -> list[tuple[int, str]]:
-    """Headers and assignments with their first line; a value that spans lines stays in one piece."""
+    """Split a document into headers and assignments, each with its first line; a value that spans lines stays whole."""
     statements = []
     pending, start = "", 1
     for number, line in enumerate(text.split("\n"), start=1):
@@ -117,7 +121,7 @@ def _note(value: object, path: KeyPath, number: int, lines: dict[KeyPath, int]) 
 
 
 def dumps(data: Mapping[str, Any]) -> str:
-    """``data`` as a TOML document: plain keys first, then a section for each table."""
+    """Write ``data`` as a TOML document: plain keys first, then a section for each table."""
     return "\n".join(_table_lines(data, ())).strip() + "\n"
 
 
@@ -144,7 +148,7 @@ def _key(key: str) -> str:
 
 
 def literal(value: object) -> str:
-    """``value`` as TOML writes it in one line."""
+    """Write ``value`` as TOML in one line."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.engine.embedded.core import check
+from rollover.engine.embedded.sizing import check
 from rollover.hf.architecture import Architecture
 from rollover.run.config import load
 from rollover.run.engine import fitted

@@ -1,4 +1,4 @@
-"""Stop strings, matched on the text of the whole response, across resumes.
+"""Matches stop strings on the text of the whole response, across resumes.
 
 Decoding everything after every token would be quadratic, so the end of the response is looked at first, and
 the whole only when that holds a match.
@@ -19,7 +19,7 @@ _TOKENIZER_FILES = (
 
 
 class StopStrings:
-    """``transformers``' tokenizer of a model folder, loaded when the first request needs it."""
+    """Decodes with the tokenizer of a model folder, loaded when the first request needs it."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -32,7 +32,7 @@ class StopStrings:
             raise EngineError(f"stop strings need a tokenizer, and the one in {folder} does not load: {e}") from e
 
     def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string. A character takes up to four byte-level tokens, so
+        """True when the last token completes a stop string. A character takes up to four byte-level tokens, so
         the end that can matter is four tokens long for each character of the longest string."""
         end = 4 * max(map(len, stop_strings)) + 4
         tail = self._text(response_ids[-end:])

@@ -54,7 +54,7 @@ def check_engine(config: RunConfig) -> None:
         pick_device(config.trainer.device)
     if not isinstance(config.engine, EmbeddedConfig):
         return
-    from rollover.engine.embedded.core import check
+    from rollover.engine.embedded.sizing import check
 
     check(_architecture(config), fitted(config.engine, config, _architecture(config)))
 

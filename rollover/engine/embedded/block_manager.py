@@ -6,7 +6,7 @@ ids. A key therefore stands for everything up to the end of its block. The first
 each thing that must not be shared (versions of the weights, say), so nothing of another root is ever found. Parking a
 sample is releasing its blocks, resuming it is finding them again; a system prompt is found by whoever begins with it.
 
-What it keeps true:
+Invariants:
 
 * Every block is in one place: referenced (``ref_count`` block tables hold it), evictable (cached and unreferenced) or
   empty. Block 0 is nobody's: its keys and values stay zero, and unused entries of block tables point at it.
@@ -42,8 +42,13 @@ def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of the cache. ``key`` is ``None`` unless it is cached; then ``token_ids``, fewer than fill the block if
-    it is the last one of what was computed, follow the block with key ``parent``."""
+    """A block of the cache. ``key`` is ``None`` unless the block is cached; then its first tokens are ``token_ids``,
+    and it follows the block with key ``parent``.
+
+    Example:
+        The second block of the prefix ``1 .. 6``, in blocks of 4 tokens and held by nobody: ``Block(index=5,
+        ref_count=0, key=block_key(k, (5, 6)), parent=k, token_ids=(5, 6))``, where ``k`` is the key of the first one.
+    """
 
     index: int
     ref_count: int = 0
@@ -70,7 +75,7 @@ class CachedPrefix:
 
 
 class BlockManager:
-    """Blocks ``1 .. num_blocks - 1``, lowest empty one first so that those in use stay close together."""
+    """Manages blocks ``1 .. num_blocks - 1``, lowest empty one first so that those in use stay close together."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -115,7 +120,7 @@ class BlockManager:
         return CachedPrefix(tuple(blocks), start + num_shared, tail.index if tail else None)
 
     def takes_over(self, prefix: CachedPrefix) -> bool:
-        """Whether whoever takes ``prefix`` may write behind its tail without a copy: nobody holds that block, and
+        """True when whoever takes ``prefix`` may write behind its tail without a copy: nobody holds that block, and
         nothing but what is wanted is in it."""
         if prefix.tail is None:
             return False
@@ -250,5 +255,5 @@ def _token_ids(block: Block) -> tuple[int, ...]:
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that are the same."""
+    """Count the leading tokens that are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -31,24 +31,26 @@ class EmbeddedConfig:
     max_context_tokens: Changeable[int | None] = None
     """Longest prompt plus response; unset, it is what ``tasks.max_prompt_tokens`` and ``max_new_tokens`` come to."""
     kv_cache_bytes: Inexact[int] = 512 * 2**20
-    """Memory for the key-value cache of running, parked and shared tokens. Never exceeded: parked samples are
-    evicted first, then the youngest running one is preempted, and both are computed again later."""
+    """Memory for the key-value cache of running and parked samples and of prompts. Never exceeded: what finished
+    responses left is evicted first, then the least recently used blocks of parked samples and prompts, then the
+    youngest running sample is preempted; what was evicted is computed again when it is needed."""
     draft_rows: Inexact[int] = 0
-    """Rows of a decode iteration that guesses may fill up: with B samples decoding, fewer than this, ``draft_rows - B``
-    guesses at their next tokens are checked along, the likeliest first. Choose the number of rows at which an iteration
-    takes twice as long as with next to none: a guess is made where that pays. What is sampled stays the same; the last,
-    longest samples get ready sooner where answers repeat each other. 0 switches it off."""
+    """Rows of a decode iteration that draft tokens may fill up (speculative decoding): with B samples decoding, fewer
+    than this, ``draft_rows - B`` draft tokens are verified along, the likeliest first. Choose the number of rows at
+    which an iteration takes twice as long as with next to none: tokens are drafted where that pays. What is sampled
+    stays the same; the last, longest samples finish sooner where responses repeat each other. 0 switches it off."""
     block_size_tokens: Inexact[int] = 32
-    """Tokens per cache block. Smaller wastes less at the end of each sample, larger costs less per step."""
+    """Tokens per block of the key-value cache, the unit in which it is shared and evicted. Smaller wastes less at the
+    end of each sample, larger costs less per step."""
     prefill_chunk_tokens: Inexact[int] = 2048
     """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
     the running samples by."""
     cpu_kernels: Inexact[Literal["auto", "compiled", "torch"]] = "auto"
     """How a CPU computes: ``compiled`` by kernels built with the machine's C compiler (some seconds at the start),
     ``torch`` by PyTorch's operations, at a third of the speed; ``auto`` compiles where it can. The compiled ones
-    compute and cache in float32, whatever the type of the weights. Without a meaning on a GPU."""
+    compute and cache in float32, whatever the type of the weights. It has no effect on a GPU."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to cached tokens. ``recompute`` drops them, so that every token is sampled
+    """How a weight update treats cached tokens. ``recompute`` drops them, so that every token is sampled
     from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
     cache."""
     stream_interval_tokens: Inexact[int] = 16

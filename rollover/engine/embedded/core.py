@@ -1,13 +1,13 @@
 """The synchronous engine: requests in, chunks out, one iteration per ``step``.
 
 An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready, or several
-where few are left and what comes next was guessed (``drafts``). A guess is computed as a token that follows; the token
-drawn before it decides whether it does. So guesses change when tokens are drawn, not which.
+where few are left and draft tokens are at hand (``drafts``). A draft token is computed as if it followed; the token
+drawn before it decides whether it is accepted. So drafts change when tokens are drawn, not which.
 All that an iteration or a command produces is returned as ``Output`` records; the core never calls out.
 
-What it keeps true: each chunk has one policy version (a weight load flushes what was sampled before it); a
-finished, aborted or failed call leaves nothing behind but its parked cache; the host waits for the device
-once per iteration.
+Invariants: each chunk has one policy version (a weight load flushes what was sampled before it); a finished, aborted or
+failed call leaves nothing behind but cached blocks that can be evicted; the host waits for the device once per
+iteration.
 
 Numerics: a token and its log-prob depend on its prefix, seed and weights, up to rounding: matrix products
 of another batch size, or a cache computed by prefill instead of decode, may differ in the last bits (1e-6
@@ -22,7 +22,6 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -31,27 +30,32 @@ import numpy as np
 import torch
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.embedded import sizing
 from rollover.engine.embedded.block_manager import BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.drafts import Draft, NgramDrafter
-from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.engine.embedded.kv_cache import Ints
-from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes, TorchModelRunner
-from rollover.engine.embedded.native import NativeModelRunner, compiled
+from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes
 from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, load_weights
 from rollover.engine.stop_strings import StopStrings
-from rollover.errors import ConfigError, EngineError, ModelError
+from rollover.errors import EngineError, ModelError
 from rollover.hf.architecture import Architecture
 from rollover.types import FinishReason
 
 CPU_PREFILL_TOKENS = 20.0
-"""In the time of a decode iteration: 17 with a model of 28 M parameters (``benchmarks/rollout.py``)."""
+"""Tokens prefilled in the time of a decode iteration, 17 with a model of 28 M parameters: ``benchmarks/rollout.py``."""
 
 
 class Output(NamedTuple):
+    """A chunk for the call that asked for it.
+
+    Example:
+        ``Output("s7#0", Chunk(token_ids=(12, 7), logprobs=(-0.1, -2.3), policy_version=3, kv_version=3))``
+    """
+
     request_id: str
     chunk: Chunk
 
@@ -77,16 +81,13 @@ class EngineCore:
         arch = Architecture.from_folder(folder)
         arch = replace(arch, tied_embeddings=are_tied(folder, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
-        self.device, dtype = _device(config.device), _dtype(config)
-        self._max_context = _max_context(config, arch)
-        size, (make_model_runner, cache_dtype) = (
-            config.block_size_tokens,
-            _way(config, arch, dtype, self.device, make_model_runner),
-        )
-        self._block_bytes = _block_bytes(config, arch, cache_dtype)
-        num_blocks = _num_blocks(config, self._max_context, self._block_bytes)
+        self.device, dtype = sizing.device_of(config.device), sizing.dtype_of(config)
+        self._max_context = sizing.max_context_of(config, arch)
+        make, cache_dtype = sizing.choose_model_runner(config, arch, dtype, self.device, make_model_runner)
+        self._block_bytes = sizing.block_bytes(config, arch, cache_dtype)
+        size, num_blocks = config.block_size_tokens, sizing.num_blocks(config, self._max_context, self._block_bytes)
         sizes = RunnerSizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
-        self._model_runner = make_model_runner(arch, sizes, dtype, self.device)
+        self._model_runner = make(arch, sizes, dtype, self.device)
         load_weights(self._model_runner.slots, folder, tied_embeddings=arch.tied_embeddings)
         self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, size),
@@ -118,7 +119,7 @@ class EngineCore:
             keeps_kv_on_abort=True,
             in_flight_update=True,
             seeded=True,
-            number_format=str(_dtype(self._config)).removeprefix("torch."),
+            number_format=str(sizing.dtype_of(self._config)).removeprefix("torch."),
             prefill_tokens_per_iteration=self._prefill_tokens_per_iteration,
         )
 
@@ -129,7 +130,7 @@ class EngineCore:
         return CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
 
     def add(self, request: GenerateRequest) -> list[Output]:
-        """Raises ``EngineError`` for a request that cannot run; it then leaves no trace."""
+        """Open a call. Raises ``EngineError`` for a request that cannot run; it then leaves no trace."""
         self._validate(request)
         if request.params.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(self._folder)
@@ -142,7 +143,7 @@ class EngineCore:
         return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
-        """Final chunks of those that are open; their caches stay parked while there is room."""
+        """End those of these calls that are open and give their final chunks; their cache stays while there is room."""
         return [
             self._finish(self._open[request_id], FinishReason.ABORT)
             for request_id in dict.fromkeys(request_ids)
@@ -153,7 +154,7 @@ class EngineCore:
         return self.abort(list(self._open))
 
     def reset(self) -> list[str]:
-        """After a failed step: forget all calls and caches; the ids of the calls that were open."""
+        """Forget all calls and caches after a failed step, and give the ids of the calls that were open."""
         ids = list(self._open)
         if self._drafter:
             for sequence in self._open.values():
@@ -164,7 +165,7 @@ class EngineCore:
         return ids
 
     def load(self, policy_version: int, source: WeightSource) -> list[Output]:
-        """Take new weights; the chunks that end at this boundary. Raises ``EngineError`` and changes
+        """Take new weights, and give the chunks that end at this boundary. Raises ``EngineError`` and changes
         nothing when the version goes back or the weights do not fit."""
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
@@ -199,7 +200,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One iteration. On an exception nothing is certain any more: call ``reset``."""
+        """Run one iteration. On an exception nothing is certain any more: call ``reset``."""
         start_s = time.perf_counter()
         self._copy(self.scheduler.admit())
         if slices := self.scheduler.next_prefill():
@@ -210,8 +211,8 @@ class EngineCore:
         if sequences := self.scheduler.next_decode():
             if self._model_runner.scans_pool:
                 self._copy(self.scheduler.compact())
-            guesses = self._guesses(sequences)
-            outputs = self._account(sequences, guesses, *self._decode(sequences, guesses))
+            drafts = self._propose_drafts(sequences)
+            outputs = self._account(sequences, drafts, *self._decode(sequences, drafts))
             self._decode_iterations += 1
         self._busy_s += time.perf_counter() - start_s
         return outputs
@@ -258,33 +259,34 @@ class EngineCore:
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._model_runner.prefill(InputBatch(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _guesses(self, sequences: list[Sequence]) -> list[Draft]:
+    def _propose_drafts(self, sequences: list[Sequence]) -> list[Draft]:
         if self._drafter is None or len(sequences) >= self._config.draft_rows:
             return [Draft()] * len(sequences)
         rooms = [min(self.scheduler.room(s), s.max_tokens - s.num_tokens - 1) for s in sequences]
         return self._drafter.propose(sequences, rooms, self._config.draft_rows)
 
-    def _decode(self, sequences: list[Sequence], guesses: list[Draft]) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs: what follows the last token of each sequence, then what follows each guess."""
-        guessed = [
+    def _decode(self, sequences: list[Sequence], drafts: list[Draft]) -> tuple[list[int], list[float]]:
+        """Draw token ids and log-probs: those after the last token of each sequence, then those after each draft
+        token."""
+        drafted = [
             (s, i, token)
-            for s, guess in zip(sequences, guesses, strict=True)
-            if guess.token_ids
-            for i, token in enumerate(guess.token_ids, 1)
+            for s, draft in zip(sequences, drafts, strict=True)
+            if draft.token_ids
+            for i, token in enumerate(draft.token_ids, 1)
         ]
-        rows = [*sequences, *(s for s, _, _ in guessed)]
-        ids = [s.token_ids[-1] for s in sequences] + [token for _, _, token in guessed]
+        rows = [*sequences, *(s for s, _, _ in drafted)]
+        ids = [s.token_ids[-1] for s in sequences] + [token for _, _, token in drafted]
         lengths_R = np.array(
-            [s.num_cached_tokens for s in sequences] + [s.num_cached_tokens + i for s, i, _ in guessed]
+            [s.num_cached_tokens for s in sequences] + [s.num_cached_tokens + i for s, i, _ in drafted]
         )
         positions = [s.num_tokens - s.num_prompt for s in sequences]
-        positions += [s.num_tokens - s.num_prompt + i for s, i, _ in guessed]
+        positions += [s.num_tokens - s.num_prompt + i for s, i, _ in drafted]
         noise_R = uniforms([s.request.seed for s in rows], positions)
         tokens = InputBatch(np.array(ids), self._tables(rows, lengths_R + 1), lengths_R, np.ones_like(lengths_R))
         return self._model_runner.decode(tokens, [s.request.params for s in rows], noise_R)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
-        """``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
+        """Give ``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
         width = self.scheduler.blocks.num_for(int(lengths_B.max()))
         tables_BN = np.zeros((len(sequences), width), dtype=np.int64)
         for row, sequence in zip(tables_BN, sequences, strict=True):
@@ -293,35 +295,33 @@ class EngineCore:
         return tables_BN
 
     def _account(
-        self, sequences: list[Sequence], guesses: list[Draft], tokens: list[int], logprobs: list[float]
+        self, sequences: list[Sequence], drafts: list[Draft], tokens: list[int], logprobs: list[float]
     ) -> list[Output]:
         outputs: list[Output] = []
         drawn = zip(tokens, logprobs, strict=True)
         firsts = list(islice(drawn, len(sequences)))
-        for sequence, guess, first in zip(sequences, guesses, firsts, strict=True):
-            if guess.token_ids:
-                self._take_guessed(sequence, guess, [first, *islice(drawn, len(guess.token_ids))], outputs)
+        for sequence, draft, first in zip(sequences, drafts, firsts, strict=True):
+            if draft.token_ids:
+                self._verify(sequence, draft, [first, *islice(drawn, len(draft.token_ids))], outputs)
             else:
                 self._take(sequence, *first, outputs)
         return outputs
 
-    def _take_guessed(
-        self, sequence: Sequence, guess: Draft, rows: list[tuple[int, float]], outputs: list[Output]
-    ) -> None:
-        """Take what was drawn up to the first token that was not the guess, or ends the call."""
+    def _verify(self, sequence: Sequence, draft: Draft, rows: list[tuple[int, float]], outputs: list[Output]) -> None:
+        """Take what was drawn up to the first token that was not the draft token, or ends the call."""
         assert self._drafter is not None
         num_taken, ended = 0, False
-        for (token, logprob), expected in zip_longest(rows, guess.token_ids):  # the last one follows all guesses
+        for (token, logprob), expected in zip_longest(rows, draft.token_ids):  # the last one follows all draft tokens
             ended = self._take(sequence, token, logprob, outputs)
             num_taken += 1
             if ended or token != expected:
                 break
-        self._drafted_tokens += len(guess.token_ids)
+        self._drafted_tokens += len(draft.token_ids)
         self._accepted_tokens += num_taken - 1
-        self._drafter.acceptance.learn(guess.match, num_taken - 1, wrong=not ended and num_taken < len(rows))
+        self._drafter.acceptance.observe(draft.match, num_taken - 1, rejected=not ended and num_taken < len(rows))
 
     def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> bool:
-        """Whether that ends the call."""
+        """Append a token; true when it ends the call."""
         if not math.isfinite(logprob):
             raise EngineError(
                 f"the model of version {self.policy_version} gave logits that are not finite for request "
@@ -343,67 +343,3 @@ class EngineCore:
         if strings and self._stop_strings and self._stop_strings.complete(sequence.response_ids, strings):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.num_tokens == sequence.max_tokens else None
-
-
-def check(arch: Architecture, config: EmbeddedConfig) -> None:
-    """Raises ``ConfigError`` for what an engine of these would refuse, as far as that is known without weights."""
-    dtype = _dtype(config)
-    if _device(config.device).type == "cpu" and config.cpu_kernels == "compiled":
-        dtype = NativeModelRunner.dtype
-    _num_blocks(config, _max_context(config, arch), _block_bytes(config, arch, dtype))
-
-
-def _block_bytes(config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype) -> int:
-    return 2 * arch.num_layers * arch.num_kv_heads * config.block_size_tokens * arch.head_dim * dtype.itemsize
-
-
-def _num_blocks(config: EmbeddedConfig, max_context: int, block_bytes: int) -> int:
-    """Blocks of the cache; one is never handed out. Raises ``ConfigError`` when the longest sample does not fit."""
-    size, num_blocks = config.block_size_tokens, config.kv_cache_bytes // block_bytes
-    if (needed := -(-max_context // size) + 1) > num_blocks:
-        raise ConfigError(
-            f"engine.kv_cache_bytes = {config.kv_cache_bytes} holds {max(0, num_blocks - 1) * size} tokens, fewer than"
-            f" max_context_tokens = {max_context}, the longest prompt and response; raise it to {needed * block_bytes},"
-            " or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
-        )
-    return num_blocks
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = {name!r}, but PyTorch sees no GPU; use 'cpu' or 'auto'")
-    return torch.device(name)
-
-
-def _dtype(config: EmbeddedConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.float32 if _device(config.device).type == "cpu" else torch.bfloat16
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
-
-
-def _way(
-    config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype, device: torch.device, given: MakeModelRunner | None
-) -> tuple[MakeModelRunner, torch.dtype]:
-    """How to compute, and the type of the cache."""
-    if given is not None or device.type != "cpu":
-        return given or GraphModelRunner, dtype
-    if config.cpu_kernels == "torch":
-        return TorchModelRunner, dtype
-    try:
-        kernels = compiled(arch.head_dim, config.block_size_tokens, arch.num_heads // arch.num_kv_heads)
-    except EngineError:
-        if config.cpu_kernels == "compiled":
-            raise
-        return TorchModelRunner, dtype
-    return partial(NativeModelRunner, kernels), NativeModelRunner.dtype
-
-
-def _max_context(config: EmbeddedConfig, arch: Architecture) -> int:
-    limit = arch.max_position_embeddings
-    if config.max_context_tokens is not None and config.max_context_tokens > limit:
-        raise ConfigError(
-            f"max_context_tokens = {config.max_context_tokens} is more than the model's {limit} positions"
-        )
-    return config.max_context_tokens or limit

@@ -1,5 +1,4 @@
-"""When the core runs: in a thread of its own, or in lockstep with its consumers. Two answers to one
-interface.
+"""Runs the core, in a thread of its own or in lockstep with its consumers: two implementations of ``CoreLoop``.
 
 A *command* is a function of the core that returns outputs. Commands run between iterations, in the order of
 their submission; their outputs are delivered, on the event loop, before their future is done. What an
@@ -26,16 +25,20 @@ Fail = Callable[[list[str], RolloverError], None]
 
 
 class CoreLoop(Protocol):
-    """Used from one event loop at a time."""
+    """Runs commands and iterations of the core. Used from one event loop at a time.
+
+    Example:
+        ``await loop.submit(lambda core: core.add(request))`` opens a call; its chunks then come by ``deliver``.
+    """
 
     paused: bool
 
     def submit(self, command: Command) -> asyncio.Future[None]:
-        """Raises nothing: an exception of the command is the future's."""
+        """Queue a command. Raises nothing: an exception of the command is the future's."""
         ...
 
     def processed(self, num_chunks: int) -> None:
-        """So many delivered chunks have been dealt with by their consumers."""
+        """Take note that consumers are done with so many delivered chunks."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -44,7 +47,7 @@ class CoreLoop(Protocol):
 
 
 class ThreadLoop:
-    """The default. The core runs ahead of its consumers.
+    """Runs the core ahead of its consumers; the default.
 
     Consumes commands; produces calls on the event loop; waits for a command or, unless paused, for an open
     call.
@@ -70,7 +73,7 @@ class ThreadLoop:
         return future
 
     def processed(self, num_chunks: int) -> None:
-        """The thread does not wait for its consumers."""
+        """Do nothing: the thread does not wait for its consumers."""
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -125,7 +128,7 @@ class ThreadLoop:
 
 
 class LockstepLoop:
-    """The core runs on the event loop, one iteration per callback, and waits for its consumers.
+    """Runs the core on the event loop, one iteration per callback, and waits for its consumers.
 
     The law: an iteration starts only when every chunk delivered so far has been processed, that is, when the
     consumer of each has asked its iterator for the next one, or has closed it. A consumer that holds a
@@ -189,7 +192,7 @@ class LockstepLoop:
 
 
 def failure(cause: Exception) -> RolloverError:
-    """What open calls are told when an iteration failed."""
+    """Make the error that open calls get when an iteration failed."""
     out_of_memory = isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(cause)
     error: RolloverError
     if out_of_memory:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollover.engine.embedded.kv_cache import Ints, KVCache
+from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Rotary
@@ -97,8 +97,9 @@ class DecodeAttention:
         used_BHN = np.broadcast_to(used_BN[:, None], rows_BHN.shape)
         counts = np.repeat(last_B + 1, self._num_heads)
         self._value_rows, self._value_starts = kv.to_device(rows_BHN[used_BHN]), kv.to_device(counts.cumsum() - counts)
-        self._heads, self._offsets = rotary.at(kv.to_device(lengths_B)), kv.to_device(offsets_B)
-        self._tails = kv.to_device(tables_BN[np.arange(len(tables_BN)), last_B])
+        self._heads = rotary.at(kv.to_device(lengths_B))
+        tails_B = tables_BN[np.arange(len(tables_BN)), last_B]
+        self._slot_mapping = SlotMapping(kv.to_device(tails_B), kv.to_device(offsets_B))
 
     def _scan(self, block_E: Ints, seq_E: Ints, visible_E: Ints) -> _Pass:
         """The pool up to the last of these blocks, where it lies: its entries are the blocks. Those that nobody
@@ -125,7 +126,7 @@ class DecodeAttention:
         """``[B, H * D]``"""
         kv, num_seqs, num_heads = self._kv, len(qkv_BF), self._num_heads
         q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
-        kv.write(index, self._tails, self._offsets, keys_BKD, values_BKD)
+        kv.write(index, self._slot_mapping, keys_BKD, values_BKD)
         scores_EHS = _joined([p.scores(index, q_BHD) for p in self._passes])
         top_BNH = scores_EHS.amax(-1).index_select(0, self._entries).view(num_seqs, -1, num_heads)
         top_EH1 = top_BNH.amax(1).index_select(0, self._owners).unsqueeze(-1)

@@ -1,13 +1,13 @@
-"""Guesses at the next tokens of a sequence, looked up in what it and its siblings have said. Torch-free.
+"""Draft tokens for speculative decoding, looked up by n-gram in the earlier responses to the same prompt. Torch-free.
 
-Answers to one prompt repeat each other and themselves. Where the last tokens of a sequence stand in an earlier text of
-its prompt, what followed there is the guess (prompt lookup: Saxena, 2023; a store of earlier texts: He et al., REST,
-arXiv 2311.08252). A decode iteration checks guesses in rows of its own, so a wrong one costs a row and changes nothing;
-hence nothing here need be right, and a weight update leaves it as it is.
+Responses to one prompt repeat each other and themselves. Where the last tokens of a sequence stand in an earlier text
+of its prompt, the tokens that followed there are its draft (prompt lookup: Saxena, 2023; a store of earlier texts: He
+et al., REST, arXiv 2311.08252). A decode iteration verifies draft tokens in rows of its own, so a rejected one costs a
+row and changes nothing; hence no draft need be right, and a weight update leaves the texts as they are.
 
-What it keeps true: a row is spent only on a guess that, going by how often such guesses were right of late, earns more
-tokens for its time than the iteration does without it; what is proposed depends on tokens and counts alone, never on a
-clock; memory is bounded.
+Invariants: a row is spent only on a draft token that, by the acceptance rate of late, earns more tokens for its time
+than the iteration does without it; what is proposed depends on tokens and counts alone, never on a clock; memory is
+bounded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 from rollover.engine.embedded.sequence import Sequence
 
 SHORTEST, LONGEST = 2, 4
-"""Tokens of the n-grams that are looked up."""
+"""The n-grams that are looked up have from so many to so many tokens."""
 COMPARED = 16
-"""Tokens before a guess that are compared, to judge it."""
-LEARNT_AT_ONCE = 8
+"""So many tokens before a draft are compared with the end of the sequence, at most."""
+INDEXED_AT_ONCE = 8
 """InputBatch, at least."""
 _TOKEN_BITS = 32
 _MASKS = {n: (1 << n * _TOKEN_BITS) - 1 for n in range(SHORTEST, LONGEST + 1)}
@@ -32,13 +32,18 @@ _PLACE_BITS = 32
 
 
 class Draft(NamedTuple):
+    """Draft tokens for one sequence, and how well the place that they were taken from matches its end.
+
+    Example:
+        A response ends with ``7 8 9``, and an earlier one has ``7 8 9 4 5``: ``Draft(token_ids=(4, 5), match=3)``.
+    """
+
     token_ids: tuple[int, ...] = ()
     match: int = 0
-    """Tokens before it that agree with what it was taken from, as far as they were compared."""
 
 
 class Place(NamedTuple):
-    """Where a guess begins, in which text, and how many tokens before it match."""
+    """The text and the position where a draft begins, and how many tokens before it match."""
 
     text: int
     start: int
@@ -53,7 +58,7 @@ class _Text:
 
 
 class NgramIndex:
-    """Where the n-grams of the texts of one prompt were last seen. An n-gram is an integer, token beside token."""
+    """Finds where the n-grams of the texts of one prompt were last seen. An n-gram is one integer, token by token."""
 
     def __init__(self) -> None:
         self._texts: list[_Text] = []
@@ -65,8 +70,8 @@ class NgramIndex:
         return sum(len(text.token_ids) for text in self._texts)
 
     def follow(self, name: str, token_ids: list[int], num_prompt: int) -> None:
-        """Learn from this list, now and as it grows. A list that goes on where that of the same name ended replaces it.
-        The prompt is learnt from the first list alone."""
+        """Index this list, now and as it grows. A list that goes on where that of the same name ended replaces it. The
+        prompt is indexed from the first list alone."""
         old = self._by_name.get(name)
         if old is not None and old.token_ids[: old.num_indexed + 1] == token_ids[: old.num_indexed + 1]:
             old.token_ids = token_ids
@@ -75,13 +80,13 @@ class NgramIndex:
         self._texts.append(text)
 
     def catch_up(self) -> None:
-        """Learn what has been added to the lists, not one token at a time, which costs thrice."""
+        """Index what has been added to the lists; one token at a time would cost three times as much."""
         for number, text in enumerate(self._texts):
-            if len(text.token_ids) - 1 - text.num_indexed >= LEARNT_AT_ONCE:
-                self._learn(number, text)
+            if len(text.token_ids) - 1 - text.num_indexed >= INDEXED_AT_ONCE:
+                self._index(number, text)
 
     def find(self, token_ids: AbstractSequence[int]) -> Place | None:
-        """Where the longest n-gram at the end of ``token_ids`` was last seen."""
+        """Find where the longest n-gram at the end of ``token_ids`` was last seen."""
         tail = token_ids[-LONGEST:]
         key = _packed(tail)
         for n in range(len(tail), SHORTEST - 1, -1):
@@ -91,7 +96,7 @@ class NgramIndex:
         return None
 
     def _agreement(self, number: int, start: int, token_ids: AbstractSequence[int]) -> int:
-        """Tokens before ``start`` that are those at the end of ``token_ids``, counted up to ``COMPARED``."""
+        """Count the tokens before ``start`` that agree with the end of ``token_ids``, up to ``COMPARED``."""
         text = self._texts[number].token_ids
         most, length = min(start, len(token_ids), COMPARED), LONGEST
         while length < most and text[start - 1 - length] == token_ids[-1 - length]:
@@ -99,8 +104,8 @@ class NgramIndex:
         return length
 
     def continued(self, place: Place, token_ids: AbstractSequence[int], num_tokens: int) -> list[int]:
-        """So many tokens from there; where that text ends, from where the end of ``token_ids`` and of what has been
-        found was seen."""
+        """Read so many tokens from there; where that text ends, look up the end of ``token_ids`` and of what has been
+        read."""
         tail, found = list(token_ids[-LONGEST:]), self._read(place, num_tokens)
         while len(found) < num_tokens and (more := self.find((tail + found)[-LONGEST:])):
             found += self._read(more, num_tokens - len(found))
@@ -109,8 +114,8 @@ class NgramIndex:
     def _read(self, place: Place, num_tokens: int) -> list[int]:
         return self._texts[place.text].token_ids[place.start : place.start + num_tokens]
 
-    def _learn(self, number: int, text: _Text) -> None:
-        """N-grams that something follows: all but those at the very end."""
+    def _index(self, number: int, text: _Text) -> None:
+        """Index the n-grams that something follows: all but those at the very end."""
         start, end = text.num_indexed, len(text.token_ids) - 1
         key = _packed(text.token_ids[max(0, start - LONGEST + 1) : start])
         place = (number << _PLACE_BITS) + start
@@ -124,11 +129,11 @@ class NgramIndex:
 
 
 class NgramDrafter:
-    """The indices of prompts, and how often guesses come true. Prompts with calls open are kept whatever they are.
+    """Proposes draft tokens from an n-gram index of each prompt. The indices of prompts with open calls are kept.
 
     Args:
-        most_tokens: of all texts of the other prompts, parked or over; beyond, those whose calls ended first are
-            forgotten. A token takes some 350 bytes.
+        most_tokens: the number of tokens kept of all prompts without an open call; beyond it, those whose calls ended
+            first are forgotten. A token takes some 350 bytes.
     """
 
     def __init__(self, most_tokens: int = 2**17) -> None:
@@ -136,7 +141,7 @@ class NgramDrafter:
         self._indices: dict[str, NgramIndex] = {}
         self._num_open: Counter[str] = Counter()
         self._idle: OrderedDict[str, int] = OrderedDict()
-        """Tokens of the prompts without an open call, in the order in which the last one ended."""
+        """The number of tokens of each prompt without an open call, in the order in which the last call ended."""
         self.acceptance = AcceptanceModel()
 
     @property
@@ -144,7 +149,7 @@ class NgramDrafter:
         return sum(self._idle.values())
 
     def start(self, sequence: Sequence) -> None:
-        """Learn from it as it grows."""
+        """Index the sequence as it grows."""
         key = sequence.request.prompt_key
         self._num_open[key] += 1
         self._idle.pop(key, None)
@@ -152,7 +157,7 @@ class NgramDrafter:
         index.follow(sequence.request.sample_key, sequence.token_ids, sequence.num_prompt)
 
     def end(self, sequence: Sequence) -> None:
-        """It grows no more; what it has said stays of use."""
+        """The sequence grows no more; its text is kept for others."""
         key = sequence.request.prompt_key
         self._num_open[key] -= 1
         if self._num_open[key]:
@@ -164,93 +169,95 @@ class NgramDrafter:
             del self._indices[forgotten]
 
     def propose(self, sequences: list[Sequence], rooms: list[int], most_rows: int) -> list[Draft]:
-        """A guess for each, none longer than its room: the likeliest tokens first, those of equal chances in turn, as
-        long as they pay and the rows, one of each sequence and one of each token guessed, are no more than
-        ``most_rows``."""
-        if not self.acceptance.ask(len(sequences)):
+        """Propose a draft for each sequence, none longer than its room: the likeliest tokens first, those of equal
+        rates in turn, as long as they pay and the rows, one of each sequence and one of each draft token, are no more
+        than ``most_rows``."""
+        if not self.acceptance.should_draft(len(sequences)):
             return [Draft()] * len(sequences)
         for key in dict.fromkeys(s.request.prompt_key for s in sequences):
             self._indices[key].catch_up()
         places = [self._indices[s.request.prompt_key].find(s.token_ids) for s in sequences]
         matches = [place.match if place and room > 0 else 0 for place, room in zip(places, rooms, strict=True)]
-        lengths = self.acceptance.share_out(matches, rooms, most_rows)
+        lengths = self.acceptance.draft_lengths(matches, rooms, most_rows)
         return [
-            self._guess(sequence, place, length) if place and length else Draft()
+            self._draft(sequence, place, length) if place and length else Draft()
             for sequence, place, length in zip(sequences, places, lengths, strict=True)
         ]
 
-    def _guess(self, sequence: Sequence, place: Place, length: int) -> Draft:
+    def _draft(self, sequence: Sequence, place: Place, length: int) -> Draft:
         index = self._indices[sequence.request.prompt_key]
         return Draft(tuple(index.continued(place, sequence.token_ids, length)), place.match)
 
 
 class AcceptanceModel:
-    """How often a guessed token was right of late, by the length of the match, and how many guesses that is worth.
+    """Estimates the acceptance rate of draft tokens by the length of the match, and how many of them pay.
 
-    An iteration of R rows is taken to cost ``1 + R / D``, where D is the number of rows that guesses may fill up. If it
-    is expected to yield N tokens, a row more, right with chance p, raises the tokens per cost where
-    ``p (D + R) > N``. Looking guesses up costs something too: where they gain hardly any tokens, that is done now and
-    then only.
+    An iteration of R rows is taken to cost ``1 + R / D``, where D is the number of rows that drafts may fill up. If it
+    is expected to yield N tokens, one row more, accepted at rate p, raises the tokens per cost where ``p (D + R) > N``.
+    Looking drafts up costs something too: where they gain hardly any tokens, that is done now and then only.
+
+    Example:
+        With D = 16, eight sequences and so far no draft token, R = N = 8: a draft token pays where p > 8 / 24.
     """
 
     _kinds = (2, 3, 4, 8, COMPARED)
-    """Shortest matches of the kinds that are told apart."""
+    """The shortest match of each kind that has a rate of its own."""
     _first, _step, _forgetting = 0.5, 1 / 32, 1 / 2048
     _least_gain, _rests = 1 / 64, 16
 
     def __init__(self) -> None:
-        self._chances = [self._first] * len(self._kinds)
+        self._rates = [self._first] * len(self._kinds)
         self._gain = 8 * self._least_gain
-        """Tokens right per sequence and look-up, of late."""
-        self._num_asked = self._num_right = 0
+        """Accepted tokens per sequence and look-up, of late."""
+        self._num_drafting = self._num_accepted = 0
 
-    def chance(self, match: int) -> float:
-        return self._chances[self._kind(match)]
+    def rate(self, match: int) -> float:
+        return self._rates[self._kind(match)]
 
-    def ask(self, num_sequences: int) -> bool:
-        """Whether to look for guesses for so many."""
-        if self._num_asked:
-            self._gain += self._step * (self._num_right / self._num_asked - self._gain)
-        self._num_asked = self._num_right = 0
+    def should_draft(self, num_sequences: int) -> bool:
+        """Decide whether to look for drafts for so many sequences."""
+        if self._num_drafting:
+            self._gain += self._step * (self._num_accepted / self._num_drafting - self._gain)
+        self._num_drafting = self._num_accepted = 0
         if self._gain < self._least_gain:
             self._gain += self._least_gain * self._step / self._rests
             return False
-        self._num_asked = num_sequences
+        self._num_drafting = num_sequences
         return True
 
-    def share_out(self, matches: AbstractSequence[int], rooms: AbstractSequence[int], most_rows: int) -> list[int]:
-        """Tokens to guess for each sequence; a match of 0 is none."""
+    def draft_lengths(self, matches: AbstractSequence[int], rooms: AbstractSequence[int], most_rows: int) -> list[int]:
+        """Decide how many tokens to draft for each sequence, given its match; a match of 0 is none."""
         lengths = [0] * len(matches)
         num_rows, expected = len(matches), float(len(matches))
-        likely = [(-self.chance(match), i) for i, match in enumerate(matches) if match]
+        likely = [(-self.rate(match), i) for i, match in enumerate(matches) if match]
         heapify(likely)
         while likely and num_rows < most_rows:
             negative, i = likely[0]
             if -negative * (most_rows + num_rows) <= expected:
                 for kind in {self._kind(matches[i]) for _, i in likely if not lengths[i]}:  # try again some time
-                    self._chances[kind] = min(self._first, self._chances[kind] + self._forgetting)
+                    self._rates[kind] = min(self._first, self._rates[kind] + self._forgetting)
                 break
             lengths[i] += 1
             num_rows, expected = num_rows + 1, expected - negative
             if lengths[i] < rooms[i]:
-                heapreplace(likely, (negative * self.chance(matches[i]), i))
+                heapreplace(likely, (negative * self.rate(matches[i]), i))
             else:
                 heappop(likely)
         return lengths
 
-    def learn(self, match: int, num_right: int, *, wrong: bool) -> None:
-        """So many tokens of a guess were right, and the next one was wrong or was not looked at."""
-        self._num_right += num_right
+    def observe(self, match: int, num_accepted: int, *, rejected: bool) -> None:
+        """Take note that so many tokens of a draft were accepted, and the next one was rejected or not verified."""
+        self._num_accepted += num_accepted
         kind = self._kind(match)
-        for right in [True] * num_right + [False] * wrong:
-            self._chances[kind] += self._step * (right - self._chances[kind])
+        for accepted in [True] * num_accepted + [False] * rejected:
+            self._rates[kind] += self._step * (accepted - self._rates[kind])
 
     def _kind(self, match: int) -> int:
         return bisect_right(self._kinds, match) - 1
 
 
 def _packed(tokens: AbstractSequence[int]) -> int:
-    """Side by side, plus one, so that none is like the nothing before a text."""
+    """Pack tokens side by side into an integer, plus one each, so that none is like the nothing before a text."""
     key = 0
     for token in tokens:
         key = key << _TOKEN_BITS | token + 1

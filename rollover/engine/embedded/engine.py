@@ -19,7 +19,7 @@ from rollover.errors import EngineError, EngineTimeout, ResourceError, RolloverE
 
 
 class _Stream:
-    """What has been delivered for one call, and how much of it its consumer has not dealt with."""
+    """The chunks delivered for one call, and the number of them that its consumer is not done with."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Chunk | RolloverError] = asyncio.Queue()
@@ -34,7 +34,8 @@ class EmbeddedEngine:
 
     Args:
         lockstep: decode on the event loop, in step with the consumers (``core_loop.LockstepLoop``): slower, and the
-            same run twice is the same run.
+            same run twice is the same run. Prompts then share no cache with other prompts, which a resumed run may not
+            have asked for.
     """
 
     def __init__(self, core: EngineCore, config: EmbeddedConfig, *, lockstep: bool = False) -> None:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.kv_cache import KVCache
+from rollover.engine.embedded.kv_cache import KVCache, SlotMapping
 from rollover.engine.embedded.model import Attention, Decoder, Layer, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
@@ -33,7 +33,7 @@ _STEPS = 16
 
 
 class GraphModelRunner:
-    """Implements ``ModelRunner``."""
+    """Implements ``ModelRunner`` for GPUs."""
 
     scans_pool = False
 
@@ -94,13 +94,13 @@ class GraphModelRunner:
 
 
 class GatheredAttention:
-    """Over copies of all blocks of the tables, in PyTorch's operations: where there is no Triton."""
+    """Attends over copies of all blocks of the tables, in PyTorch's operations: for where there is no Triton."""
 
     def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
         self._kv, self._rotary, self._tables_BN = kv, rotary, tables_BN
         self._heads = rotary.at(lengths_B)
-        self._tails = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
-        self._offsets = lengths_B % kv.block_size
+        tails_B = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
+        self._slot_mapping = SlotMapping(tails_B, lengths_B % kv.block_size)
         places = torch.arange(tables_BN.shape[1] * kv.block_size, device=kv.device)
         self._hidden_B1L = (places > lengths_B.unsqueeze(1)).unsqueeze(1)
 
@@ -108,7 +108,7 @@ class GatheredAttention:
         """``[B, H * D]``"""
         kv, num_seqs = self._kv, len(qkv_BF)
         q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
-        kv.write(index, self._tails, self._offsets, keys_BKD, values_BKD)
+        kv.write(index, self._slot_mapping, keys_BKD, values_BKD)
         keys = (
             kv.keys[index][self._tables_BN].permute(0, 2, 3, 1, 4).reshape(num_seqs, kv.num_kv_heads, kv.head_dim, -1)
         )
@@ -120,7 +120,7 @@ class GatheredAttention:
 
 
 class _Inputs:
-    """What a recording reads, on the device, and where the host writes it."""
+    """The inputs of a recording: places on the device that it reads, and on the host where they are set."""
 
     def __init__(self, rows: int, width: int, spare_block: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -166,7 +166,7 @@ class _Recording:
         _Recording._pool = self._graph.pool()
 
     def replay(self) -> tuple[Tensor, Tensor]:
-        """What it returns is overwritten by the next replay."""
+        """Compute, into places that the next replay overwrites."""
         if self._graph is None:
             return self._compute()
         self._graph.replay()

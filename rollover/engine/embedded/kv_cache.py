@@ -1,4 +1,4 @@
-"""The paged key-value cache: tensors only; which sequence holds which block is decided in ``block_manager``.
+"""The tensors of the paged key-value cache; which sequence holds which block is decided in ``block_manager``.
 
 Shapes: K key-value heads, D head dimension, S tokens of a block, T new tokens.
 """
@@ -6,6 +6,7 @@ Shapes: K key-value heads, D head dimension, S tokens of a block, T new tokens.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,18 @@ from torch import Tensor
 from rollover.hf.architecture import Architecture
 
 Ints = NDArray[np.int64]
+
+
+class SlotMapping(NamedTuple):
+    """Where the keys and values of new tokens go: block and offset in it of each.
+
+    Example:
+        With blocks of 4 tokens and block table ``[6, 2]``, tokens 3 and 4 go to ``blocks_T = [6, 2]`` and
+        ``offsets_T = [3, 0]``.
+    """
+
+    blocks_T: Tensor
+    offsets_T: Tensor
 
 
 class KVCache:
@@ -34,12 +47,12 @@ class KVCache:
         self.num_kv_heads, self.block_size, self.head_dim = arch.num_kv_heads, block_size, arch.head_dim
         self.device = device
 
-    def write(self, layer: int, blocks_T: Tensor, offsets_T: Tensor, keys_TKD: Tensor, values_TKD: Tensor) -> None:
-        self.keys[layer][blocks_T, :, :, offsets_T] = keys_TKD
-        self.values[layer][blocks_T, :, offsets_T] = values_TKD
+    def write(self, layer: int, slots: SlotMapping, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        self.keys[layer][slots.blocks_T, :, :, slots.offsets_T] = keys_TKD
+        self.values[layer][slots.blocks_T, :, slots.offsets_T] = values_TKD
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """All at once: every source is read before any destination is written."""
+        """Copy all at once: every source is read before any destination is written."""
         source, destination = torch.tensor(copies, device=self.device).unbind(1)
         for pool in (*self.keys, *self.values):
             pool[destination] = pool[source]
@@ -53,7 +66,7 @@ class KVCache:
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU from numpy, which asks for huge pages: reading them takes fewer translations of addresses."""
+    """Allocate zeros; on a CPU through numpy, whose huge pages take fewer translations of addresses to read."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -20,7 +20,11 @@ from rollover.hf.architecture import Architecture
 
 
 class Slot(NamedTuple):
-    """Where a parameter of a checkpoint goes."""
+    """The place of a parameter of a checkpoint.
+
+    Example:
+        ``Slot((64,), norm.copy_)`` for a norm of 64 weights.
+    """
 
     shape: tuple[int, ...]
     fill: Callable[[Tensor], None]
@@ -41,7 +45,11 @@ class Layer(Generic[M]):
 
 
 class Attention(Protocol):
-    """One iteration's attention: it knows where each token stands and what it attends to."""
+    """Attends for one iteration: it knows where each token stands and what it attends to.
+
+    Example:
+        ``attention(0, layer, qkv_TF)`` gives ``[T, H * D]`` for the first layer.
+    """
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor, /) -> Tensor:
         """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
@@ -49,7 +57,7 @@ class Attention(Protocol):
 
 
 class Weights(Generic[M]):
-    """Undefined until every slot has been filled."""
+    """Holds the weights of a decoder; they are undefined until every slot has been filled."""
 
     def __init__(self, arch: Architecture, device: torch.device, layout: Layout[M]) -> None:
         self.arch, self._device, self._layout = arch, device, layout
@@ -116,7 +124,7 @@ class Weights(Generic[M]):
 
 
 class Decoder:
-    """The forward pass over weights in PyTorch's layout."""
+    """Runs the forward pass over weights in PyTorch's layout."""
 
     def __init__(self, weights: Weights[TorchMatrix], dtype: torch.dtype) -> None:
         self._weights, self._eps, self._dtype = weights, weights.arch.norm_eps, dtype

@@ -28,44 +28,55 @@ from rollover.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """New tokens of B sequences, those of one after those of another."""
+    """New tokens of B sequences, those of one after those of another.
+
+    Example:
+        Two new tokens after five cached ones, and one after eight, in blocks of 4: ``token_ids_T = [11, 12, 13]``,
+        ``tables_BN = [[3, 1, 0], [2, 5, 4]]``, ``starts_B = [5, 8]``, ``counts_B = [2, 1]``.
+    """
 
     token_ids_T: Ints
     tables_BN: Ints
     """Block table of each sequence, padded with the null block."""
     starts_B: Ints
-    """Tokens cached already."""
+    """The number of tokens cached already."""
     counts_B: Ints
-    """New ones."""
+    """The number of new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSizes:
-    """What a ``ModelRunner`` allocates once."""
+    """Sizes of what a ``ModelRunner`` allocates once."""
 
     num_blocks: int
     block_size: int
     max_context: int
-    """Positions."""
+    """The number of positions."""
     max_decoded: int
-    """Rows decoded at the same time."""
+    """The most rows decoded at the same time."""
     max_prefilled: int
-    """Tokens prefilled at the same time."""
+    """The most tokens prefilled at the same time."""
 
 
 class ModelRunner(Protocol):
+    """Runs the model over batches of tokens.
+
+    Example:
+        A prompt of 5 tokens is one ``prefill`` of 4 and one ``decode`` of the last; then each token drawn is decoded.
+    """
+
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """Where the parameters of a checkpoint go."""
+        """Say where the parameters of a checkpoint go."""
         ...
 
     @property
     def scans_pool(self) -> bool:
-        """Whether decoding reads over gaps between the blocks in use."""
+        """True when decoding reads over gaps between the blocks in use."""
         ...
 
     def prefill(self, tokens: InputBatch) -> None:
-        """Write keys and values to the cache."""
+        """Compute tokens whose keys and values alone are wanted, and write these to the cache."""
         ...
 
     def decode(
@@ -77,18 +88,18 @@ class ModelRunner(Protocol):
         ...
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """All at once: every source is read before any destination is written."""
+        """Copy all at once: every source is read before any destination is written."""
         ...
 
     def zero_cache(self) -> None: ...
 
 
 MakeModelRunner = Callable[[Architecture, RunnerSizes, torch.dtype, torch.device], ModelRunner]
-"""The type is that of the weights."""
+"""Makes a model runner of a model's architecture, sizes, the type of its weights and a device."""
 
 
 class TorchModelRunner:
-    """Any device that PyTorch knows."""
+    """Implements ``ModelRunner`` in PyTorch's operations, on any device that PyTorch knows."""
 
     scans_pool = True
 

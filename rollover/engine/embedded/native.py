@@ -2,9 +2,9 @@
 
 PyTorch's operations read and write every intermediate, cost some microseconds each, and leave threads behind that look
 for more work in the way of others. Here the threads go through an iteration together (``kernels.c``), from token ids to
-logits. Arithmetic and cache are in float32, also over bfloat16 weights. Results are ``TorchModelRunner``'s up to
-rounding, and do not depend on who else is in the batch. The library is built in a directory of its own and loaded at
-once: nothing stays on disk, and nothing built elsewhere is ever loaded.
+logits. Arithmetic and cache are in float32, also over bfloat16 weights. Results are those of ``TorchModelRunner`` up to
+rounding, and do not depend on the rest of the batch. The library is built in a directory of its own and loaded at once:
+nothing stays on disk, and nothing built elsewhere is ever loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 _TIMEOUT_S = 600
-"""Of a compilation, which takes seconds on an idle machine."""
+"""The deadline of a compilation, which takes seconds on an idle machine."""
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
@@ -82,7 +82,7 @@ class _Batch(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of the compiled library. The last argument of each is the number of threads: PyTorch's."""
+    """Calls the functions of the compiled library. The last argument of each is the number of threads: PyTorch's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, n = _POINTER, _SIZE
@@ -103,7 +103,7 @@ class Kernels:
 
 
 class Drawing:
-    """What is needed to draw a token from each row of logits, and what was drawn."""
+    """Holds what the kernels need to draw a token from each row of logits, and the tokens drawn."""
 
     def __init__(self, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]) -> None:
         greedy_B = temperatures_B == 0
@@ -120,7 +120,7 @@ class Drawing:
 
 @lru_cache
 def compiled(head_dim: int, block_size: int, group: int) -> Kernels:
-    """For these sizes. Raises ``EngineError`` where there is no compiler or it refuses."""
+    """Compile the kernels for these sizes. Raises ``EngineError`` where there is no compiler or it refuses."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise EngineError(
@@ -180,10 +180,10 @@ class PackedLayout:
 
 
 class NativeModelRunner:
-    """Implements ``ModelRunner``."""
+    """Implements ``ModelRunner`` by compiled kernels."""
 
     dtype = torch.float32
-    """Of the cache."""
+    """The type of the cache."""
     scans_pool = False
 
     def __init__(

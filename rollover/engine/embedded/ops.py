@@ -1,4 +1,4 @@
-"""How weights lie in memory, and the decoder's arithmetic in PyTorch's operations."""
+"""Lays weights out in memory, and does the decoder's arithmetic in PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Layout(Protocol[MC]):
     def matrix(self, in_size: int, out_size: int) -> MC: ...
 
     def gated_matrix(self, in_size: int, out_size: int) -> MC:
-        """Of ``out_size`` gates and, after them, as many numbers to be gated."""
+        """Make a matrix of ``out_size`` gates and, after them, as many numbers to be gated."""
         ...
 
     def tied_matrix(self, embedding_OI: Tensor) -> MC:
-        """The transposed embedding, kept equal to it by ``fill``."""
+        """Make the transposed embedding, kept equal to it by ``fill``."""
         ...
 
 
 class TorchMatrix:
-    """Kept as ``[in, out]``, which multiplies faster than ``[out, in]`` on a CPU."""
+    """Keeps weights as ``[in, out]``, which multiplies faster than ``[out, in]`` on a CPU."""
 
     def __init__(self, weights_IO: Tensor) -> None:
         self._weights_IO = weights_IO

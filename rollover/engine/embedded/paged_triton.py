@@ -20,9 +20,9 @@ from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Rotary
 
 _LEAST_ROWS = 16
-"""Of a matrix that Triton multiplies."""
+"""The least number of rows of a matrix that Triton multiplies."""
 _PROGRAMS = 1024
-"""That keep a GPU's memory busy."""
+"""The number of programs that keep a GPU's memory busy."""
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _combine(sums, peaks, totals, out, D: tl.constexpr, SPLITS: tl.constexpr):  
 
 
 def fits(head_dim: int, block_size: int) -> bool:
-    """Triton's vectors have powers of two."""
+    """True for powers of two, which Triton's vectors need."""
     return all(n >= _LEAST_ROWS and n & (n - 1) == 0 for n in (head_dim, block_size))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollover.engine.embedded.kv_cache import Ints, KVCache
+from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Rotary
@@ -37,7 +37,7 @@ class PrefillAttention:
             starts_B[:, None, None] + np.arange(self._longest)[None, :, None]
         )
         self._heads = rotary.at(kv.to_device(positions_T))
-        self._blocks, self._offsets = kv.to_device(block_T), kv.to_device(positions_T % kv.block_size)
+        self._slot_mapping = SlotMapping(kv.to_device(block_T), kv.to_device(positions_T % kv.block_size))
         self._packed, self._padded = kv.to_device(packed), kv.to_device(padded_T)
         self._tables = kv.to_device(tables_BN.reshape(-1))
         self._visible_B1QL = kv.to_device(visible).unsqueeze(1)
@@ -46,7 +46,7 @@ class PrefillAttention:
         """``[T, H * D]``"""
         kv = self._kv
         q_THD, keys_TKD, values_TKD = self._heads(layer, qkv_TF)
-        kv.write(index, self._blocks, self._offsets, keys_TKD, values_TKD)
+        kv.write(index, self._slot_mapping, keys_TKD, values_TKD)
         num_heads = q_THD.shape[1]
         q_BHQD = q_THD[self._packed].view(self._batch, self._longest, num_heads, -1).transpose(1, 2)
         out_BHQD = F.scaled_dot_product_attention(

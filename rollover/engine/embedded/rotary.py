@@ -1,4 +1,4 @@
-"""From the joint projection of a layer to its rotated queries and keys (Su et al., arXiv 2104.09864)."""
+"""Turns the joint projection of a layer into its rotated queries and keys (Su et al., arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollover.hf.architecture import Architecture
 
 
 class Rotary:
-    """Angles of every position: ``cosines`` and ``sines`` are ``[positions, D / 2]``."""
+    """Holds the angles of every position: ``cosines`` and ``sines`` are ``[positions, D / 2]``."""
 
     def __init__(self, arch: Architecture, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         self.norm_eps = arch.norm_eps
         self.scale = arch.head_dim**-0.5 / math.log(2)
-        """Of products of queries and keys, which makes them exponents of 2."""
+        """The factor that makes products of queries and keys exponents of 2."""
         angles = torch.outer(torch.arange(max_positions).float(), torch.tensor(arch.inv_freq))
         self.cosines, self.sines = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -28,7 +28,7 @@ class Rotary:
 
 
 class Heads:
-    """The rotation of tokens at some positions."""
+    """Rotates tokens at some positions."""
 
     def __init__(self, rotary: Rotary, positions_T: Tensor) -> None:
         self._rotary = rotary

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits, with noise that depends on (seed, response position) alone.
+"""Draws tokens from logits, with noise that depends on (seed, response position) alone.
 
 One uniform number per token, from a counter-based hash, is put through the inverse of the cumulative
 distribution. So what a sample draws does not depend on who else is in the batch, on being parked or on order.
@@ -45,14 +45,14 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
 
 
 def is_cut(params: SamplingParams) -> bool:
-    """Whether it draws from a part of the vocabulary."""
+    """True when it draws from a part of the vocabulary only."""
     return bool(params.temperature and (params.top_k or params.top_p < 1))
 
 
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token ids ``[B]`` (int64) and their log-probs ``[B]`` (float32)."""
+    """Draw token ids ``[B]`` (int64), and give them with their log-probs ``[B]`` (float32)."""
     logits_BV = logits_BV.float()
     temperatures = np.array([p.temperature for p in params], dtype=np.float32)
     cut = [i for i, p in enumerate(params) if is_cut(p)]
@@ -67,7 +67,7 @@ def sample(
 def draw_tokens(
     logits_BV: Tensor, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """From the whole vocabulary; the best token where the temperature is 0."""
+    """Draw from the whole vocabulary; take the best token where the temperature is 0."""
     device, greedy_B = logits_BV.device, temperatures_B == 0
     scales_B = torch.from_numpy(np.float32(1 / np.log(2)) / np.where(greedy_B, np.float32(1), temperatures_B))
     greedy_B1 = torch.from_numpy(greedy_B).to(device).unsqueeze(1) if greedy_B.any() else None
@@ -76,7 +76,7 @@ def draw_tokens(
 
 
 def drawn(logits_BV: Tensor, scales_B1: Tensor, uniforms_B1: Tensor, greedy_B1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs of the distribution ``2^(scale logit)``, without waiting for the device."""
+    """Draw tokens, with their log-probs, from the distribution ``2^(scale logit)``, without waiting for the device."""
     exponents_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     weights_BV = exponents_BV.mul_(scales_B1).exp2_()  # exp is slow where it underflows
     tokens_B1 = _inverse_cdf(weights_BV, uniforms_B1)

@@ -1,10 +1,10 @@
-"""Who runs: a state machine over waiting and running sequences and their cache blocks. Torch-free.
+"""Decides who runs: a state machine over waiting and running sequences and their cache blocks. Torch-free.
 
 States: ``waiting`` (no block held) -> ``running`` (prefilling, then decoding) -> gone, finished or parked. A running
 sequence goes back to waiting when it is preempted or its cache must be computed again. What a sequence leaves behind
 stays cached until its blocks are evicted (``block_manager``), and whoever starts takes what it finds of its prefix.
 
-What it keeps true:
+Invariants:
 
 * Sequences start in order of arrival, except that one waits while a running one prefills the next block of its prefix,
   or the rest of its prompt.
@@ -68,11 +68,11 @@ class SequenceScheduler:
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []
         self.policy_version = 0
-        """Of the weights that compute what is cached from now on."""
+        """The version of the weights that compute what is cached from now on."""
         self._epoch = 0
-        """Weight updates so far, also those that did not change the version."""
+        """The number of weight updates so far, also of those that did not change the version."""
         self._left_chains: dict[str, Chain] = {}
-        """By sample key: the chains of those that left the running ones unfinished, the latest last."""
+        """The chains of samples that were parked or preempted, by sample key, the latest last."""
         self._drifted = False
         self.num_preempted = 0
         self.prefilled_tokens = 0
@@ -83,7 +83,7 @@ class SequenceScheduler:
         insort(self.waiting, sequence, key=lambda s: s.arrival)
 
     def admit(self) -> list[BlockCopy]:
-        """Start waiting sequences while there is room; what must be copied before they prefill or decode."""
+        """Start waiting sequences while there is room, and give what must be copied before they prefill or decode."""
         copies: list[BlockCopy] = []
         if not self.waiting:
             return copies
@@ -102,7 +102,7 @@ class SequenceScheduler:
         return copies
 
     def next_prefill(self) -> list[PrefillSlice]:
-        """Slices to prefill together: padded to the longest they stay within ``prefill_chunk_tokens``."""
+        """Choose slices to prefill together: padded to the longest they stay within ``prefill_chunk_tokens``."""
         slices: list[PrefillSlice] = []
         longest = 0
         for sequence in [s for s in self.running if len(s.token_ids) - 1 > s.num_cached_tokens]:
@@ -127,7 +127,7 @@ class SequenceScheduler:
             self._cache_tail(sequence)
 
     def next_decode(self) -> list[Sequence]:
-        """Running sequences that can decode, each with room for its last token; preempts to make that room."""
+        """Give the running sequences that can decode, each with room for its last token; preempt to make that room."""
         size = self.blocks.block_size
         full = [s for s in self.running if len(s.block_table) * size < len(s.token_ids) == s.num_cached_tokens + 1]
         for sequence in sorted(full, key=lambda s: s.arrival):
@@ -141,12 +141,12 @@ class SequenceScheduler:
         return [s for s in self.running if len(s.token_ids) == s.num_cached_tokens + 1]
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that fit behind its last one into its last block. When it can decode, that block is its own."""
+        """Count the tokens that fit behind its last one into its last block, which is its own when it can decode."""
         return len(sequence.block_table) * self.blocks.block_size - sequence.num_tokens
 
     def compact(self) -> list[BlockCopy]:
         """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted
-        apart, since decoding reads the pool up to the last of them; what must be copied first."""
+        apart, since decoding reads the pool up to the last of them, and give what must be copied first."""
         if not self._drifted or not self.running:
             return []
         self._drifted = False
@@ -179,8 +179,8 @@ class SequenceScheduler:
             self.blocks.release(prompt)
 
     def update(self, policy_version: int, *, recompute: bool) -> None:
-        """The weights changed. Who starts afresh finds nothing that older ones computed; who was open or parked goes on
-        with it, or loses it."""
+        """Take note of new weights. A fresh sample finds nothing that older ones computed; one that was open or parked
+        goes on with it, or loses it."""
         self.policy_version = policy_version
         self._epoch += 1
         if recompute:
@@ -206,7 +206,7 @@ class SequenceScheduler:
         assert all(not s.block_table and not s.num_cached_tokens for s in self.waiting)
 
     def _find(self, sequence: Sequence) -> CachedPrefix:
-        """What is cached of what it must prefill: in the chain that its sample left, or else in a fresh one."""
+        """Find what is cached of what it must prefill: in the chain that its sample left, or else in a fresh one."""
         sample, fresh = sequence.request.sample_key, self._fresh_chain(sequence)
         for chain in (self._left_chains.get(sample, fresh), fresh):
             self._begin_chain(sequence, chain)
@@ -230,7 +230,7 @@ class SequenceScheduler:
         sequence.prompt_key = block_key(sequence.block_keys[num_full], end)
 
     def _keys_to_prefill(self, sequence: Sequence) -> list[Key]:
-        """Of the full blocks that it is about to prefill, and of its whole prompt."""
+        """The keys of the full blocks that it is about to prefill, and of its whole prompt."""
         if not sequence.num_missing:
             return []
         keys = sequence.block_keys[sequence.num_cached_blocks + 1 :]

@@ -1,4 +1,4 @@
-"""One open call as the scheduler sees it: its tokens, how many of them are cached, and what is not yet streamed.
+"""An open call as the scheduler sees it: its tokens, how many of them are cached, and what is not yet streamed.
 
 ``num_cached_tokens`` counts the leading tokens whose keys and values lie in the blocks of ``block_table``. A sequence
 can decode when exactly its last token is missing: decoding computes that one and samples the next. So a fresh prompt is
@@ -20,14 +20,18 @@ from rollover.types import FinishReason
 
 
 class Chain(NamedTuple):
-    """Where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks."""
+    """Where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks.
+
+    Example:
+        ``Chain(root_key(3, None), kv_version=7)``: no version before 7 computed any of it.
+    """
 
     root: Key
     kv_version: int
 
 
 class Sequence:
-    """Mutable, owned by the core."""
+    """Holds the state of one call. Mutable, owned by the core."""
 
     def __init__(self, request: GenerateRequest, arrival: int) -> None:
         params = request.params
@@ -45,7 +49,7 @@ class Sequence:
         self.block_keys: list[Key] = []
         """The root of the chain and the keys of the full blocks, as far as they have been needed."""
         self.prompt_key: Key = b""
-        """Of a block that ends where the prefill of the prompt does, before its last token."""
+        """The key of a block that ends where the prefill of the prompt does, before its last token."""
         self.high_water = len(self.token_ids) - 1 if request.response_ids else 0
         """Tokens that were cached at some time, here or in an earlier generation call."""
         self.num_sampled = 0
@@ -85,12 +89,12 @@ class Sequence:
         return len(self._pending_ids)
 
     def start(self, prefix: CachedPrefix, block_table: list[int]) -> None:
-        """It has these blocks, and the first ones hold ``prefix``."""
+        """Give it these blocks, the first of which hold ``prefix``."""
         self.block_table, self._table = block_table, self._table[:0]
         self.num_cached_tokens, self.num_cached_blocks = prefix.num_tokens, len(prefix.blocks)
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Its last token has been computed and this one sampled from it."""
+        """Append a token that was sampled from its last one, which is computed with that."""
         self.num_cached_tokens += 1
         self.num_sampled += 1
         if self.high_water < self.num_cached_tokens:
@@ -100,14 +104,14 @@ class Sequence:
         self._pending_logprobs.append(logprob)
 
     def rename_blocks(self, new: Mapping[int, int]) -> None:
-        """Blocks have been swapped; those not in ``new`` stayed."""
+        """Rename blocks that have been swapped; those not in ``new`` stayed."""
         self.block_table, self._table = [new.get(block, block) for block in self.block_table], self._table[:0]
 
     def forget_cache(self) -> None:
         self.block_table, self._table, self.num_cached_tokens, self.num_cached_blocks = [], self._table[:0], 0, 0
 
     def flush(self, policy_version: int, reason: FinishReason | None = None) -> Chunk:
-        """What has not been streamed yet, as a chunk."""
+        """Give what has not been streamed yet as a chunk."""
         chunk = Chunk(
             token_ids=tuple(self._pending_ids),
             logprobs=tuple(self._pending_logprobs),

@@ -1,10 +1,10 @@
-"""Filling a decoder from a folder of safetensors or from tensors in memory, all or nothing.
+"""Fills a decoder from a folder of safetensors or from tensors in memory, all or nothing.
 
 Names and shapes are compared before the first byte is copied: a source that does not fit leaves the weights
 as they were.
 
-Whether the input and the output matrix are one is the weights' to say, as in transformers, through which the trainer
-reads them: a config that ties them is not followed where they are two and differ.
+It is for the weights to say whether the input and the output matrix are one, as in transformers, through which the
+trainer reads them: a config that ties them is not followed where they are two and differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def are_tied(source: WeightSource, *, asked: bool) -> bool:
-    """Whether input and output matrix of ``source`` are one, where its config asks for it or not."""
+    """Decide whether input and output matrix of ``source`` are one: only if its config asks for it and they do not
+    differ."""
     if not asked:
         return False
     with open_weights(source) as (shapes, fetch):
@@ -49,7 +50,7 @@ def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embedd
 
 
 def _as_one(given: Shapes, fetch: Fetch) -> Fetch:
-    """Of a source that holds a matrix under the name of the output side: it must be that of the input side, too."""
+    """Take a matrix that the source holds under the name of the output side for the input side, too."""
     if _EMBEDDING in given and not _same(fetch):
         raise ModelError(f"weight {_HEAD!r} differs from {_EMBEDDING!r}, but the model has one matrix for both")
     given[_EMBEDDING] = given.pop(_HEAD)
@@ -57,13 +58,13 @@ def _as_one(given: Shapes, fetch: Fetch) -> Fetch:
 
 
 def _same(fetch: Fetch) -> bool:
-    """Compared as the trainer holds them, in float32."""
+    """Compare the two matrices as the trainer holds them, in float32."""
     return torch.equal(fetch(_EMBEDDING).float(), fetch(_HEAD).float())
 
 
 @contextmanager
 def open_weights(source: WeightSource) -> Iterator[tuple[Shapes, Fetch]]:
-    """Shapes by name, and a function that gives the tensor of a name."""
+    """Give shapes by name, and a function that reads the tensor of a name."""
     if isinstance(source, Mapping):
         yield {name: tuple(tensor.shape) for name, tensor in source.items()}, source.__getitem__
         return

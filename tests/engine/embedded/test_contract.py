@@ -69,11 +69,11 @@ class TestLockstepEngineKeepsTheContract(Embedded):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 
 
-class TestGuessingEngineKeepsTheContract(Embedded):
+class TestDraftingEngineKeepsTheContract(Embedded):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, draft_rows=4)
 
 
-class TestGuessingLockstepEngineKeepsTheContract(TestGuessingEngineKeepsTheContract):
+class TestDraftingLockstepEngineKeepsTheContract(TestDraftingEngineKeepsTheContract):
     lockstep = True
 
 

@@ -1,4 +1,4 @@
-"""Guesses change when tokens are drawn, not which."""
+"""Drafts change when tokens are drawn, not which."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def looping_model(seed: int) -> PreTrainedModel:
     return model
 
 
-def guessing(folder: Path, draft_rows: int = 16, **settings: Any) -> EngineCore:
-    """A core that is watched: guesses keep to their number of rows, to blocks of one holder and within the longest
+def drafting(folder: Path, draft_rows: int = 16, **settings: Any) -> EngineCore:
+    """A core that is watched: draft tokens keep to their number of rows, to blocks of one holder and within the longest
     response that was asked for."""
     core = core_of(folder, draft_rows=draft_rows, **settings)
     decode, scheduler = core._model_runner.decode, core.scheduler
@@ -90,10 +90,10 @@ def siblings(**params: Any) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.5}, {}, {"top_k": 9}], ids=str)
-def test_guesses_do_not_change_what_is_sampled(folder: Path, params: dict[str, Any], kernels: str) -> None:
+def test_drafts_do_not_change_what_is_sampled(folder: Path, params: dict[str, Any], kernels: str) -> None:
     asked = siblings(**params)
-    plain, guesser = core_of(folder), guessing(folder)
-    without, calls = run(plain, *asked), run(guesser, *asked)
+    plain, drafter = core_of(folder), drafting(folder)
+    without, calls = run(plain, *asked), run(drafter, *asked)
     for req in asked:
         name = req.request_id
         assert calls.tokens(name) == without.tokens(name)
@@ -102,7 +102,7 @@ def test_guesses_do_not_change_what_is_sampled(folder: Path, params: dict[str, A
         if "top_k" not in params:
             expected = logprobs(MODEL, req.prompt_ids, calls.tokens(name), params.get("temperature", 1.0) or 1.0)
             assert calls.logprobs(name) == pytest.approx(expected, abs=1e-4)
-    stats = guesser.stats()
+    stats = drafter.stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert stats.decoded_tokens == plain.stats().decoded_tokens
     assert plain.stats().drafted_tokens == 0
@@ -117,7 +117,7 @@ def test_on_fixed_batch_sizes_too(folder: Path) -> None:
 
 
 def test_one_that_repeats_itself_takes_fewer_iterations_than_tokens(looping: Path) -> None:
-    core = guessing(looping, draft_rows=8)
+    core = drafting(looping, draft_rows=8)
     req = request("a", max_new_tokens=200, temperature=0.0)
     assert run(core, req).tokens("a#0") == run(core_of(looping), req).tokens("a#0")
     stats = core.stats()
@@ -127,26 +127,26 @@ def test_one_that_repeats_itself_takes_fewer_iterations_than_tokens(looping: Pat
 
 
 def test_one_that_follows_a_finished_sibling_takes_its_words(folder: Path) -> None:
-    core = guessing(folder, draft_rows=8)
+    core = drafting(folder, draft_rows=8)
     first = run(core, request("a", max_new_tokens=100)).tokens("a#0")
     iterations = core.stats().decode_iterations
     assert run(core, request("b", max_new_tokens=100)).tokens("b#0") == first
     assert core.stats().decode_iterations - iterations < 50 < iterations
 
 
-def test_the_odds_of_guesses_follow_what_becomes_of_them(folder: Path, looping: Path) -> None:
+def test_the_acceptance_rate_follows_what_becomes_of_them(folder: Path, looping: Path) -> None:
     for model, temperature in ((folder, 3.0), (looping, 0.0)):
-        core = guessing(model, draft_rows=8)
+        core = drafting(model, draft_rows=8)
         run(core, *(request(f"s{i}", seed=i, max_new_tokens=150, temperature=temperature) for i in range(2)))
         assert core._drafter is not None
         if model == folder:
-            assert core._drafter.acceptance.chance(2) < 0.45
+            assert core._drafter.acceptance.rate(2) < 0.45
         else:
-            assert core._drafter.acceptance.chance(16) > 0.9
+            assert core._drafter.acceptance.rate(16) > 0.9
 
 
-def test_with_as_many_sequences_as_rows_nobody_guesses(looping: Path) -> None:
-    core = guessing(looping, draft_rows=4)
+def test_with_as_many_sequences_as_rows_nothing_is_drafted(looping: Path) -> None:
+    core = drafting(looping, draft_rows=4)
     run(core, *(request(f"s{i}", max_new_tokens=50, temperature=0.0) for i in range(4)))
     assert core.stats().drafted_tokens == 0
     run(core, *(request(f"t{i}", max_new_tokens=50, temperature=0.0) for i in range(3)))
@@ -154,7 +154,7 @@ def test_with_as_many_sequences_as_rows_nobody_guesses(looping: Path) -> None:
 
 
 def test_a_limit_is_met_exactly(looping: Path) -> None:
-    core = guessing(looping, draft_rows=16)
+    core = drafting(looping, draft_rows=16)
     first = run(core, request("a", max_new_tokens=60, temperature=0.0)).tokens("a#0")
     for limit in range(1, 40):
         calls = run(core, request(f"b{limit}", max_new_tokens=limit, temperature=0.0))
@@ -162,8 +162,8 @@ def test_a_limit_is_met_exactly(looping: Path) -> None:
         assert calls.chunks[f"b{limit}#0"][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_token_among_right_guesses_ends_the_call_there(folder: Path) -> None:
-    core = guessing(folder)
+def test_a_stop_token_among_accepted_draft_tokens_ends_the_call_there(folder: Path) -> None:
+    core = drafting(folder)
     first = run(core, request("a", max_new_tokens=60)).tokens("a#0")
     for at, stop in enumerate(first[1:30], 1):
         before = core.stats()
@@ -172,14 +172,14 @@ def test_a_stop_token_among_right_guesses_ends_the_call_there(folder: Path) -> N
         assert response == first[: first.index(stop) + 1]
         assert calls.chunks[f"b{at}#0"][-1].finish_reason is FinishReason.STOP
         after = core.stats()
-        num_right = after.accepted_tokens - before.accepted_tokens
+        num_accepted = after.accepted_tokens - before.accepted_tokens
         assert after.decoded_tokens - before.decoded_tokens == len(response)
-        assert after.decode_iterations - before.decode_iterations == len(response) - num_right
-        assert num_right > 0 or len(response) < 6
+        assert after.decode_iterations - before.decode_iterations == len(response) - num_accepted
+        assert num_accepted > 0 or len(response) < 6
 
 
-def test_a_stop_string_among_right_guesses_ends_the_call_there(looping: Path) -> None:
-    core = guessing(looping)
+def test_a_stop_string_among_accepted_draft_tokens_ends_the_call_there(looping: Path) -> None:
+    core = drafting(looping)
     first = run(core, request("a", max_new_tokens=100, temperature=0.0)).tokens("a#0")
     text = "".join(LETTERS[t] for t in first)
     stop = text[20:23]
@@ -190,7 +190,7 @@ def test_a_stop_string_among_right_guesses_ends_the_call_there(looping: Path) ->
 
 
 def test_chunks_are_of_the_interval_also_where_an_iteration_gives_more(looping: Path) -> None:
-    core = guessing(looping, draft_rows=32, stream_interval_tokens=3)
+    core = drafting(looping, draft_rows=32, stream_interval_tokens=3)
     calls = run(core, request("a", max_new_tokens=50, temperature=0.0))
     assert [len(c.token_ids) for c in calls.chunks["a#0"]] == [3] * 16 + [2]
     assert core.stats().decode_iterations < 25
@@ -199,7 +199,7 @@ def test_chunks_are_of_the_interval_also_where_an_iteration_gives_more(looping: 
 @pytest.mark.parametrize("keep", [True, False])
 def test_parked_and_resumed_at_every_cut_equals_uninterrupted(looping: Path, folder: Path, keep: bool) -> None:
     for model in (looping, folder):
-        core = guessing(model)
+        core = drafting(model)
         params: dict[str, Any] = {"prompt_ids": PROMPTS[0], "max_new_tokens": 40, "temperature": 0.5}
         whole = run(core, request("whole", **params)).tokens("whole#0")
         lengths = set()
@@ -229,7 +229,7 @@ def test_parked_and_resumed_at_every_cut_equals_uninterrupted(looping: Path, fol
 def test_a_budget_too_small_for_all_preempts_and_nobody_notices(folder: Path) -> None:
     asked = [request(f"s{i}", seed=i // 2, prompt_ids=PROMPTS[0], max_new_tokens=60) for i in range(6)]
     small: dict[str, Any] = {"block_size_tokens": BLOCK, "max_context_tokens": 66}
-    poor = guessing(folder, kv_cache_bytes=12 * 2 * 2 * 2 * BLOCK * 16 * 4, **small)
+    poor = drafting(folder, kv_cache_bytes=12 * 2 * 2 * 2 * BLOCK * 16 * 4, **small)
     expected, calls = run(core_of(folder, **small), *asked), run(poor, *asked)
     assert poor.scheduler.num_preempted > 0 and poor.stats().accepted_tokens > 0
     assert all(calls.tokens(req.request_id) == expected.tokens(req.request_id) for req in asked)
@@ -241,7 +241,7 @@ def test_across_a_weight_update_each_token_is_scored_by_the_version_on_its_label
 ) -> None:
     """Under ``keep`` too: this model does not look back."""
     models = {0: looping_model(0), 1: looping_model(1)}
-    core = guessing(looping, kv_on_update=kv_on_update, stream_interval_tokens=7)
+    core = drafting(looping, kv_on_update=kv_on_update, stream_interval_tokens=7)
     calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPTS[0], max_new_tokens=120) for i in range(3)])
     calls.step(24)
     accepted = core.stats().accepted_tokens
@@ -255,8 +255,8 @@ def test_across_a_weight_update_each_token_is_scored_by_the_version_on_its_label
         assert calls.logprobs(name) == pytest.approx([scores[v][i] for i, v in enumerate(versions)], abs=1e-4)
 
 
-def test_weights_that_are_not_finite_fail_the_step_also_in_a_guess(looping: Path) -> None:
-    core = guessing(looping)
+def test_weights_that_are_not_finite_fail_the_step_also_in_a_draft_token(looping: Path) -> None:
+    core = drafting(looping)
     calls = Calls(core, [request("a", max_new_tokens=60, temperature=0.0)])
     calls.step(12)
     core.load(1, {k: v * float("nan") for k, v in looping_model(0).state_dict().items()})

@@ -1,4 +1,4 @@
-"""Guesses are what a search through all texts finds, and are made and shared out as they pay. No torch."""
+"""Drafts are what a search through all texts finds, and are made and shared out as they pay. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.embedded.drafts import (
     COMPARED,
-    LEARNT_AT_ONCE,
+    INDEXED_AT_ONCE,
     LONGEST,
     SHORTEST,
     AcceptanceModel,
@@ -46,13 +46,13 @@ class Searched:
 
     def catch_up(self) -> None:
         for number, text in enumerate(self.texts):
-            if len(text) - 1 - self.num_learnt[number] < LEARNT_AT_ONCE:
+            if len(text) - 1 - self.num_learnt[number] < INDEXED_AT_ONCE:
                 continue
             while self.num_learnt[number] < len(text) - 1:
                 self.num_learnt[number] += 1
                 self.places.append((number, self.num_learnt[number]))
 
-    def guess(self, token_ids: list[int], most: int) -> Draft:
+    def draft(self, token_ids: list[int], most: int) -> Draft:
         found: list[int] = []
         match = 0
         while len(found) < most:
@@ -69,7 +69,7 @@ class Searched:
         return Draft(tuple(found), match)
 
 
-def guess(index: NgramIndex, token_ids: list[int], most: int) -> Draft:
+def draft(index: NgramIndex, token_ids: list[int], most: int) -> Draft:
     if (place := index.find(token_ids)) is None:
         return Draft()
     return Draft(tuple(index.continued(place, token_ids, most)), place.match)
@@ -80,7 +80,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("follow"), st.integers(0, 3), TOKENS),
     st.tuples(st.just("say"), st.integers(0, 3), TOKENS),
     st.tuples(st.just("resume"), st.integers(0, 3), st.integers(0, 8)),
-    st.tuples(st.just("guess"), st.integers(0, 3), st.integers(1, 7)),
+    st.tuples(st.just("draft"), st.integers(0, 3), st.integers(1, 7)),
 )
 
 
@@ -96,10 +96,10 @@ def test_the_index_finds_what_a_search_finds(prompt: list[int], operations: list
             said[who] = said[who][: len(prompt) + what]
         elif kind == "say" and who in said:
             said[who] += what
-        elif kind == "guess" and who in said:
+        elif kind == "draft" and who in said:
             index.catch_up()
             searched.catch_up()
-            found, expected = guess(index, said[who], what), searched.guess(said[who], what)
+            found, expected = draft(index, said[who], what), searched.draft(said[who], what)
             assert found.token_ids == expected.token_ids
             assert found.match == expected.match or LONGEST == expected.match < found.match
         if kind in ("follow", "resume") and who in said:
@@ -112,14 +112,14 @@ def test_the_longest_match_wins_then_the_latest_and_a_circle_goes_on() -> None:
     text = [1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 9, 9, 3, 4, 70, 8]
     index.follow("a", text, 1)
     index.catch_up()
-    assert guess(index, [1, 2, 3, 4], 1) == Draft((50,), 4)
-    assert guess(index, [7, 2, 3, 4], 2) == Draft((60, 9), 3)
-    assert guess(index, [7, 7, 3, 4], 9) == Draft((70, 8), 2)
-    assert guess(index, [7, 7, 7, 4], 9) == Draft()
+    assert draft(index, [1, 2, 3, 4], 1) == Draft((50,), 4)
+    assert draft(index, [7, 2, 3, 4], 2) == Draft((60, 9), 3)
+    assert draft(index, [7, 7, 3, 4], 9) == Draft((70, 8), 2)
+    assert draft(index, [7, 7, 7, 4], 9) == Draft()
     circle = [5, 6, 5, 6, 5, 6, 5, 6, 5]
     index.follow("b", circle, 1)
     index.catch_up()
-    assert guess(index, circle, 7) == Draft((6, 5, 6, 5, 6, 5, 6), 7)
+    assert draft(index, circle, 7) == Draft((6, 5, 6, 5, 6, 5, 6), 7)
 
 
 def sequence(name: str, prompt: int = 0, said: tuple[int, ...] = ()) -> Sequence:
@@ -133,8 +133,8 @@ def test_where_a_text_ends_another_goes_on() -> None:
     index.follow("a", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
     index.follow("b", [0, 20, 21, 22, 23, 7, 8, 9, 30, 31, 32], 1)
     index.catch_up()
-    assert guess(index, [4, 5, 6, 7, 8], 3) == Draft((9, 30, 31), 5)
-    assert guess(index, [4, 5, 6, 7, 8], 9) == Draft((9, 30, 31, 32), 5)
+    assert draft(index, [4, 5, 6, 7, 8], 3) == Draft((9, 30, 31), 5)
+    assert draft(index, [4, 5, 6, 7, 8], 9) == Draft((9, 30, 31, 32), 5)
 
 
 def test_a_text_that_was_cut_short_stays_known_as_it_was() -> None:
@@ -160,36 +160,36 @@ def test_a_match_is_measured_as_far_as_it_goes() -> None:
     assert start is not None and start.match == 6
 
 
-def test_rows_go_to_the_likeliest_guesses_and_in_turn_where_chances_are_equal() -> None:
-    odds = AcceptanceModel()
+def test_rows_go_to_the_likeliest_drafts_and_in_turn_where_rates_are_equal() -> None:
+    acceptance = AcceptanceModel()
     for _ in range(50):
-        odds.learn(3, 0, wrong=True)
-        odds.learn(16, 8, wrong=False)
-    assert odds.chance(3) < 0.2 and odds.chance(16) > 0.99 and odds.chance(4) == 0.5
+        acceptance.observe(3, 0, rejected=True)
+        acceptance.observe(16, 8, rejected=False)
+    assert acceptance.rate(3) < 0.2 and acceptance.rate(16) > 0.99 and acceptance.rate(4) == 0.5
     many = [99] * 4
-    assert odds.share_out([16, 0, 16, 16], many, 10) == [2, 0, 2, 2]
-    assert odds.share_out([16, 0, 16, 16], many, 9) == [2, 0, 2, 1]
-    assert odds.share_out([16, 16, 16, 16], [1, 1, 99, 99], 14) == [1, 1, 4, 4]
-    assert odds.share_out([16, 16, 16, 16], many, 4) == [0] * 4
-    assert odds.share_out([4, 3, 16, 40], [99, 99, 8, 4], 16) == [0, 0, 8, 4]
-    assert odds.share_out([4, 3, 16, 40], [99, 99, 2, 1], 11) == [1, 0, 2, 1]
+    assert acceptance.draft_lengths([16, 0, 16, 16], many, 10) == [2, 0, 2, 2]
+    assert acceptance.draft_lengths([16, 0, 16, 16], many, 9) == [2, 0, 2, 1]
+    assert acceptance.draft_lengths([16, 16, 16, 16], [1, 1, 99, 99], 14) == [1, 1, 4, 4]
+    assert acceptance.draft_lengths([16, 16, 16, 16], many, 4) == [0] * 4
+    assert acceptance.draft_lengths([4, 3, 16, 40], [99, 99, 8, 4], 16) == [0, 0, 8, 4]
+    assert acceptance.draft_lengths([4, 3, 16, 40], [99, 99, 2, 1], 11) == [1, 0, 2, 1]
 
 
 @pytest.mark.parametrize("match", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("wrong_of_ten", range(11))
-def test_as_many_rows_are_spent_as_give_the_most_tokens_for_their_time(match: int, wrong_of_ten: int) -> None:
-    """An iteration of R rows costs 1 + R / D. What was chosen is as good as any other number of guesses."""
-    odds = AcceptanceModel()
+@pytest.mark.parametrize("rejected_of_ten", range(11))
+def test_as_many_rows_are_spent_as_give_the_most_tokens_for_their_time(match: int, rejected_of_ten: int) -> None:
+    """An iteration of R rows costs 1 + R / D. What was chosen is as good as any other number of drafts."""
+    acceptance = AcceptanceModel()
     for i in range(200):
-        odds.learn(match, int(i % 10 >= wrong_of_ten), wrong=i % 10 < wrong_of_ten)
-    chance = odds.chance(match)
+        acceptance.observe(match, int(i % 10 >= rejected_of_ten), rejected=i % 10 < rejected_of_ten)
+    rate = acceptance.rate(match)
     for most_rows, num_sequences in itertools.product((2, 8, 40), (1, 3, 7)):
 
         def worth(lengths: list[int], d: int = most_rows, b: int = num_sequences) -> float:
-            tokens = sum(1 + sum(chance**depth for depth in range(1, n + 1)) for n in lengths)
+            tokens = sum(1 + sum(rate**depth for depth in range(1, n + 1)) for n in lengths)
             return tokens / (1 + (b + sum(lengths)) / d)
 
-        lengths = odds.share_out([match] * num_sequences, [99] * num_sequences, most_rows)
+        lengths = acceptance.draft_lengths([match] * num_sequences, [99] * num_sequences, most_rows)
         spare = max(0, most_rows - num_sequences)
         evenly = [
             [n // num_sequences + (i < n % num_sequences) for i in range(num_sequences)] for n in range(spare + 1)
@@ -197,14 +197,14 @@ def test_as_many_rows_are_spent_as_give_the_most_tokens_for_their_time(match: in
         assert worth(lengths) == pytest.approx(max(map(worth, evenly)))
 
 
-def test_where_guesses_are_wrong_few_are_made_and_their_return_is_noticed() -> None:
-    odds = AcceptanceModel()
+def test_where_drafts_are_wrong_few_are_made_and_their_return_is_noticed() -> None:
+    acceptance = AcceptanceModel()
 
     def share_tried(num: int, *, right: bool) -> float:
         tried = 0
         for _ in range(num):
-            if odds.share_out([2, 2], [1, 1], 5) != [0, 0]:
-                odds.learn(2, int(right), wrong=not right)
+            if acceptance.draft_lengths([2, 2], [1, 1], 5) != [0, 0]:
+                acceptance.observe(2, int(right), rejected=not right)
                 tried += 1
         return tried / num
 
@@ -214,15 +214,15 @@ def test_where_guesses_are_wrong_few_are_made_and_their_return_is_noticed() -> N
     assert share_tried(1000, right=True) == 1
 
 
-def test_where_guesses_gain_nothing_they_are_rarely_looked_for_and_their_return_is_noticed() -> None:
-    odds = AcceptanceModel()
+def test_where_drafts_gain_nothing_they_are_rarely_looked_for_and_their_return_is_noticed() -> None:
+    acceptance = AcceptanceModel()
 
-    def share_asked(num: int, num_right: int) -> float:
+    def share_asked(num: int, num_accepted: int) -> float:
         asked = 0
         for _ in range(num):
-            if odds.ask(4):
+            if acceptance.should_draft(4):
                 asked += 1
-                odds.learn(8, num_right, wrong=False)
+                acceptance.observe(8, num_accepted, rejected=False)
         return asked / num
 
     share_asked(200, 0)

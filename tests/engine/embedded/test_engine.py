@@ -86,7 +86,7 @@ def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
     }
 
 
-def test_lockstep_with_guesses_gives_the_same_interleaving_twice(folder: Path) -> None:
+def test_lockstep_with_drafts_gives_the_same_interleaving_twice(folder: Path) -> None:
     first = lockstep_log(folder, draft_rows=16)
     assert first == lockstep_log(folder, draft_rows=16) != lockstep_log(folder)
 

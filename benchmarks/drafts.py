@@ -1,10 +1,10 @@
-"""Guessing ahead in the embedded engine: rollout time with ``draft_rows`` over that without, in one process.
+"""Measures draft tokens in the embedded engine: rollout time with ``draft_rows`` over that without, in one process.
 
 The same requests, in groups of siblings, with each number of rows in turn, as often as ``--repeats`` says; the least of
 the times counts. Three models of the quickstart's shape: after its warm-up (or the one in ``--model``), with the
-quickstart's prompts, where responses end by themselves and most are short; with random weights, where next to no guess
-is right and what guessing costs is seen; and one that repeats itself, where most guesses are right. The last two have
-long-tailed lengths. Checked on the way: every setting samples the same tokens.
+quickstart's prompts, where responses end by themselves and most are short; with random weights, where next to no draft
+token is accepted and what drafting costs is seen; and one that repeats itself, where most are accepted. The last two
+have long-tailed lengths. Checked on the way: every setting samples the same tokens.
 
     python benchmarks/drafts.py --out benchmarks/results/drafts-DATE.json
 """

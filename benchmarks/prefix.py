@@ -1,12 +1,13 @@
-"""What sharing prefixes among prompts saves: prefill seconds and prefilled tokens, with and without it.
+"""Measures what sharing prefixes among prompts saves: seconds and prefilled tokens, with and without it.
 
     python benchmarks/prefix.py                            # a minute
     python benchmarks/prefix.py --baseline ../before       # against another checkout, in turns
 
 Cases: ``system`` (prompts of 64 tokens after a system prompt of 512), ``turns`` (episodes whose next prompt is all that
-was said so far and 32 tokens more) and ``nothing`` (prompts that have nothing in common, where sharing can only cost).
-Each response is short, so that prefill is most of the work. The baseline shares the cache of a prompt with its siblings
-alone; without another checkout it is the same engine with ``isolate_prompts``.
+was said so far and 32 tokens more) and ``nothing`` (prompts that have nothing in common, where sharing can only cost),
+each with short responses, so that prefill is most of the work; ``fixed`` and ``tail`` are the loads of ``engine.py``,
+where decoding is. Seconds are those of one CPU, which other work on the machine changes little. The baseline shares the
+cache of a prompt with its siblings alone; without another checkout it is the same engine with ``isolate_prompts``.
 """
 
 from __future__ import annotations
@@ -19,34 +20,43 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+from workload import make_load, make_model
+
 HERE = Path(__file__).parent
-CASES = ("system", "turns", "nothing")
+CASES = ("system", "turns", "nothing", "fixed", "tail")
 NUM_PROMPTS, NUM_SYSTEM, NUM_OWN, NUM_NEW = 64, 512, 64, 16
 NUM_TURNS, NUM_SAID = 6, 32
 
 
 def measure(folder: Path, case: str, repeats: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the engine's work, and the tokens it prefilled, of each repeat in an engine of its own."""
+    """CPU seconds, and the tokens prefilled and decoded, of each repeat in an engine of its own."""
     from rollover.engine.embedded import EmbeddedConfig
     from rollover.engine.embedded.core import EngineCore
 
-    config = EmbeddedConfig(device="cpu", max_running=64, max_context_tokens=1024, kv_cache_bytes=2**29)
+    torch.set_num_threads(1)
+    config = EmbeddedConfig(device="cpu", max_running=64, max_context_tokens=2048, kv_cache_bytes=2**29)
     found: dict[str, Any] = {"seconds": [], "prefilled_tokens": [], "decoded_tokens": []}
     for repeat in range(repeats + 1):  # the first one warms up
         core = EngineCore(folder, config, **options)
         rng = random.Random(repeat)
+        start_s = time.process_time()
         if case == "turns":
             play(core, rng)
+        elif case in ("fixed", "tail"):
+            load = make_load(case, folder.parent)
+            answer(core, list(map(tuple, load.prompts)), case, load.num_new_tokens)
         else:
             system = tokens(rng, NUM_SYSTEM)
             start = [system if case == "system" else tokens(rng, NUM_SYSTEM) for _ in range(NUM_PROMPTS)]
             answer(core, [(*first, *tokens(rng, NUM_OWN)) for first in start], "turn0")
-        stats = core.stats()
-        for name, value in zip(found, (stats.busy_s, stats.prefilled_tokens, stats.decoded_tokens), strict=True):
+        stats, cpu_s = core.stats(), time.process_time() - start_s
+        for name, value in zip(found, (cpu_s, stats.prefilled_tokens, stats.decoded_tokens), strict=True):
             found[name] += [value] * (repeat > 0)
     return found
 
@@ -64,7 +74,9 @@ def play(core: Any, rng: random.Random) -> None:
         said = [(*before, *new, *tokens(rng, NUM_SAID)) for before, new in zip(said, answers, strict=True)]
 
 
-def answer(core: Any, prompts: list[tuple[int, ...]], tag: str) -> list[tuple[int, ...]]:
+def answer(
+    core: Any, prompts: list[tuple[int, ...]], tag: str, lengths: list[int] | None = None
+) -> list[tuple[int, ...]]:
     from rollover.engine.base import GenerateRequest
     from rollover.types import SamplingParams
 
@@ -72,7 +84,7 @@ def answer(core: Any, prompts: list[tuple[int, ...]], tag: str) -> list[tuple[in
     for i, prompt in enumerate(prompts):
         name = f"{tag}.{i}"
         answers[name] = ()
-        params = SamplingParams(max_new_tokens=NUM_NEW)
+        params = SamplingParams(max_new_tokens=lengths[i] if lengths else NUM_NEW)
         core.add(
             GenerateRequest(request_id=name, sample_key=name, prompt_key=name, prompt_ids=prompt, params=params, seed=i)
         )
@@ -100,7 +112,7 @@ def run(checkout: Path, model: Path, case: str, repeats: int, options: dict[str,
 
 
 def compare(model: Path, case: str, baseline: Path | None, args: argparse.Namespace) -> dict[str, Any]:
-    """In turns, so that both meet the same moods of the machine."""
+    """Run both in turns."""
     options = {} if baseline else {"isolate_prompts": True}
     results: dict[str, dict[str, Any]] = {"baseline": {}, "shared": {}}
     for _ in range(args.rounds):
@@ -132,11 +144,10 @@ def main() -> None:
         print(json.dumps(measure(args.model, args.cases, args.repeats, args.options)))
         return
     from engine import machine
-    from workload import make_model
 
     record: dict[str, Any] = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(args.shape, Path(folder), "float32")
+        model = make_model(args.shape, Path(folder) / args.shape, "float32")
         for case in args.cases.split(","):
             record["cases"][case] = compare(model, case, args.baseline, args)
     args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -96,27 +96,32 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started; ``num_running`` and ``num_waiting`` are of this moment."""
+    """Counters since the engine started; ``num_running``, ``num_waiting`` and ``kv_bytes`` are of this moment.
+
+    Example:
+        Eight prompts of 576 tokens that begin with the same 512, just prefilled: ``prefilled_tokens=1016`` (575, then
+        63 for each of the others) and ``cached_tokens=3584``.
+    """
 
     num_running: int
     num_waiting: int
     policy_version: int
     decoded_tokens: int = 0
     prefilled_tokens: int = 0
-    """All tokens run through prefill, prompts included."""
+    """All tokens that were run through prefill, prompts included."""
     reprefilled_tokens: int = 0
-    """Those whose cache had existed before and was lost (eviction, weight update)."""
+    """Prefilled tokens whose cache had existed before and was lost (eviction, weight update)."""
     cached_tokens: int = 0
     """Tokens that calls found in the prefix cache when they started, and that were not prefilled for them."""
     decode_iterations: int = 0
     drafted_tokens: int = 0
-    """Guessed before they were computed."""
+    """Draft tokens that were verified (speculative decoding)."""
     accepted_tokens: int = 0
-    """Of those, the ones that were right: decoded in the iteration of the token before them."""
+    """Draft tokens that were accepted: decoded in the iteration of the token before them."""
     busy_s: float = 0.0
     """Time spent in prefill and decode."""
     kv_bytes: int = 0
-    """Cache in use."""
+    """Key-value cache of running samples; what others can find beside it is evicted when room is needed."""
 
 
 class Engine(Protocol):

@@ -43,7 +43,11 @@ class Draft(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The text and the position where a draft begins, and how many tokens before it match."""
+    """The text and the position where a draft begins, and how many tokens before it match.
+
+    Example:
+        ``Place(text=2, start=40, match=4)``: tokens 36 to 39 of the third text are the last four of the sequence.
+    """
 
     text: int
     start: int

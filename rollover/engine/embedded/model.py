@@ -32,6 +32,8 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Layer(Generic[M]):
+    """Holds the weights of a layer; queries, keys and values are one matrix, gate and up another."""
+
     input_norm: Tensor
     qkv: M
     qkv_bias: Tensor | None

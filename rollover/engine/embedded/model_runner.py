@@ -46,7 +46,12 @@ class InputBatch:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSizes:
-    """Sizes of what a ``ModelRunner`` allocates once."""
+    """Sizes of what a ``ModelRunner`` allocates once.
+
+    Example:
+        ``RunnerSizes(num_blocks=4096, block_size=32, max_context=2048, max_decoded=64, max_prefilled=2048)`` holds
+        131,040 tokens of cache; block 0 stays empty.
+    """
 
     num_blocks: int
     block_size: int

@@ -85,7 +85,7 @@ class SequenceScheduler:
     def admit(self) -> list[BlockCopy]:
         """Start waiting sequences while there is room, and give what must be copied before they prefill or decode."""
         copies: list[BlockCopy] = []
-        if not self.waiting:
+        if not self.waiting or len(self.running) == self.max_running:
             return copies
         prefilling = {key for s in self.running for key in self._keys_to_prefill(s)}
         index = 0

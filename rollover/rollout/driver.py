@@ -32,20 +32,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
+from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
 from rollover.rollout.generation import OpenCall, OpenSegment, back_off_s, check_chunk, generation_request, reached_end
 from rollover.rollout.journal import Journal
-from rollover.rollout.scheduler import Scheduler, Source, Start
+from rollover.rollout.scheduler import Scheduler, Source
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategy import OnFull, Strategy
+from rollover.rollout.strategy import Strategy
 from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajectory
 
 
@@ -97,7 +98,6 @@ class RolloutDriver:
             emit=self._emit,
         )
         self._engine = engine
-        self._on_full = strategy.on_full
         self._scorer = scorer
         self._sampling = sampling
         self._seed = seed
@@ -111,7 +111,10 @@ class RolloutDriver:
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._calls: dict[SampleId, OpenCall] = {}
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
-        self._abort: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        """Stops what runs, from the moment the scheduler says so."""
+        self._batch_is_due = False
+        """The scheduler's last word was to consume a batch."""
         self._changed = asyncio.Event()
         """A group was settled, or something broke."""
         self._last_progress_s = clock.now_s()
@@ -133,53 +136,45 @@ class RolloutDriver:
         """
         if self._broken is not None:
             raise self._broken
-        if self.ledger.replay:
-            return self._consume()
-        self._scheduler.collecting = True
-        for sample_id in self.ledger.unscored.keys() - self._scoring.keys():
-            self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+        self._scheduler.begin_round()
+        if not self.ledger.replay:
+            for sample_id in self.ledger.unscored.keys() - self._scoring.keys():
+                self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
-        await self._until(lambda: self._scheduler.batch_is_full)
-        await self._stop_running()
-        return self._consume()
+        await self._until(self._can_consume)
+        if self._broken is not None:
+            raise self._broken
+        self._batch_is_due = False
+        batch = self._scheduler.consume(self._clock.now_s())
+        self.flush()
+        self.ledger.check()
+        return batch
 
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
         load where the engine can, else parked before and resumed after it."""
-        collecting = self._scheduler.collecting
-        try:
-            if self._tasks and not self._engine.capabilities.in_flight_update:
-                self._scheduler.collecting = False
-                await asyncio.sleep(0)  # see stop
-                await self._abort_running()
+        goes_on = not self._tasks or self._engine.capabilities.in_flight_update
+        async with nullcontext() if goes_on else self._all_parked():
             start_s = self._clock.now_s()
             await load()
             now_s = self._clock.now_s()
             self._scheduler.published(version, now_s, pause_s=now_s - start_s)
-        finally:
-            self._scheduler.collecting = collecting
         self._act()
 
     async def drop_tokens_of(self, engine: str, take_out: Callable[[], None], *, since: int = 0) -> int:
         """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later: they are not
         to be trained. Running samples are parked before, and go on once ``take_out`` has seen to it that ``engine``
         gets no call. Returns how many tokens were dropped."""
-        collecting = self._scheduler.collecting
-        self._scheduler.collecting = False
-        try:
-            await asyncio.sleep(0)  # see stop
-            await self._abort_running()
+        async with self._all_parked():
             num_tokens = self._scheduler.drop_tokens_of(engine, self._clock.now_s(), since=since)
             take_out()
-        finally:
-            self._scheduler.collecting = collecting
         self._act()
         return num_tokens
 
     async def stop(self) -> None:
         """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
-        self._scheduler.collecting = False
+        self._scheduler.halt()
         await asyncio.sleep(0)  # calls started in this turn reach the engine: it cannot stop what it does not know
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
@@ -209,18 +204,31 @@ class RolloutDriver:
         """Do what the scheduler decides."""
         if self._broken is not None:
             return
-        starts, stop = self._scheduler.decide(self._clock.now_s())
-        if stop:
-            self._abort = asyncio.create_task(self._abort_early())
-        for start in starts:
-            self._num_calls += 1
-            self._calls[start.sample_id] = OpenCall(f"{self._name}.{start.sample_id}#{self._num_calls}.")
-            self._tasks[start.sample_id] = asyncio.create_task(self._generate(start))
+        self._batch_is_due = False
+        for action in self._scheduler.decide(self._clock.now_s()):
+            match action:
+                case StartSample(sample_id=sample_id):
+                    self._num_calls += 1
+                    self._calls[sample_id] = OpenCall(f"{self._name}.{sample_id}#{self._num_calls}.")
+                    self._tasks[sample_id] = asyncio.create_task(self._generate(action))
+                case StopAll():
+                    self._stopping = asyncio.create_task(self._stop_all())
+                case ConsumeBatch():
+                    self._batch_is_due = True
+                    self._changed.set()
+
+    def _can_consume(self) -> bool:
+        """Whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
+        in_hand = self._turn is not None and (self._scoring or self._tasks.keys() - self.ledger.running.keys())
+        return self._batch_is_due and not in_hand
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not done():
             if self._broken is not None:
                 raise self._broken
+            if self._stopping not in (None, asyncio.current_task()):
+                await asyncio.wait([self._stopping])  # it has a deadline of its own
+                continue
             self._changed.clear()
             idle_s = self._clock.now_s() - self._last_progress_s
             if idle_s >= self._limits.stall_timeout_s:
@@ -243,29 +251,22 @@ class RolloutDriver:
             f" {len(self._scoring)} being scored: {names(self._scoring)}"
         )
 
-    async def _stop_running(self) -> None:
-        match self._on_full:
-            case OnFull.KEEP:
-                return
-            case OnFull.WAIT:
-                await self._until(lambda: not (self._tasks or self._scoring))
-            case OnFull.PARK | OnFull.DISCARD:
-                self._scheduler.collecting = False
-                await (self._abort or self._abort_running())
-                self._abort = None
-                if self._broken is not None:
-                    raise self._broken
-                if self._turn is not None and self._scoring:
-                    await asyncio.wait(list(self._scoring.values()))
-        if self._on_full is OnFull.DISCARD:
-            self._scheduler.discard_unfinished(self._clock.now_s())
-
-    async def _abort_early(self) -> None:
-        """Stop before ``next_batch`` has noticed that the batch is full."""
+    async def _stop_all(self) -> None:
         try:
             await self._abort_running()
+            self._stopping = None
+            self._act()
         except Exception as e:
+            self._stopping = None
             self._break(e)
+
+    @asynccontextmanager
+    async def _all_parked(self) -> AsyncIterator[None]:
+        """Park what runs, and start nothing within."""
+        with self._scheduler.paused():
+            await asyncio.sleep(0)  # see stop
+            await self._abort_running()
+            yield
 
     async def _abort_running(self) -> None:
         """Stop every open call; return when each has handed over what it decoded."""
@@ -286,17 +287,9 @@ class RolloutDriver:
                 ) from None
             await self._until(lambda: not self._tasks)  # in lockstep they are with the scorer
 
-    def _consume(self) -> Batch:
-        if self._broken is not None:
-            raise self._broken
-        batch = self._scheduler.consume(self._clock.now_s())
-        self.flush()
-        self.ledger.check()
-        return batch
-
     # -- one sample ------------------------------------------------------------------------------------------
 
-    async def _generate(self, start: Start) -> None:
+    async def _generate(self, start: StartSample) -> None:
         """One engine call, from the request to its last chunk, and what follows from its end."""
         sample_id = start.sample_id
         segment = OpenSegment(self._clock.now_s())
@@ -317,7 +310,7 @@ class RolloutDriver:
         except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
             self._break(e)
 
-    async def _decode(self, start: Start, segment: OpenSegment) -> bool:
+    async def _decode(self, start: StartSample, segment: OpenSegment) -> bool:
         """Take the chunks of one call. True in lockstep: what follows from its end is done."""
         sample_id = start.sample_id
         trajectory = self.ledger.sample(sample_id).trajectory

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
-from rollover.rollout.scheduler import Start
+from rollover.rollout.actions import StartSample
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
 
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 10.0
@@ -84,12 +84,12 @@ class OpenSegment:
 
 
 def generation_request(
-    trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: Start
+    trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: StartSample
 ) -> GenerateRequest:
     """What the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
-    if start.budget is not None:
-        limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.budget)
+    if start.token_budget is not None:
+        limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.token_budget)
         sampling = replace(sampling, max_new_tokens=limit)
     return GenerateRequest(
         request_id=request_id,

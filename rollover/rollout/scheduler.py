@@ -9,11 +9,14 @@ is handed out against the staleness bound; a sample is started only where the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rollover.errors import DataError, RunError
+from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.entries import FAILED, SampleState
 from rollover.rollout.events import (
@@ -50,24 +53,19 @@ class EachSample:
         return self._source.prompt(index // self._num_samples)
 
 
-class Start(NamedTuple):
-    """A sample to be sent to the engine."""
-
-    sample_id: SampleId
-    budget: int | None
-    """Tokens it may decode before it is parked."""
-    fast_lane: bool
-
-
-class Decision(NamedTuple):
-    """What the shell is to do now."""
-
-    starts: Sequence[Start] = ()
-    stop: bool = False
-    """The batch is full: stop what runs."""
+class _Phase(Enum):
+    IDLE = auto()
+    """No batch is wanted, and nothing is started."""
+    COLLECTING = auto()
+    """A batch is wanted: samples are started until it is full."""
+    ENDING = auto()
+    """The batch is full: nothing is started, and it is consumed once what runs has stopped or ended."""
+    OVERLAPPING = auto()
+    """Samples are started while the trainer has the last batch."""
 
 
-NOTHING = Decision()
+_IDLE, _COLLECTING, _ENDING, _OVERLAPPING = _Phase
+_STOP, _CONSUME = (StopAll(),), (ConsumeBatch(),)
 
 
 class Scheduler:
@@ -99,8 +97,8 @@ class Scheduler:
         self._state = state
         self._view = state.view
         self.strategy = strategy
-        self.collecting = False
-        """Whether samples may be started."""
+        self._phase = _IDLE
+        self._is_paused = False
         self._keeps_running = strategy.on_full is OnFull.KEEP
         self._source = source
         self._max_running = max_running
@@ -118,24 +116,68 @@ class Scheduler:
 
     # -- what to do ------------------------------------------------------------------------------------------
 
-    def decide(self, now_s: float) -> Decision:
-        """Ask the strategy what to open and start. Once the batch is full, nothing is started any more, unless the
-        strategy keeps its samples running."""
-        ledger, strategy = self.ledger, self.strategy
-        if not self.collecting or ledger.replay:
-            return NOTHING
-        if not self._keeps_running and self.batch_is_full:
-            self.collecting = False
-            return Decision(stop=strategy.on_full is not OnFull.WAIT)
-        if (num_groups := strategy.groups_to_open(self._view)) > 0:
-            takes_returned = strategy.takes_returned(self._view)
+    def begin_round(self) -> None:
+        """Ask for a batch: from now on ``decide`` starts samples for it."""
+        self._phase = _COLLECTING
+
+    def halt(self) -> None:
+        """Start nothing until the next round begins."""
+        self._phase = _IDLE
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Decide upon nothing within: neither starts nor stops nor batches."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def decide(self, now_s: float) -> Sequence[Action]:
+        """Return what the shell is to do now. Groups that the strategy opens are on record when this returns.
+
+        While a round collects, samples are started. Once its batch is full, nothing is started any more and what runs
+        is stopped, or ends by itself; then the batch is consumed. A strategy that keeps its samples running starts more
+        of them beside the batch and while the trainer has it. A batch that was handed out before a restart is consumed
+        again without any of that.
+        """
+        phase = self._phase
+        if phase is _IDLE or self._is_paused:
+            return ()
+        if self.ledger.replay:
+            return _CONSUME if phase is _COLLECTING else ()
+        if phase is _COLLECTING and not self._keeps_running and self._batch_is_full:
+            phase = self._phase = _ENDING
+            if self.strategy.on_full is not OnFull.WAIT:
+                return _STOP
+        if phase is _ENDING:
+            return () if self._is_ending else _CONSUME
+        starts = self._start_samples(now_s)
+        if phase is _COLLECTING and self._keeps_running and self._batch_is_full:
+            return (*starts, *_CONSUME)
+        return starts
+
+    @property
+    def _batch_is_full(self) -> bool:
+        ready, strategy = self.ledger.ready, self.strategy
+        return len(ready) >= strategy.batch_size and strategy.select_batch(self._view) is not None
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether something runs. A strategy that waits for the last token waits for the last reward too."""
+        ledger = self.ledger
+        return bool(ledger.running or (self.strategy.on_full is OnFull.WAIT and ledger.unscored))
+
+    def _start_samples(self, now_s: float) -> Sequence[StartSample]:
+        ledger, strategy, view = self.ledger, self.strategy, self._view
+        if (num_groups := strategy.groups_to_open(view)) > 0:
+            takes_returned = strategy.takes_returned(view)
             for _ in range(num_groups):
                 self._open_group(now_s, takes_returned=takes_returned)
         room = self._max_running - len(ledger.running)
         if room <= 0 or not (ledger.waiting or ledger.parked):
-            return NOTHING
-        chosen = list(islice(strategy.samples_to_start(self._view), room))
-        return Decision([self._start(sample_id, now_s) for sample_id in chosen]) if chosen else NOTHING
+            return ()
+        return [self._start(sample_id, now_s) for sample_id in list(islice(strategy.samples_to_start(view), room))]
 
     def _open_group(self, now_s: float, *, takes_returned: bool) -> None:
         ledger = self.ledger
@@ -153,11 +195,11 @@ class Scheduler:
             )
         )
 
-    def _start(self, sample_id: SampleId, now_s: float) -> Start:
+    def _start(self, sample_id: SampleId, now_s: float) -> StartSample:
         view, strategy = self._view, self.strategy
-        start = Start(sample_id, strategy.token_budget(view, sample_id), strategy.wants_fast_lane(view, sample_id))
+        budget, fast_lane = strategy.token_budget(view, sample_id), strategy.wants_fast_lane(view, sample_id)
         self.record(SampleStarted(now_s, sample_id, view.ledger.policy_version))
-        return start
+        return StartSample(sample_id, budget, fast_lane)
 
     # -- what happened ---------------------------------------------------------------------------------------
 
@@ -217,18 +259,6 @@ class Scheduler:
 
     # -- the batch -------------------------------------------------------------------------------------------
 
-    @property
-    def batch_is_full(self) -> bool:
-        ledger, strategy = self.ledger, self.strategy
-        return len(ledger.ready) >= strategy.batch_size and strategy.select_batch(self._view) is not None
-
-    def discard_unfinished(self, now_s: float) -> None:
-        """Drop the groups that still have tokens to decode. Those only waiting for a reward are whole: they stay."""
-        unfinished = (SampleState.WAITING, SampleState.PARKED)
-        for group in list(self.ledger.open.values()):
-            if any(s.state in unfinished for s in group.samples):
-                self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, now_s, prompt_returned=True)
-
     def drop_tokens_of(self, engine: str, now_s: float, *, since: int) -> int:
         """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later; their
         prompts go out again. Returns how many tokens they held."""
@@ -240,22 +270,33 @@ class Scheduler:
         return self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] - before
 
     def consume(self, now_s: float) -> Batch:
-        """Hand out the next batch: after a restart the one that was handed out before, else what the strategy selects
-        of a full one. What the strategy counts as surplus is dropped behind it."""
-        ledger = self.ledger
-        step = ledger.next_step
-        group_ids = ledger.batches[step] if ledger.replay else self.strategy.select_batch(self._view)
+        """Hand out the batch that ``decide`` announced: after a restart the one that was handed out before, else what
+        the strategy selects. The strategy's unfinished groups are dropped before it and its surplus behind it, if it
+        drops any."""
+        ledger, strategy = self.ledger, self.strategy
+        step, is_replay = ledger.next_step, bool(ledger.replay)
+        discards = strategy.on_full is OnFull.DISCARD and not is_replay
+        if discards:
+            self._discard_unfinished(now_s)
+        group_ids = ledger.batches[step] if is_replay else strategy.select_batch(self._view)
         assert group_ids is not None, "a full batch stays full"
-        is_replay = bool(ledger.replay)
         batch = Batch(step=step, groups=self._view.groups(group_ids))
         oldest = min(g.oldest_version for g in batch.groups)
-        assert step - oldest <= self.strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
+        assert step - oldest <= strategy.max_staleness, f"batch {step} holds a token of version {oldest}"
         self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
-            returned = self.strategy.on_full is OnFull.DISCARD  # like the prompts of the others that were too late
-            for group_id in self.strategy.surplus(self._view):
-                self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=returned)
+            for group_id in strategy.surplus(self._view):
+                # The prompt returns where those of the other groups that came too late do.
+                self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=discards)
+        self._phase = _OVERLAPPING if self._keeps_running and not is_replay else _IDLE
         return batch
+
+    def _discard_unfinished(self, now_s: float) -> None:
+        """Drop the groups that still have tokens to decode. Those that only wait for a reward are whole and stay."""
+        unfinished = (SampleState.WAITING, SampleState.PARKED)
+        for group in list(self.ledger.open.values()):
+            if any(s.state in unfinished for s in group.samples):
+                self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, now_s, prompt_returned=True)
 
     def _drop(self, group_id: int, cause: WasteCause, now_s: float, *, prompt_returned: bool) -> None:
         self.record(GroupDropped(time_s=now_s, group_id=group_id, cause=cause, prompt_returned=prompt_returned))

@@ -1,7 +1,7 @@
 """A run under virtual time: the production scheduler, ledger and strategies; engines, trainer and rewards are models.
 
 This is the scheduler's second shell, beside the asyncio driver, and does in its turn what that and the loop do:
-collect a batch, stop what runs if the strategy says so, train, publish, go on. The same arguments give the same events
+carry out what the scheduler decides, train, publish, go on. The same arguments give the same events
 to the byte.
 """
 
@@ -15,11 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 from rollover.errors import RunError
+from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
-from rollover.rollout.scheduler import Decision, Scheduler
+from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategy import OnFull, Strategy
+from rollover.rollout.strategy import Strategy
 from rollover.sim.dispatch import Fleet
 from rollover.sim.memory import rare_collections
 from rollover.sim.models import Latency
@@ -104,7 +105,8 @@ class _Run:
         self._agenda: list[tuple[float, int, int, Any]] = []
         self._num_entries = 0
         self._waking: list[float] = [math.inf] * len(scenario.replicas)
-        self._trainer_is_busy = False
+        self._batch_is_due = False
+        """The scheduler's last word was to consume a batch."""
         self._attempts: dict[tuple[int, int], int] = {}
         """How often a prompt was discarded and drawn again."""
         self._lengths: dict[int, tuple[int, ...]] = {}
@@ -118,7 +120,7 @@ class _Run:
         for failure in self._scenario.failures:
             self._enter(failure.at_s, _FAILS, failure.replica)
             self._enter(failure.until_s, _RECOVERS, failure.replica)
-        self._scheduler.collecting = True
+        self._scheduler.begin_round()
         self._decide()
         happen = (self._wake, self._score, self._publish, self._fail, self._recover)  # by kind
         while len(self._records) < steps:
@@ -126,8 +128,8 @@ class _Run:
                 raise RunError(self._stuck())
             self._now_s, kind, _, what = heapq.heappop(self._agenda)
             happen[kind](what)
-            if not self._trainer_is_busy and len(self._records) < steps:
-                self._collect()
+            if self._batch_is_due and len(self._records) < steps:
+                self._consume()
         self._ledger.check()
         return Simulation(
             steps=tuple(self._records),
@@ -189,23 +191,12 @@ class _Run:
         self._scheduler.scored(sample_id, reward, self._now_s)
         self._decide()
 
-    def _collect(self) -> None:
-        """Hand a full batch to the trainer."""
-        ledger, scheduler = self._ledger, self._scheduler
-        if len(ledger.ready) < self._strategy.batch_size:
-            return
-        if self._strategy.on_full is OnFull.WAIT and (ledger.running or ledger.unscored):
-            return
-        if not scheduler.batch_is_full:
-            return
-        if self._strategy.on_full in (OnFull.PARK, OnFull.DISCARD):
-            scheduler.collecting = False
-            self._stop()
-        if self._strategy.on_full is OnFull.DISCARD:
-            scheduler.discard_unfinished(self._now_s)
+    def _consume(self) -> None:
+        """Hand a batch to the trainer."""
+        ledger = self._ledger
         num_trained = ledger.tokens.trained
-        batch = scheduler.consume(self._now_s)
-        self._trainer_is_busy = True
+        self._batch_is_due = False
+        batch = self._scheduler.consume(self._now_s)
         seconds = self._scenario.trainer.seconds(ledger.tokens.trained - num_trained, self._rng)
         self._enter(self._now_s + seconds, _TRAINED, (batch, self._now_s))
 
@@ -231,8 +222,7 @@ class _Run:
         scheduler.published(version, self._now_s, pause_s=pause_s)
         scheduler.record(CheckpointSaved(time_s=self._now_s, step=version))
         self._lengths = {i: lengths for i, lengths in self._lengths.items() if i in ledger.groups}
-        self._trainer_is_busy = False
-        scheduler.collecting = True
+        scheduler.begin_round()
         self._decide()
         for replica in self._fleet.replicas:
             self._schedule(replica)
@@ -240,15 +230,23 @@ class _Run:
     # -- doing as told ---------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        decision = self._scheduler.decide(self._now_s)
-        if decision.stop:
-            self._stop()
-        elif decision.starts:
-            self._start(decision)
+        self._batch_is_due = False
+        starts: list[StartSample] = []
+        for action in self._scheduler.decide(self._now_s):
+            match action:
+                case StartSample():
+                    starts.append(action)
+                case StopAll():
+                    self._stop()
+                    self._decide()
+                case ConsumeBatch():
+                    self._batch_is_due = True
+        if starts:
+            self._start(starts)
 
-    def _start(self, decision: Decision) -> None:
+    def _start(self, starts: Sequence[StartSample]) -> None:
         changed: dict[int, Replica] = {}
-        for sample_id, budget, fast_lane in decision.starts:
+        for sample_id, budget, fast_lane in starts:
             entry = self._ledger.sample(sample_id)
             index = entry.prompt.columns["index"]
             length = self._lengths_of(sample_id.group)[sample_id.index]

@@ -13,6 +13,7 @@ import torch
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
 from rollover.algorithms.shaping import overlong_punishment
+from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
 from rollover.rollout.ledger import Ledger
@@ -143,9 +144,10 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
         limits=Limits(),
         shaping=partial(overlong_punishment, algorithm, 100),
     )
-    scheduler.collecting = True
+    scheduler.begin_round()
     for _ in range(12):
-        [start] = scheduler.decide(0.0).starts
+        [start] = scheduler.decide(0.0)
+        assert isinstance(start, StartSample)
         ended = Segment(0, range(90), (-1.0,) * 90, FinishReason.STOP, 0, 0.0, 1.0)
         scheduler.segment_ended(start.sample_id, ended, 0.0)
         scheduler.scored(start.sample_id, 1.0, 0.0)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategy import OnFull
 from rollover.types import SampleId, WasteCause
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
@@ -29,6 +29,7 @@ class Shop:
         self.rng, self.state = rng, RolloutState()
         self.ledger = self.state.ledger
         self.budgets: dict[SampleId, int | None] = {}
+        self.batch_is_due = False
         self.scheduler = Scheduler(
             strategy=self.strategy,
             source=Prompts(),
@@ -52,20 +53,30 @@ class Shop:
         """
         scheduler, ledger, rng = self.scheduler, self.ledger, self.rng
         for step in range(num_batches):
-            scheduler.collecting = True
+            scheduler.begin_round()
             self.act()
-            while not scheduler.batch_is_full:
+            while not self.batch_is_due:
                 self.happen()
-            self.take_batch()
+            self.batch_is_due = False
+            scheduler.consume(0.0)
             while rng.random() < 0.8 and (ledger.running or ledger.unscored):
                 self.happen()  # while the trainer trains
             scheduler.published(step + 1, 0.0, pause_s=0.0)
             ledger.check()
 
     def act(self) -> None:
-        for start in self.scheduler.decide(0.0).starts:
-            assert start.budget is None or start.budget > 0
-            self.budgets[start.sample_id] = start.budget
+        self.batch_is_due = False
+        for action in self.scheduler.decide(0.0):
+            match action:
+                case StartSample(sample_id=sample_id, token_budget=budget):
+                    assert budget is None or budget > 0
+                    self.budgets[sample_id] = budget
+                case StopAll():
+                    for sample_id in list(self.ledger.running):
+                        self.end_call(sample_id, stopped=True)
+                    self.act()
+                case ConsumeBatch():
+                    self.batch_is_due = True
 
     def happen(self) -> None:
         """A sample is scored, finishes, or parks: at the end of its budget, or because it was stopped."""
@@ -85,19 +96,6 @@ class Shop:
             sample_id, num_tokens, STOP if num_tokens == num_left else ABORT, version=self.ledger.policy_version
         )
         self.scheduler.segment_ended(sample_id, event.segment, 0.0)
-
-    def take_batch(self) -> None:
-        """Stop what the strategy stops, and consume."""
-        ledger, on_full = self.ledger, self.strategy.on_full
-        self.scheduler.collecting = on_full is OnFull.KEEP
-        while on_full is OnFull.WAIT and (ledger.running or ledger.unscored):
-            self.happen()
-        if on_full in (OnFull.PARK, OnFull.DISCARD):
-            for sample_id in list(ledger.running):
-                self.end_call(sample_id, stopped=True)
-        if on_full is OnFull.DISCARD:
-            self.scheduler.discard_unfinished(0.0)
-        self.scheduler.consume(0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -271,15 +269,14 @@ def test_a_long_round_runs_the_prompts_that_lost_in_short_ones() -> None:
 
     def play_round(ends: tuple[bool, ...]) -> list[int]:
         """Rows that a round starts; of its samples those end that ``ends`` says, all at once."""
-        scheduler.collecting = True
-        ids = [start.sample_id for start in scheduler.decide(0.0).starts]
+        scheduler.begin_round()
+        ids = [a.sample_id for a in scheduler.decide(0.0) if isinstance(a, StartSample)]
         rows = [state.ledger.sample(i).prompt.columns["row"] for i in ids]
         for i, has_ended in zip(ids, ends, strict=True):
             event = ended(i, 3, STOP if has_ended else ABORT, version=state.ledger.policy_version)
             scheduler.segment_ended(i, event.segment, 0.0)
             if has_ended:
                 scheduler.scored(i, 1.0, 0.0)
-        scheduler.discard_unfinished(0.0)
         scheduler.published(scheduler.consume(0.0).step + 1, 0.0, pause_s=0.0)
         state.ledger.check()
         return rows

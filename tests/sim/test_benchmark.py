@@ -73,8 +73,8 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
     per_group = 1 if unit == "sample" else 3
 
     async def decoded() -> list[int]:
+        from rollover.rollout.actions import StartSample
         from rollover.rollout.generation import generation_request
-        from rollover.rollout.scheduler import Start
         from rollover.types import SampleId, Trajectory
 
         found = []
@@ -82,7 +82,7 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
             sample_id = SampleId(*divmod(number, per_group))
             trajectory = Trajectory(sample_id=sample_id, prompt=source.prompt(sample_id.group))
             request = generation_request(
-                trajectory, str(sample_id), config.sampling(), 0, Start(sample_id, None, False)
+                trajectory, str(sample_id), config.sampling(), 0, StartSample(sample_id, None, False)
             )
             found.append(sum([len(chunk.token_ids) async for chunk in wrapped.generate(request)]))
         return found

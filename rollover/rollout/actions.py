@@ -1,0 +1,45 @@
+"""What the scheduler tells a shell to do: the closed set of actions.
+
+A shell (the asyncio driver, the simulator, somebody else's loop) asks ``Scheduler.decide`` after everything that it
+reported, and carries the actions out in order. It needs to know nothing about strategies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rollover.types import SampleId
+
+
+class StartSample(NamedTuple):
+    """Send a sample to the engine, behind the tokens that it has.
+
+    A tuple, as the events are, because a simulation makes millions.
+
+    Example: ``StartSample(SampleId(3, 0), token_budget=1024, fast_lane=False)`` starts or resumes the first sample of
+    group 3, which is parked after 1,024 more tokens unless it ends before.
+    """
+
+    sample_id: SampleId
+    token_budget: int | None
+    """Tokens it may decode in this call before it is parked. ``None`` lets it run to its end."""
+    fast_lane: bool
+    """Send it to the part of the engine that is kept lightly loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAll:
+    """Stop every running sample, report what each decoded, then ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumeBatch:
+    """A batch is there: take it with ``Scheduler.consume`` as soon as you can use it.
+
+    It is repeated until that is done. An answer without it withdraws it: a group may have been started since that has
+    to be in the batch.
+    """
+
+
+Action = StartSample | StopAll | ConsumeBatch

@@ -51,14 +51,25 @@ from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajec
 
 
 class Scorer(Protocol):
-    """Turns a finished trajectory into a reward. Has its own deadline and retries; raises when it gives up: another
-    ``RolloverError`` than ``RewardError`` when there is no use in trying other trajectories."""
+    """Turns a finished trajectory into a reward, with deadlines and retries of its own.
+
+    Example: ``await scorer.score(trajectory)`` returns 1.0 for a right answer. It raises ``RewardError`` when it gives
+    this trajectory up, and another ``RolloverError`` when there is no use in trying others.
+    """
 
     async def score(self, trajectory: Trajectory) -> float: ...
 
 
 class RolloutDriver:
-    """Produces batches. One event loop owns it; none of its methods may run in two tasks at once.
+    """Produces batches. One event loop owns it, and none of its methods may run in two tasks at once.
+
+    Example: two steps of a training loop::
+
+        for step in range(2):
+            batch = await driver.next_batch()              # Batch(step=0, groups=(...))
+            ...                                            # train; samples may go on decoding meanwhile
+            await driver.update_weights(step + 1, load)    # ``load`` puts the new weights into the engine
+        await driver.stop()
 
     Args:
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).

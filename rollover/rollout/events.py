@@ -14,7 +14,11 @@ from rollover.types import Prompt, SampleId, Segment, WasteCause
 
 
 class GroupOpened(NamedTuple):
-    """A prompt was admitted; its samples wait."""
+    """A prompt was admitted, and its samples wait to be started.
+
+    Example: ``GroupOpened(time_s=0.0, group_id=12, prompt=prompt, group_size=8, cursor=13)`` admits the thirteenth
+    prompt of the source with samples ``g12.0`` to ``g12.7``.
+    """
 
     time_s: float
     group_id: int
@@ -25,7 +29,10 @@ class GroupOpened(NamedTuple):
 
 
 class SampleStarted(NamedTuple):
-    """A waiting or parked sample was sent to an engine whose weights were ``policy_version``."""
+    """A waiting or parked sample was sent to an engine whose weights were ``policy_version``.
+
+    Example: ``SampleStarted(4.0, SampleId(12, 0), 3)``: sample g12.0 went out under version 3, 4 s into the run.
+    """
 
     time_s: float
     sample_id: SampleId
@@ -42,6 +49,12 @@ class SegmentEnded(NamedTuple):
 
 
 class SampleScored(NamedTuple):
+    """A finished sample has its reward.
+
+    Example: ``SampleScored(9.5, SampleId(12, 0), reward=1.0, shaping=-0.2)`` is a right answer that the algorithm
+    punishes for its length: siblings are compared with 0.8.
+    """
+
     time_s: float
     sample_id: SampleId
     reward: float
@@ -51,7 +64,10 @@ class SampleScored(NamedTuple):
 
 
 class SampleFailed(NamedTuple):
-    """The sample is out, with its tokens as waste; its siblings go on without it."""
+    """The sample was given up, and its tokens are waste. Its siblings go on without it.
+
+    Example: ``SampleFailed(9.5, SampleId(12, 1), reason="the reward function timed out after 10 s")``.
+    """
 
     time_s: float
     sample_id: SampleId
@@ -59,7 +75,11 @@ class SampleFailed(NamedTuple):
 
 
 class GroupDropped(NamedTuple):
-    """The group will never be trained; its tokens are waste of ``cause``."""
+    """The group will never be trained. The tokens of its samples are waste of ``cause``.
+
+    Example: ``GroupDropped(30.0, 12, WasteCause.FILTER_ZERO_SIGNAL, prompt_returned=False)`` after all eight rewards
+    were 0.
+    """
 
     time_s: float
     group_id: int
@@ -69,7 +89,10 @@ class GroupDropped(NamedTuple):
 
 
 class BatchConsumed(NamedTuple):
-    """These groups are the batch of ``step``, in this order."""
+    """The batch of ``step`` was taken: it consists of these groups, in this order.
+
+    Example: ``BatchConsumed(31.0, step=3, group_ids=(9, 10, 11, 13))``.
+    """
 
     time_s: float
     step: int
@@ -77,7 +100,11 @@ class BatchConsumed(NamedTuple):
 
 
 class BatchTrained(NamedTuple):
-    """The step that trained the batch is done; these tokens of it had no gradient, by cause."""
+    """The step that trained the batch is done. ``untrained`` counts the tokens of it that had no gradient, by cause.
+
+    Example: ``BatchTrained(40.0, step=3, untrained={WasteCause.ZERO_ADVANTAGE: 2048})`` moves 2,048 tokens from the
+    trained ones to the waste.
+    """
 
     time_s: float
     step: int
@@ -93,7 +120,10 @@ class BatchSkipped(NamedTuple):
 
 
 class VersionPublished(NamedTuple):
-    """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``."""
+    """Engines sample from ``policy_version`` from here on. Loading took ``pause_s``.
+
+    Example: ``VersionPublished(41.0, policy_version=4, pause_s=0.6)`` after step 3.
+    """
 
     time_s: float
     policy_version: int
@@ -101,7 +131,10 @@ class VersionPublished(NamedTuple):
 
 
 class CheckpointSaved(NamedTuple):
-    """The trainer's state after ``step`` steps is on disk: earlier batches need no replay."""
+    """The trainer's state after ``step`` steps is on disk: earlier batches need no replay.
+
+    Example: after ``CheckpointSaved(42.0, step=4)`` a crash hands out the batches of steps 4 and later again.
+    """
 
     time_s: float
     step: int

@@ -84,6 +84,9 @@ def _decode_segment(fields: dict[str, Any], blob: bytes) -> Segment:
 class Journal:
     """One writer's handle on the file. Opening an existing file goes on behind its last event.
 
+    Example: after ``journal.append([opened, started])`` in an empty file, ``journal.last_seq`` is 2, and
+    ``RolloutState(event for _, event in journal.read())`` holds one open group with one running sample.
+
     Raises:
         RunError: the file is not a journal, or of another format version.
         ResourceError: the disk is full; nothing of that call was written.

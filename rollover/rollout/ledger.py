@@ -55,7 +55,11 @@ _ABORT = FinishReason.ABORT
 
 @dataclass(slots=True)
 class Tokens:
-    """The token account of a run."""
+    """The token account of a run: decoded = trained + wasted + live.
+
+    Example: of 1,000 decoded tokens 600 were trained and 150 dropped with their groups. 250 are live: they are being
+    decoded, parked, or in groups that no batch has taken yet.
+    """
 
     decoded: int = 0
     trained: int = 0
@@ -68,7 +72,11 @@ class Tokens:
 
 
 class Ledger:
-    """State of all samples and groups; changed by ``apply`` alone."""
+    """Holds the state of all samples and groups. It is changed by ``apply`` alone.
+
+    Example: after ``GroupOpened`` of group 0 with two samples and ``SampleStarted`` of the first, ``open`` holds the
+    group, ``running`` the sample ``g0.0`` and ``waiting`` the sample ``g0.1``.
+    """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.policy_version = 0

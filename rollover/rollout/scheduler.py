@@ -36,14 +36,20 @@ from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCa
 
 
 class Source(Protocol):
-    """Prompts by number: a pure function, so that a cursor is all a restart needs."""
+    """Gives prompts by number. It is a pure function, so that a cursor is all that a restart needs.
+
+    Example: ``prompt(7)`` returns the same eighth prompt in every process, whatever was asked for before.
+    """
 
     def prompt(self, index: int) -> Prompt: ...
 
 
 class EachSample:
-    """A source that hands out each prompt of another one ``num_samples`` times: for samples that are consumed one by
-    one, each in a group of its own."""
+    """Hands out each prompt of another source ``num_samples`` times, for samples that are trained one by one, each in a
+    group of its own.
+
+    Example: with 8 samples, prompts 0 to 7 are the first prompt of the other source, 8 to 15 the second.
+    """
 
     def __init__(self, source: Source, num_samples: int) -> None:
         self._source = source
@@ -69,7 +75,16 @@ _STOP, _CONSUME = (StopAll(),), (ConsumeBatch(),)
 
 
 class Scheduler:
-    """The state of the rollouts, the strategy that looks at it, and the consequences.
+    """Decides about rollouts: it asks the strategy, makes the events and tells its shell what to do.
+
+    Example: one round of a shell::
+
+        scheduler.begin_round()
+        actions = scheduler.decide(now_s)                      # [StartSample(g0.0, ...), StartSample(g0.1, ...)]
+        scheduler.segment_ended(sample_id, segment, now_s)     # what a generation call decoded
+        scheduler.scored(sample_id, 1.0, now_s)                # and its reward; decide again after each of them,
+        batch = scheduler.consume(now_s)                       # until the actions hold ConsumeBatch()
+        scheduler.published(batch.step + 1, now_s, pause_s=0.0)
 
     Args:
         state: the ledger and the statistics; nobody else applies events to them while the scheduler works.

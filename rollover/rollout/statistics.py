@@ -73,8 +73,8 @@ class RecentLag:
 class Statistics:
     """Lengths, lag and reward baselines of a run; changed by ``apply`` alone.
 
-    Example: once two single samples of one prompt were scored with 1.0 and 0.0, a third one that is opened gets the
-    baseline ``Baseline(mean=0.5, std=0.5, num_siblings=1.99...)``, whatever the first two are worth later.
+    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third one that is opened then gets a
+    baseline with a mean of 0.498, a standard deviation of 0.5 and the worth of 1.996 siblings, for good.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,8 @@
-"""A strategy answers four questions about the ledger. It is pure: no clock, no engine, no asyncio, no state.
+"""A strategy decides which rollouts are launched, stopped, resumed and trained.
 
-1. How many groups to open now?
-2. Which waiting and parked samples run next, and in what order?
-3. What happens to running samples once a batch is full?
-4. Which ready groups make the batch?
-
-The driver asks after every event and does as told; the simulator runs the same objects.
+It is pure: no clock, no engine, no asyncio, no state. Its methods look at a ``View`` and say how many groups to open,
+which samples to start in what order and for how many tokens, and which ready groups make a batch; ``on_full`` says what
+happens to running samples once a batch is full. The scheduler asks after every event, whichever shell drives it.
 """
 
 from __future__ import annotations

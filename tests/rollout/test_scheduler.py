@@ -1,0 +1,138 @@
+"""What the scheduler tells a shell, for each answer to a full batch, after a restart and in a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
+from rollover.rollout.config import Limits
+from rollover.rollout.events import BatchConsumed, Event, GroupDropped
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.state import RolloutState
+from rollover.types import FinishReason, SampleId, WasteCause
+from tests.rollout.kit import Prompts, strategy_of
+from tests.rollout.test_ledger import ABORT, STOP, ended, restarted
+
+CONSUME, STOP_ALL = [ConsumeBatch()], [StopAll()]
+
+
+class Shell:
+    """Tells the scheduler what is said to have happened; batches of one group of one sample."""
+
+    def __init__(self, name: str, *, state: RolloutState | None = None, **config: Any) -> None:
+        self.state = state or RolloutState()
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(
+            strategy=strategy_of(name, rollout_batch_size=1, group_size=1, **config),
+            source=Prompts(),
+            state=self.state,
+            max_running=2,
+            limits=Limits(),
+            emit=self.events.append,
+        )
+        self.scheduler.begin_round()
+
+    def decide(self) -> list[Action]:
+        return [*self.scheduler.decide(0.0)]
+
+    def started(self) -> list[int]:
+        """Groups whose sample is started now; nothing else is asked for."""
+        actions = self.decide()
+        assert all(isinstance(a, StartSample) for a in actions)
+        return [a.sample_id.group for a in actions if isinstance(a, StartSample)]
+
+    def ends(self, group: int, reason: FinishReason = STOP, *, is_scored: bool = True) -> None:
+        sample_id = SampleId(group, 0)
+        version = self.state.ledger.policy_version
+        self.scheduler.segment_ended(sample_id, ended(sample_id, 2, reason, version=version).segment, 0.0)
+        if reason is STOP and is_scored:
+            self.scheduler.scored(sample_id, 1.0, 0.0)
+
+    def consume(self) -> Sequence[int]:
+        return [g.group_id for g in self.scheduler.consume(0.0).groups]
+
+
+def test_parking_stops_all_and_consumes_once_nothing_runs() -> None:
+    shell = Shell("april", over_sampling_batch_size=2)
+    assert shell.started() == [0, 1]
+    shell.ends(0)
+    assert shell.decide() == STOP_ALL
+    assert shell.decide() == [], "it is stopping"
+    shell.ends(1, ABORT)
+    assert shell.decide() == shell.decide() == CONSUME
+    assert shell.consume() == [0]
+    assert shell.decide() == [], "no batch is wanted"
+    shell.scheduler.published(1, 0.0, pause_s=0.0)
+    shell.scheduler.begin_round()
+    assert shell.started() == [1, 2], "what is parked goes first"
+
+
+def test_discarding_drops_what_has_not_ended_and_returns_its_prompt() -> None:
+    shell = Shell("oversample", over_sampling_batch_size=2)
+    assert shell.started() == [0, 1]
+    shell.ends(0)
+    assert shell.decide() == STOP_ALL
+    shell.ends(1, ABORT)
+    assert shell.decide() == CONSUME
+    assert not any(isinstance(e, GroupDropped) for e in shell.events), "not before the batch is taken"
+    assert shell.consume() == [0]
+    [dropped, consumed] = shell.events[-2:]
+    assert isinstance(dropped, GroupDropped) and isinstance(consumed, BatchConsumed)
+    assert (dropped.group_id, dropped.cause) == (1, WasteCause.DISCARDED_ON_ABORT)
+    assert [p.prompt_id for p in shell.state.ledger.returned] == ["toy/1@0"]
+
+
+def test_waiting_lets_samples_end_and_be_scored() -> None:
+    shell = Shell("token_budget", over_sampling_batch_size=2, tokens_per_round=2)
+    [first, second] = shell.decide()
+    assert isinstance(first, StartSample) and first.token_budget == 2
+    assert isinstance(second, StartSample)
+    shell.ends(0)
+    assert shell.decide() == [], "sample 1 runs to the end of its budget"
+    shell.ends(1, is_scored=False)
+    assert shell.decide() == [], "and to its reward"
+    shell.scheduler.scored(SampleId(1, 0), 1.0, 0.0)
+    assert shell.decide() == CONSUME
+    assert shell.consume() == [0]
+
+
+def test_keeping_starts_more_beside_the_batch_and_after_it() -> None:
+    shell = Shell("bounded_async", num_running=2)
+    assert shell.started() == [0, 1]
+    shell.ends(0)
+    assert shell.decide() == [StartSample(SampleId(2, 0), None, False), *CONSUME]
+    assert shell.consume() == [0]
+    shell.ends(1)
+    assert shell.started() == [3], "the trainer is busy: no batch is wanted"
+    shell.scheduler.begin_round()
+    assert shell.decide() == CONSUME
+    shell.scheduler.halt()
+    assert shell.decide() == []
+
+
+@pytest.mark.parametrize("name", ["sync", "april", "oversample", "bounded_async"])
+def test_a_batch_that_was_handed_out_is_consumed_again_before_anything_starts(name: str) -> None:
+    first = Shell(name)
+    first.started()
+    for sample_id in list(first.state.ledger.running):
+        first.ends(sample_id.group)
+    while first.decide() != CONSUME:
+        pass
+    consumed = first.consume()
+    again = Shell(name, state=RolloutState([*first.events, restarted(0)]))
+    assert again.decide() == CONSUME
+    assert again.consume() == consumed
+    assert again.decide() == [], "nothing is started before another batch is asked for"
+    assert [type(e) for e in again.events] == [BatchConsumed]
+
+
+def test_in_a_pause_nothing_is_decided() -> None:
+    shell = Shell("april")
+    with shell.scheduler.paused():
+        with shell.scheduler.paused():
+            assert shell.decide() == []
+        assert shell.decide() == []
+    assert shell.started() == [0, 1]

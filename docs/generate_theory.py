@@ -120,7 +120,7 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
             for point, height in zip(points, kept, strict=True):
                 at = (point.lag, height)
                 axis.annotate(point.label, at, place, textcoords="offset points", fontsize=7, ha=side)
-        axis.set(title=preset, xlabel="lag (mean age of trained tokens, versions)", xlim=(0, 5.2), ylim=(0.8, None))
+        axis.set(title=preset, xlabel="lag (mean over trained tokens, versions)", xlim=(0, 5.2), ylim=(0.8, None))
     axes[0].set_ylabel("throughput / synchronous")
     axes[0].legend(fontsize=7, loc="lower right")
     _save(figure, path)

@@ -1,4 +1,4 @@
-"""What a batch, the ledger and the engine say in numbers. Pure functions; names are those of ``metrics.jsonl``."""
+"""Metrics of a batch, the ledger and the engine: pure functions, with the names of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
-    ages: Counter[int] = Counter()
+    lags: Counter[int] = Counter()
     for trajectory in batch.trajectories:
         for segment in trajectory.segments:
-            ages[batch.step - segment.policy_version] += len(segment.token_ids)
+            lags[batch.step - segment.policy_version] += len(segment.token_ids)
     heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
-    total = sum(ages.values())
+    total = sum(lags.values())
     signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -33,11 +33,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response/mean_tokens": statistics.fmean(lengths),
         "response/max_tokens": max(lengths),
         "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
-        "staleness/mean": sum(age * n for age, n in ages.items()) / max(total, 1),
-        "staleness/p95": _quantile(ages, 0.95),
-        "staleness/max": max(ages),
+        "staleness/mean": sum(lag * n for lag, n in lags.items()) / max(total, 1),
+        "staleness/p95": _quantile(lags, 0.95),
+        "staleness/max": max(lags),
         "staleness/head_mean": statistics.fmean(heads or [0]),
-        "staleness/off_policy_tokens": sum(n for age, n in ages.items() if age > 0) / max(total, 1),
+        "staleness/off_policy_tokens": sum(n for lag, n in lags.items() if lag > 0) / max(total, 1),
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
     }
 
@@ -58,7 +58,7 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
 
 
 def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
-    """What came of guesses between two looks at an engine, evaluations included; nothing if it has made none."""
+    """Counts of draft tokens between two looks at an engine, evaluations included; nothing while there are none."""
     if not now.drafted_tokens:
         return {}
     names = ("decoded_tokens", "drafted_tokens", "accepted_tokens")

@@ -48,7 +48,7 @@ class Round:
     ratio: float
     """r: groups in flight at its start, over the groups it trains."""
     lag: float
-    """Mean age of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
     iterations_per_batch: float
     """K."""
     prefilled_per_batch: float

@@ -31,16 +31,16 @@ class StepRecord:
     prefilled_tokens: int
     open_groups: int
     """Started and not consumed, once the batch is taken."""
-    ages: tuple[tuple[int, int], ...]
-    """Trained tokens by age in versions."""
-    head_ages: tuple[int, ...]
-    """Age of the oldest token of each trained group."""
+    lags: tuple[tuple[int, int], ...]
+    """(lag in versions, trained tokens) pairs."""
+    head_lags: tuple[int, ...]
+    """Lag of the oldest token of each trained group."""
     lengths: tuple[int, ...]
     """Of the trained responses."""
 
     @property
     def trained_tokens(self) -> int:
-        return sum(n for _, n in self.ages)
+        return sum(n for _, n in self.lags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,10 @@ class Window:
         self.steps = steps
         self.seconds = sum(s.duration_s for s in steps)
         self.trained_tokens = sum(s.trained_tokens for s in steps)
-        self.ages: Counter[int] = Counter()
+        self.lags: Counter[int] = Counter()
         for step in steps:
-            for age, count in step.ages:
-                self.ages[age] += count
+            for lag, count in step.lags:
+                self.lags[lag] += count
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,30 +96,30 @@ class Window:
 
     @property
     def lag(self) -> float:
-        """Mean age of trained tokens, in versions."""
-        return sum(age * n for age, n in self.ages.items()) / self.trained_tokens
+        """Mean lag of trained tokens, in versions."""
+        return sum(lag * n for lag, n in self.lags.items()) / self.trained_tokens
 
     def lag_quantile(self, q: float) -> int:
         remaining = q * self.trained_tokens
-        for age in sorted(self.ages):
-            remaining -= self.ages[age]
+        for lag in sorted(self.lags):
+            remaining -= self.lags[lag]
             if remaining <= 0:
-                return age
-        return max(self.ages)
+                return lag
+        return max(self.lags)
 
     @property
     def max_lag(self) -> int:
-        return max(self.ages)
+        return max(self.lags)
 
     @property
     def head_lag(self) -> float:
-        """Mean over groups of the age of the oldest token."""
-        return statistics.fmean(a for s in self.steps for a in s.head_ages)
+        """Mean over groups of the lag of the oldest token."""
+        return statistics.fmean(a for s in self.steps for a in s.head_lags)
 
     @property
     def off_policy(self) -> float:
         """Share of trained tokens that older weights sampled."""
-        return 1 - self.ages[0] / self.trained_tokens
+        return 1 - self.lags[0] / self.trained_tokens
 
     @property
     def iterations(self) -> float:
@@ -172,7 +172,7 @@ class Meter:
 
 def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float, end_s: float) -> StepRecord:
     """The record of ``batch``'s step, in which ``used`` was counted."""
-    ages: defaultdict[int, int] = defaultdict(int)
+    lags: defaultdict[int, int] = defaultdict(int)
     heads: list[int] = []
     lengths: list[int] = []
     for group in batch.groups:
@@ -181,10 +181,10 @@ def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float,
             num_tokens = 0
             for segment in trajectory.segments:
                 if count := len(segment.token_ids):
-                    age = batch.step - segment.policy_version
-                    ages[age] += count
+                    lag = batch.step - segment.policy_version
+                    lags[lag] += count
                     num_tokens += count
-                    head = max(head, age)
+                    head = max(head, lag)
             lengths.append(num_tokens)
         heads.append(head)
     return StepRecord(
@@ -197,7 +197,7 @@ def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float,
         decoded_tokens=used.decoded_tokens,
         prefilled_tokens=used.prefilled_tokens,
         open_groups=sum(ledger.starts_of_open.values()) + len(ledger.ready),
-        ages=tuple(sorted(ages.items())),
-        head_ages=tuple(heads),
+        lags=tuple(sorted(lags.items())),
+        head_lags=tuple(heads),
         lengths=tuple(lengths),
     )

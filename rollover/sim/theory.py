@@ -5,7 +5,7 @@ tokens it decodes. In a steady state without waste those are the X tokens it tra
 
     T = c0 (K + X / B0) + P
 
-for K iterations and P seconds of prefill: all that a scheduler can change is K and P. What it pays is age. A token
+for K iterations and P seconds of prefill: all that a scheduler can change is K and P. What it pays is lag. A token
 waits for the end of its sample, then for the longest sibling; where samples decode without pause and group ends fall
 evenly between weight updates, the wait divided by K is the token's mean staleness. So ``lag K = kappa``, a constant of
 the length law: throughput and lag lie on one curve, and schedulers choose a point of it.

@@ -32,7 +32,7 @@ def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) ->
 
 
 def test_staleness_weighs_tokens_and_head_staleness_weighs_samples() -> None:
-    # Step 5. Sample 0: 6 tokens of version 3 and 2 of version 5 (ages 2, 0); sample 1: 4 tokens of version 4 (age 1).
+    # Step 5. Sample 0: 6 tokens of version 3 and 2 of version 5 (lags 2, 0); sample 1: 4 tokens of version 4 (lag 1).
     one = trajectory(0, 1.0, segment(3, 6, FinishReason.ABORT), segment(5, 2))
     two = trajectory(1, 0.0, segment(4, 4, FinishReason.LENGTH))
     numbers = batch_metrics(Batch(step=5, groups=(Group(group_id=0, prompt=PROMPT, trajectories=(one, two)),)))

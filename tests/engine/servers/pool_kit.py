@@ -11,7 +11,8 @@ from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest, WeightSource
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.pool import EnginePool, PoolMember
+from rollover.engine.servers.members import PoolMember
+from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError
 from tests.engine.fake import FakeEngine
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport

@@ -1,0 +1,122 @@
+"""New weights for all members of a pool: pause, load, resume.
+
+What it keeps true: a member that hangs delays the others by no more than a deadline; a member that we have paused goes
+on, on every way out; the pool's version is that of every member in service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from rollover.engine.base import WeightSource
+from rollover.engine.servers.background import in_time
+from rollover.engine.servers.members import Members
+from rollover.errors import EngineError, EngineTimeout
+
+
+class PoolUpdates:
+    """Implements ``WeightTarget`` over the members of a pool.
+
+    Args:
+        source: what all members serve now, as version 0; what one that comes back is given until the next load.
+        switch_timeout_s: how long a member may take to stand still, and to go on.
+        load_timeout_s: how long it may take to have new weights.
+
+    Example: ``await updates.pause(); await updates.load(3, source); await updates.resume()`` leaves ``version`` 3.
+    """
+
+    def __init__(
+        self, members: Members, source: WeightSource, *, switch_timeout_s: float, load_timeout_s: float
+    ) -> None:
+        self.version = 0
+        self._source = source
+        self._members = members
+        self._switch_timeout_s = switch_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._paused: set[int] | None = None
+        """Members that may stand still, while the pool is paused."""
+        self._pausing: set[int] = set()
+        """Those of them that do not yet."""
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    async def pause(self) -> None:
+        """Wait for a member where all are out. Raises ``EngineError`` naming all members when none pauses."""
+        state = self._members.state
+        if not state.in_service:
+            with suppress(EngineError):  # said below, with why
+                await self._members.until_one_is_up(asyncio.Event())
+        self._resumed.clear()
+        indices = state.in_service
+        self._paused, self._pausing = {*indices}, {*indices}
+        failed = await self._members.each(indices, self._pause_one, self._switch_timeout_s, "stand still")
+        self._pausing.clear()
+        self._members.take_out(failed)
+        if not self._standing:
+            self._paused = None
+            self._resumed.set()
+            raise EngineError(f"no engine could be paused; {state.why_none()}")
+
+    async def _pause_one(self, index: int) -> None:
+        await self._members.engines[index].pause()
+        self._pausing.discard(index)
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        """Take out members that refuse what others take, and those that take too long. Raises ``EngineError`` when all
+        refuse; they then go on with the old weights. Where nobody is left to refuse, the weights are those that a
+        member is given when it comes back."""
+        if version < self.version:
+            raise EngineError(f"weights cannot go back from version {self.version} to {version}")
+        indices = self._members.state.in_service if self._paused is None else self._standing
+        failed = await self._members.each(
+            indices,
+            lambda index: self._members.engines[index].load(version, source),
+            self._load_timeout_s,
+            f"load weights version {version}",
+        )
+        refused = {index: e for index, e in failed.items() if not isinstance(e, EngineTimeout)}
+        if refused and len(failed) == len(indices):
+            self._members.take_out({index: e for index, e in failed.items() if index not in refused})
+            reasons = "; ".join(dict.fromkeys(str(e) for e in refused.values()))
+            raise EngineError(f"no engine took weights version {version}: {reasons}")
+        self.version, self._source = version, source
+        self._members.take_out(failed)
+
+    async def resume(self) -> None:
+        indices, self._paused = self._standing, None
+        engines = self._members.engines
+        try:
+            failed = await self._members.each(
+                indices, lambda index: engines[index].resume(), self._switch_timeout_s, "go on"
+            )
+            self._members.take_out(failed)
+        finally:
+            self._resumed.set()
+            self._members.look_at_all()  # whatever fell under suspicion meanwhile
+
+    def may_probe(self, index: int) -> bool:
+        """Tell whether a probe can say something: not of a member that stands still. One that is asked to and does not
+        yet is probed, for one that hangs never will."""
+        return self._paused is None or index in self._pausing
+
+    async def catch_up(self, index: int) -> int:
+        """Give a member that comes back the weights of the pool, outside of an update. Returns their version."""
+        engine, name = self._members.engines[index], self._members.name(index)
+        await self._resumed.wait()
+        version = self.version
+        try:
+            await in_time(engine.pause(), self._switch_timeout_s, name, "stand still")
+            await in_time(engine.load(version, self._source), self._load_timeout_s, name, f"load version {version}")
+        finally:
+            await in_time(engine.resume(), self._switch_timeout_s, name, "go on")
+        return version
+
+    def is_current(self, version: int) -> bool:
+        """Tell whether a member with these weights may be taken in now."""
+        return self._paused is None and version == self.version
+
+    @property
+    def _standing(self) -> list[int]:
+        """Members that are paused. One that was taken out is woken when it comes back, or is closed."""
+        return [index for index in sorted(self._paused or ()) if not self._members.state.is_down(index)]

@@ -6,13 +6,15 @@ by a label, and what to do with an answer is decided above it (``engine``, ``cal
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
+from rollover.engine.servers.folder import ModelFolder
+from rollover.errors import EngineError, EngineTimeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +109,26 @@ class Dialect(Protocol):
     async def check_health(self, *, decode: bool, timeout_s: float) -> None:
         """Raise ``EngineError`` unless the server answers and, with ``decode``, samples a token in time."""
         ...
+
+
+async def check_vocabulary(server: str, model: ModelFolder, take: Callable[[int], Awaitable[object]]) -> None:
+    """See that a server takes the last token id of our vocabulary and not the next one; ``take`` sends it one.
+
+    Raises ``EngineError`` when it serves another model.
+    """
+    size = model.vocab_size
+    try:
+        await take(size - 1)
+    except EngineTimeout:
+        raise
+    except EngineError as e:
+        raise EngineError(
+            f"{server} does not take token {size - 1} of {model.path} (vocabulary of {size}): is it another model? {e}"
+        ) from None
+    try:
+        await take(size)
+    except EngineTimeout:
+        raise
+    except EngineError:
+        return
+    raise EngineError(f"{server} has a larger vocabulary than the {size} of {model.path}: it is another model")

@@ -25,13 +25,13 @@ from typing import Any
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError
 
 DELIMITER = ";"
 _DRAIN_S = 0.05
@@ -72,30 +72,11 @@ class SGLangDialect:
     async def check_model(self) -> int:
         info = await self._scheduler_answers()
         self._is_incremental = info.incremental_streaming_output is True
-        await self._check_vocabulary()
+        await check_vocabulary(
+            str(self._client), self._model, lambda token: self._one_token(logit_bias={str(token): 0.0})
+        )
         await self._check_reports()
         return info.max_req_input_len
-
-    async def _check_vocabulary(self) -> None:
-        """See that the server knows the last id of our vocabulary and not the next one."""
-        last = self._model.vocab_size - 1
-        for token, known in ((last, True), (last + 1, False)):
-            try:
-                await self._one_token(logit_bias={str(token): 0.0})
-            except EngineTimeout:
-                raise
-            except EngineError as e:
-                if known:
-                    raise EngineError(
-                        f"{self._client} does not know token {token} of {self._model.path} (vocabulary of {last + 1}):"
-                        f" is it another model? {e}"
-                    ) from None
-            else:
-                if not known:
-                    raise EngineError(
-                        f"{self._client} has a larger vocabulary than the {last + 1} of {self._model.path}:"
-                        " it is another model"
-                    )
 
     async def _check_reports(self) -> None:
         if (await self._one_token()).meta_info.weight_versions is None:

@@ -21,7 +21,7 @@ from typing import Any
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.vllm.answers import (
     Choice,
@@ -87,7 +87,12 @@ class VLLMDialect:
     async def check_model(self) -> int:
         if self._config.seed_calls == "auto":
             self._sends_seeds = await self._runs_on_a_gpu()
-        await self._check_vocabulary()
+        name = self._client.reader.shown(self._model_name)
+        await check_vocabulary(
+            f"{self._client}, which serves {name!r},",
+            self._model,
+            lambda token: self._client.call("POST", "/v1/completions", body=self._one_token(token)),
+        )
         return self._context
 
     async def _runs_on_a_gpu(self) -> bool:
@@ -95,27 +100,6 @@ class VLLMDialect:
         info = await self._client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
         device = info.vllm_config.device_config.device
         return isinstance(device, str) and not device.startswith("cpu")
-
-    async def _check_vocabulary(self) -> None:
-        """See that the server knows the last id of our vocabulary and not the next one."""
-        last, name = self._model.vocab_size - 1, self._client.reader.shown(self._model_name)
-        for token, known in ((last, True), (last + 1, False)):
-            try:
-                await self._client.call("POST", "/v1/completions", body=self._one_token(token))
-            except EngineTimeout:
-                raise
-            except EngineError as e:
-                if known:
-                    raise EngineError(
-                        f"{self._client} serves {name!r}, which does not take token {token} of"
-                        f" {self._model.path} (vocabulary of {last + 1}): is it another model? {e}"
-                    ) from None
-            else:
-                if not known:
-                    raise EngineError(
-                        f"{self._client} serves {name!r}, whose vocabulary is larger than the"
-                        f" {last + 1} of {self._model.path}: it is another model"
-                    )
 
     def _one_token(self, token: int) -> dict[str, Any]:
         return {

@@ -518,7 +518,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(fold
     refused(folder, "start it without --preferred-sampling-params", preferred_sampling_params={"top_k": 20})
     refused(folder, "does not say which weights sampled which token .* 0.5.23 or later", reports_spans=False)
     refused(folder, "does not stop a call by its id within 5 s", aborts_by_id=False)
-    refused(larger, r"does not know token 99 of .*larger \(vocabulary of 100\)")
+    refused(larger, r"does not take token 99 of .*larger \(vocabulary of 100\)")
     refused(smaller, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
 
 

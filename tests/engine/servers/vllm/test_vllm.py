@@ -695,8 +695,8 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(fold
     refused(folder, of_another_shape, r"http://one serves another model than .*has shape \[64, 8\], expected")
     refused(folder, without_dev_mode, "has no /is_paused: start it with VLLM_SERVER_DEV_MODE=1")
     refused(folder, nothing, r"serves policy, not engine\.served_model = 'other'", served_model="other")
-    refused(larger, nothing, r"serves 'policy', which does not take token 99 of .*larger \(vocabulary of 100\)")
-    refused(smaller, nothing, r"whose vocabulary is larger than the 32 of .*smaller: it is another model")
+    refused(larger, nothing, r"which serves 'policy', does not take token 99 of .*larger \(vocabulary of 100\)")
+    refused(smaller, nothing, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
     refused(folder, dead, "cannot be reached")
 
 

@@ -1,4 +1,4 @@
-"""One whole response, whatever befalls the engine: for callers that schedule nothing and want no partial ones."""
+"""Whole responses, whatever befalls the engine: for callers that schedule nothing and want no partial ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollover.types import FinishReason
 STALL_S = 900.0
 """Longest silence of a response, whatever the engine calls it."""
 _MAX_FAILURES = 3
-"""In a row, without a token in between."""
+"""Failures in a row, without a token in between, that are retried."""
 _FIRST_BACK_OFF_S = 0.1
 
 
@@ -28,7 +28,7 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
     Raises ``EngineError`` when calls fail or are stopped four times in a row without a token, ``EngineTimeout`` when
     none has come for ``stall_s``.
     """
-    name = f"{request.request_id}{secrets.token_hex(4)}"
+    name = f"{request.request_id}{secrets.token_hex(8)}"
     ids = list(request.response_ids)
     failures = 0
     last: Chunk | None = None

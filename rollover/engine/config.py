@@ -1,4 +1,4 @@
-"""Which engine a run uses: the configs of all kinds. Torch-free."""
+"""The configs of all kinds of engines. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an engine samples from the trainer's policy, found out by comparing log-probs.
+"""The log-prob check: an engine must sample from the trainer's policy.
 
 An engine that reports them before temperature, computes in another number format or serves other weights makes
 every importance ratio wrong, and nothing else looks amiss. So each engine draws one token after each of some prompts,
@@ -30,9 +30,9 @@ from rollover.types import SamplingParams
 TEMPERATURES = (1.0, 0.5)
 """Two, so that one of them is not the temperature at which nothing is divided."""
 FLOAT32_TOLERANCE = 0.002
-"""Where both sides compute in float32: above its rounding, also that of TF32, and below all coarser formats."""
+"""Tolerance where both sides compute in float32: above its rounding, also TF32's, and below all coarser formats."""
 HALF_TOLERANCE = 0.1
-"""Where one side computes in half precision: above its rounding. Finer wrongs cannot be told from it."""
+"""Tolerance where one side computes in half precision: above its rounding, which hides finer errors."""
 _PROMPT_LENGTHS = (4, 8, 16, 32, 64, 4, 8, 16) * 3
 _RAW_MARGIN = 1e-3
 """A mean difference below this says nothing about where the temperature was applied."""
@@ -40,7 +40,10 @@ _RAW_MARGIN = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the trainer's policy says of the token after each of some prompts."""
+    """Logits of the trainer's policy for the token after each of some prompts.
+
+    Example: with logits (0, ln 3) after prompt 0, ``logprob(0, 1, 1.0)`` is ln 0.75 = -0.288.
+    """
 
     version: int
     prompts: tuple[tuple[int, ...], ...]
@@ -54,17 +57,20 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Mean absolute differences in nats, of one temperature."""
+    """Mean absolute differences in nats, at one temperature.
+
+    Example: ``Mismatch(temperature=0.5, processed=0.4, raw=2e-6)`` means log-probs from before the temperature.
+    """
 
     temperature: float
     processed: float
-    """From log-probs at that temperature."""
+    """Difference from log-probs at that temperature."""
     raw: float
-    """From log-probs at temperature 1."""
+    """Difference from log-probs at temperature 1."""
 
 
 def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Random ones of several lengths that leave room for a token."""
+    """Draw random prompts of several lengths that leave room for a token."""
     drawn = random.Random(0)
     return tuple(
         tuple(drawn.randrange(vocab_size) for _ in range(min(length, max_context_tokens - 1)))
@@ -73,7 +79,7 @@ def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, 
 
 
 def default_tolerance(*number_formats: str) -> float:
-    """Of engine and trainer, for where the config names none."""
+    """Choose the tolerance for the number formats of engine and trainer."""
     return FLOAT32_TOLERANCE if set(number_formats) == {"float32"} else HALF_TOLERANCE
 
 
@@ -111,7 +117,7 @@ async def check_logprobs(
 
 
 async def _draw(engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int) -> tuple[int, float]:
-    """A token and the log-prob that the engine reports."""
+    """Return a token and the log-prob that the engine reports."""
     name = f"logprob-check-{secrets.token_hex(8)}-{seed}."  # no other check, of whatever version, may have this id
     request = GenerateRequest(
         request_id=name,

@@ -1,2 +1,2 @@
-"""What engines behind HTTP share: a client with deadlines, calls that stream, servers that are started and
+"""Engines behind HTTP: a client with deadlines, calls that stream, servers that are started and
 stopped."""

@@ -1,4 +1,4 @@
-"""What a server says, on its way in: bounded, typed, and free of our secrets before it is shown to anybody.
+"""Answers of servers, read before they are used: bounded, typed, and free of our secrets before it is shown to anybody.
 
 What it keeps true: nothing that a server sends is used before it has been checked against the type that is expected of
 it; an answer that does not fit is one ``EngineError`` that names the server, the call and the field; a server that
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MAX_ANSWER_BYTES = 1 << 24
-"""No call of ours has a longer answer."""
+"""A longer answer is refused: none of our calls has one."""
 _MAX_REFUSAL_BYTES = 1 << 16
-"""Of an error page, more is not read."""
+"""Error pages are read up to here."""
 _MAX_SHOWN_CHARS, _MAX_VALUE_CHARS = 600, 120
 _BLANKED = "***"
 
@@ -41,7 +41,7 @@ class Answer(BaseModel):
 
 
 class Event(Answer):
-    """One event of a stream. Where it tells of an error it is no such event, and the stream ends with what it says."""
+    """One event of a stream. An event that reports an error has another form and ends the stream with that error."""
 
     error: None = None
 
@@ -115,7 +115,7 @@ class Reader:
         return answer
 
     def event(self, kind: type[T], data: str, what: str) -> T:
-        """As ``typed``; an event that tells of an error is raised as that."""
+        """Read an event as ``typed`` does; an event that reports an error is raised as that error."""
         try:
             event: T = _adapter(kind).validate_json(data, strict=True, context=self)
         except ValidationError as e:
@@ -143,8 +143,8 @@ class Reader:
     # -- refusals --------------------------------------------------------------------------------------------
 
     async def refusal(self, answer: httpx.Response, what: str) -> EngineError:
-        """What an answer that does not say yes says. A redirect is none: it is not followed, for calls and the key go
-        where the config says and nowhere else."""
+        """Make an error of an answer that refuses a call. A redirect is not followed: calls and the key go where the
+        config says and nowhere else."""
         if answer.is_redirect or 300 <= answer.status_code < 400:
             return EngineError(
                 f"{self._server} answered {what} with {answer.status_code}, a redirect to"
@@ -156,7 +156,7 @@ class Reader:
         return kind(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
 
     def _location(self, answer: httpx.Response) -> str:
-        """Without what a query may hold."""
+        """Name the goal of a redirect, without its query, which may hold secrets."""
         try:
             parts = urlsplit(answer.headers.get("Location", ""))
         except ValueError:
@@ -166,7 +166,7 @@ class Reader:
 
 
 _adapters: dict[object, TypeAdapter[Any]] = {}
-"""One for each kind: making one takes longer than using it."""
+"""Adapters by kind: making one takes longer than using it."""
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
@@ -188,7 +188,7 @@ async def _head_of(answer: httpx.Response) -> str:
 
 
 def _error_in(data: str) -> str:
-    """What an event says that has an error instead of what was expected."""
+    """Return the message of an event that reports an error; empty where it reports none."""
     try:
         event = from_json(data)
     except ValueError:
@@ -197,7 +197,7 @@ def _error_in(data: str) -> str:
 
 
 def _message(text: str) -> str:
-    """What an error answer says, out of the wrappings in use: ``error.message``, ``error``, ``message``,
+    """Unwrap the message of an error answer: ``error.message``, ``error``, ``message``,
     ``detail``. Anything else is taken as it stands."""
     try:
         said: Any = from_json(text)

@@ -1,4 +1,4 @@
-"""One generation call: its stream of chunks, and what has been decoded of its response."""
+"""A generation call: its stream of chunks, and what has been decoded of its response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one event of a server's stream adds to a call.
+    """The tokens and the end that one event of a server's stream adds to a call.
 
     Example: ``Delta(token_ids=(17, 4), logprobs=(-0.2, -1.1))`` brings two tokens of the weights in force.
     """
@@ -27,7 +27,7 @@ class Delta:
     logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     label: str | None = None
-    """Of the weights that sampled these tokens, where the server says so; else they are those in force."""
+    """The label of the weights that sampled these tokens, where the server says so; else they are those in force."""
     num_held_tokens: int = 0
     """Tokens that have arrived and are held back until the server says which weights sampled them."""
     num_cached_tokens: int = 0
@@ -49,9 +49,9 @@ class GenerationCall:
         self.ended = asyncio.Event()
         self.reader: asyncio.Task[None] | None = None
         self.sent = False
-        """Whether the server may know of it."""
+        """True once the server may know of it."""
         self.asked_to_stop = False
-        """Whether anybody here has asked for its end."""
+        """True once somebody here has asked for its end."""
         self.kv_version = -1
         """The version under which it was sent."""
         self.label = ""

@@ -68,7 +68,7 @@ class OpenCalls:
         return [call for call in self._open.values() if call.sent]
 
     def named(self, request_ids: Collection[str]) -> list[GenerationCall]:
-        """Those of some calls that are open."""
+        """Find the calls with these ids that are open."""
         return [call for request_id in request_ids if (call := self._open.get(request_id)) is not None]
 
     def start(self, request: GenerateRequest) -> GenerationCall:

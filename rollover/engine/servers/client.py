@@ -78,7 +78,7 @@ class Patience:
 
 
 class HTTPClient:
-    """One server. Used from one event loop.
+    """Makes the calls to one server, from one event loop.
 
     Args:
         transport: in place of the network (tests).

@@ -14,7 +14,7 @@ _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
 
 
 def is_server_url(url: str) -> bool:
-    """Whether it names a server and holds no user, password or query."""
+    """Tell whether a text names a server and holds no user, password or query."""
     return _URL.fullmatch(url) is not None and _is_reachable(url)
 
 

@@ -19,7 +19,7 @@ from rollover.errors import EngineError, EngineTimeout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """How a server treats its calls, where kinds of servers or their settings differ.
+    """The ways in which a server treats its calls, where kinds of servers or their settings differ.
 
     Example: vLLM with ``kv_on_update = "recompute"`` is ``Traits(keeps_calls=False, keeps_kv=False, silence_s=0.25)``:
     its running calls are aborted before a weight update.
@@ -30,13 +30,13 @@ class Traits:
     keeps_kv: bool
     """They go on with the key-value cache that they had."""
     silence_s: float
-    """How long after a pause a token that was sampled before it may still be on its way to us."""
+    """Longest time after a pause that a token that was sampled before it may be on its way to us."""
     aborts_all_at_once: bool = False
     """When all open calls are to be aborted, one request that aborts all is better than one for each."""
 
 
 class WeightEndpoint(Protocol):
-    """How a server takes weights and says which ones it has. Each method raises ``EngineError``.
+    """The calls by which a server takes weights and says which ones it has. Each method raises ``EngineError``.
 
     Example: ``await weights.send("rollover:run-1:7", source, keeps_kv=False)``; then ``await weights.label()`` is
     ``"rollover:run-1:7"``.
@@ -57,7 +57,7 @@ class WeightEndpoint(Protocol):
 
 
 class Dialect(Protocol):
-    """One server, spoken to in the words of its kind. Each method raises ``EngineError`` when the server fails.
+    """Speaks to one server in the words of its kind. Each method raises ``EngineError`` when the server fails.
 
     Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause?mode=keep`` to vLLM and ``POST
     /pause_generation {"mode": "retract"}`` to SGLang.

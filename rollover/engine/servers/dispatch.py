@@ -39,7 +39,7 @@ class Dispatcher:
         self._updates = updates
         self._calls: dict[str, _PoolCall] = {}
         self._closing: dict[str, int] = {}
-        """Where calls run that were closed before their end, until somebody asks for their abort."""
+        """Members of calls that were closed before their end, until somebody asks for their abort."""
         self._used_ids: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

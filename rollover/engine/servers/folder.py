@@ -1,4 +1,4 @@
-"""What a server must agree with: a model folder's sizes and the shapes of its weights. Needs no torch."""
+"""The model that a server must agree with: a model folder's sizes and the shapes of its weights. Needs no torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModelFolder:
         return most if most in _DTYPES.values() else None
 
     def check_served(self, served: str, server: object) -> None:
-        """Whether a server's own folder, where it is ours to see, is of this model: weights that do not fit could kill
+        """Check that a server's own folder, where we can see it, is of this model: weights that do not fit could kill
         it. Raises ``EngineError``."""
         folder = Path(served)
         try:
@@ -81,7 +81,7 @@ class ModelFolder:
                 raise EngineError(f"{server} serves another model than {self.path}: {e}") from None
 
     def check_fits(self, folder: Path) -> None:
-        """Whether the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
+        """Check that the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
         is not."""
         try:
             given = read_weight_infos(folder)

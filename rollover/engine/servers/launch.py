@@ -24,7 +24,7 @@ _POLL_S = 0.5
 
 
 class ServerProcess:
-    """One server. ``start`` may be called again after it has exited.
+    """A server that runs as a child process. ``start`` may be called again after it has exited.
 
     Args:
         ready: raises ``EngineError`` while the server does not answer.
@@ -51,7 +51,7 @@ class ServerProcess:
 
     @property
     def exited(self) -> bool:
-        """Whether it was started and is no more."""
+        """True when it was started and has exited."""
         return self._supervisor is not None and self._supervisor.returncode is not None
 
     async def start(self) -> None:

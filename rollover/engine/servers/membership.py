@@ -1,4 +1,4 @@
-"""Which member of a pool gets the next call, and which members get none. Pure: no engine, no clock, no
+"""The choice of the member that gets the next call, and of those that get none. Pure: no engine, no clock, no
 asyncio.
 
 A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 AFFINITY_SLACK = 0.25
-"""How much fuller than the emptiest member, as a share of its capacity, one may be and still get its
+"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
 sibling."""
 _MAX_KEYS = 8192
 
@@ -28,7 +28,10 @@ class Health(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one engine."""
+    """One engine of a pool.
+
+    Example: a member with 16 calls and room for 64 has the share 0.25.
+    """
 
     name: str
     capacity: int
@@ -39,15 +42,15 @@ class Member:
     """Why it is not up."""
     retry_s: float = 0.0
     num_failures: int = 0
-    """Since it was last up."""
+    """Failures since it was last up."""
     num_late_probes: int = 0
-    """In a row, while it is up."""
+    """Late probes in a row, while it is up."""
     is_expelled: bool = False
     """Down for good."""
 
     @property
     def share(self) -> float:
-        """Of its capacity in use."""
+        """Calls per capacity."""
         return self.load / self.capacity
 
 
@@ -66,16 +69,16 @@ class Membership:
         self._retry_after_s = retry_after_s
         self._max_retry_after_s = max_retry_after_s
         self._homes: OrderedDict[str, int] = OrderedDict()
-        """Where the last call of a prompt went."""
+        """The member to which the last call of a prompt went."""
 
     @property
     def up(self) -> list[int]:
-        """Those that get calls."""
+        """Members that get calls."""
         return [i for i, member in enumerate(self.members) if member.health is Health.UP]
 
     @property
     def in_service(self) -> list[int]:
-        """Those that may have calls: up or under suspicion."""
+        """Members that may have calls: up or suspect."""
         return [i for i, member in enumerate(self.members) if member.health is not Health.DOWN]
 
     def is_down(self, index: int) -> bool:
@@ -142,5 +145,5 @@ class Membership:
         member.num_failures = member.num_late_probes = 0
 
     def why_none(self) -> str:
-        """One line for each member that is not up."""
+        """Explain for each member that is not up why."""
         return "; ".join(f"{m.name}: {m.reason}" for m in self.members if m.health is not Health.UP)

@@ -28,16 +28,16 @@ _NOT_THERE = ("No module named", "cannot be started")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
-    """How servers of one kind are started and spoken to."""
+    """The way servers of one kind are started and spoken to."""
 
     dialect: Callable[[HTTPClient], Dialect]
     arguments: Callable[[int], list[str]]
-    """What the command is given so that it serves the model on a port of the loopback interface."""
+    """Arguments with which the command serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
-    """What its environment needs."""
+    """Variables that its environment needs."""
     health_path: str
     program: str
-    """How users call it."""
+    """Its name in messages."""
 
 
 async def open_servers(

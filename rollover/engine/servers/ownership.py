@@ -1,4 +1,4 @@
-"""Which run a server belongs to: a label on the server, and a lock on this machine.
+"""The run that a server belongs to, shown by a label on the server and a lock on this machine.
 
 A server's weights carry a label that clients set and read. Ours names the run and the version, and says when the run
 has given the server back::
@@ -32,7 +32,9 @@ _MAX_NOTE_BYTES = 1000
 
 
 class Ownership:
-    """A run's claim on one server.
+    """One run's use of one server.
+
+    Example: ``Ownership("r1").label(7)`` is ``"rollover:r1:7"``, and its ``owner`` for run ``"r2"`` is ``"r1"``.
 
     Args:
         run: the run's name among all runs.
@@ -71,17 +73,16 @@ class Ownership:
         return cls(run, predecessor=str(held.get("run", "")), lock=descriptor)
 
     def label(self, version: int, *, free: bool = False) -> str:
-        """Of our weights."""
+        """Label our weights of a version."""
         return f"rollover:{self.run}:{version}" + ":free" * free
 
     def version(self, label: str) -> int | None:
-        """That of our weights which a label names; ``None`` when they are not ours."""
+        """Read the version of our weights from a label; ``None`` when they are not ours."""
         found = _LABEL.fullmatch(label)
         return int(found[2]) if found is not None and found[1] == self.run else None
 
     def owner(self, label: str) -> str | None:
-        """The other run that a server with this label belongs to, as far as anybody knows; ``None`` when it is free or
-        ours."""
+        """Name the other run that a server with this label belongs to; ``None`` when it is free or ours."""
         found = _LABEL.fullmatch(label)
         if found is None or found[3] or found[1] in (self.run, self._predecessor):
             return None
@@ -95,7 +96,7 @@ class Ownership:
 
 
 def how_to_free(url: str) -> str:
-    """What a user types to take a server from a run that is over."""
+    """Give the command that a user types to take a server from a run that is over."""
     body = '{"new_version": "free", "abort_all_requests": false}'
     return f"curl -X POST {url}/update_weight_version -H 'Content-Type: application/json' -d '{body}'"
 
@@ -119,7 +120,7 @@ def _note(descriptor: int) -> dict[str, Any]:
 
 
 def _write(descriptor: int, note: dict[str, str]) -> None:
-    """Where the file is another user's, it keeps saying what it says."""
+    """Write who holds the lock, unless the file is another user's: that one keeps its content."""
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(note).encode(), 0)

@@ -88,7 +88,7 @@ class EnginePool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What every member can do; room is that of the members that are up, at least one's."""
+        """Report what every member can do; room is that of the members that are up, at least one's."""
         each = [engine.capabilities for engine in self._members.engines]
         room = [each[i].max_running for i in self._members.state.up] or [max(c.max_running for c in each)]
         return Capabilities(

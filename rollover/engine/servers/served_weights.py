@@ -1,4 +1,4 @@
-"""Which weights a server serves, as far as we know, and which run they belong to.
+"""The weights that a server serves, as far as we know, and the run that they belong to.
 
 What it keeps true: weights count as served once the server says so by their label; a server whose weights we do not
 know gets no call; no weights are loaded into a server that another run uses.

@@ -20,11 +20,11 @@ class EventDecoder:
         """Pieces of a line that has not ended."""
         self._data: list[str] = []
         self._num_chars = 0
-        """Of both together."""
+        """Characters held in both."""
 
     @property
     def inside_event(self) -> bool:
-        """Whether the bytes so far end in the middle of an event."""
+        """True when the bytes so far end in the middle of an event."""
         return self._num_chars > 0 or bool(self._data)
 
     def feed(self, received: bytes) -> list[str]:

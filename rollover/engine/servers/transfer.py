@@ -38,7 +38,7 @@ class Bucket:
     infos: Mapping[str, TensorInfo]
 
     def described(self, dtypes: str) -> dict[str, Any]:
-        """What servers are told of it; ``dtypes`` is their name for the number formats."""
+        """Describe the bucket as servers are told of it; ``dtypes`` is their name for the number formats."""
         infos = self.infos.values()
         return {
             "names": list(self.infos),

@@ -37,7 +37,7 @@ class PoolUpdates:
         self._paused: set[int] | None = None
         """Members that may stand still, while the pool is paused."""
         self._pausing: set[int] = set()
-        """Those of them that do not yet."""
+        """Members that are asked to stand still and do not yet."""
         self._resumed = asyncio.Event()
         self._resumed.set()
 

@@ -1,4 +1,4 @@
-"""What SGLang answers, as far as it is looked at."""
+"""Answers of SGLang servers and routers, as far as they are used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SGLangServerInfo(Answer):
 
     max_req_input_len: Annotated[int, Field(ge=1, lt=1 << 31)]
     internal_states: list[Any]
-    """Of its scheduler, without which there is no answer."""
+    """States of its scheduler, without which there is no answer."""
     incremental_streaming_output: bool | None = None
     tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     dp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
@@ -77,7 +77,7 @@ class Generation(Event):
 
 
 class Worker(Answer):
-    """What a router says of a worker."""
+    """A worker, as a router describes it."""
 
     url: str
     worker_type: Shown = "regular"
@@ -88,6 +88,6 @@ class Workers(Answer):
 
 
 class WorkerUrls(Answer):
-    """The same, by older routers."""
+    """The workers, as older routers list them."""
 
     urls: list[str]

@@ -47,7 +47,7 @@ async def _workers(config: SGLangConfig) -> tuple[str, ...]:
 
 
 def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]:
-    """What every server needs to serve ``folder`` for training; ``launch_args`` follow and may overrule."""
+    """Give the arguments with which a server serves ``folder`` for training; ``launch_args`` may overrule them."""
     return [
         *("--model-path", str(folder.resolve())),
         *("--host", "127.0.0.1", "--port", str(port)),

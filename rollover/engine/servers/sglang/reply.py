@@ -21,7 +21,7 @@ from rollover.errors import EngineError
 from rollover.types import FinishReason
 
 _NO_TOKENS = "Abort before prefill"
-"""How the message of an abort begins whose tokens and log-probs mean nothing."""
+"""Begin of the message of an abort whose tokens and log-probs mean nothing."""
 
 
 class Reply:
@@ -56,7 +56,7 @@ class Reply:
         return self._num_labelled + len(self._held)
 
     def read(self, event: Generation, *, certain: bool) -> list[Delta]:
-        """What an event adds, with the label of the weights that sampled it.
+        """Read an event. Returns what it adds, with the label of the weights that sampled it.
 
         Args:
             certain: no other weights can have sampled what has come until now; else it is held until the last event.

@@ -15,7 +15,7 @@ from rollover.errors import EngineError, EngineTimeout
 
 
 async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:
-    """Of each server: its own url when it is a worker, those of its workers when it is a router; each once.
+    """List the urls of workers, each once: a server's own when it is one, those of its workers when it is a router.
 
     Raises ``EngineError`` when a router has no workers, or has some that only prefill or only decode.
     """

@@ -1,4 +1,4 @@
-"""What vLLM answers, as far as it is looked at."""
+"""Answers of vLLM servers, as far as they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether servers that were given the same weights hold the same, by the checksums that they compute themselves.
+"""Checksums that servers compute of their weights, compared: those given the same weights must hold the same.
 
 A label says what a server was told, a checksum what it has. Servers of one kind with the same number formats and the
 same division over workers must agree to the last bit; where the divisions differ there is nothing to compare.
@@ -17,7 +17,7 @@ about a second, in which it decodes nothing."""
 
 
 class ChecksumRecord:
-    """What the first server to load a folder holds, for the others to be compared with. One for all servers of a
+    """The checksums of the first server to load a folder, to compare the others with. One for all servers of a
     pool."""
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ class VLLMDialect:
         self._context = model.max_context_tokens
         self._sends_seeds = config.seed_calls == "always"
         self._is_frozen = False
-        """Whether it should stand still, as far as we have asked for it."""
+        """True while we have asked it to stand still."""
 
     # -- checks ----------------------------------------------------------------------------------------------
 

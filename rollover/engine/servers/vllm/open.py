@@ -16,7 +16,7 @@ from rollover.engine.servers.vllm.dialect import VLLMDialect
 
 SERVED_NAME = "policy"
 _MAX_CPU_CACHE_SHARE = 0.4
-"""Of the machine's memory, for the caches of all servers that are started on it."""
+"""Largest share of the machine's memory for the caches of all servers that are started on it."""
 _GIB = 2**30
 
 
@@ -34,7 +34,7 @@ async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, c
 
 
 def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
-    """What every server needs to serve ``folder`` for training; ``launch_args`` follow and may overrule."""
+    """Give the arguments with which a server serves ``folder`` for training; ``launch_args`` may overrule them."""
     return [
         *(() if "serve" in config.launch_command else ("--model",)),  # which the old entry point asks for
         str(folder.resolve()),
@@ -63,7 +63,7 @@ def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:
 
 
 def _cpu_cache_gib(config: VLLMConfig, model: ModelFolder) -> int:
-    """What ``max_running`` samples of the longest context need, as far as there is memory."""
+    """Compute the cache that ``max_running`` samples of the longest context need, as far as there is memory."""
     bytes_per_number = 2 if model.dtype in ("bfloat16", "float16") else 4
     needed = config.running() * model.max_context_tokens * model.cache_numbers_per_token * bytes_per_number
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

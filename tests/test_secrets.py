@@ -15,7 +15,7 @@ import pytest
 from rollover import cli
 from rollover.engine.servers.launch import ServerProcess
 from rollover.errors import EngineError
-from rollover.report.compare import write_comparison
+from rollover.report.comparison import write_comparison
 from tests import runs
 
 CANARY = "c4nary-9f8e7d6c5b"

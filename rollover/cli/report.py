@@ -15,7 +15,7 @@ from rollover.errors import require
 def command(run: Path, open_browser: bool) -> None:
     """Write RUN/report.html, also while RUN is at work."""
     require("plotly", purpose="rollover report")
-    from rollover.report.html import write_report
+    from rollover.report.run_report import write_report
 
     path = write_report(run)
     click.echo(f"report: {path}")

@@ -9,8 +9,8 @@ from rollover.frontier.settings import knob_of, label, name_of, place_of, value_
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
 from rollover.report import measures
-from rollover.report.figures import Figure, axis, figure, line
-from rollover.report.figures import label as escaped
+from rollover.report.plot import Figure, axis, figure, line
+from rollover.report.plot import label as escaped
 
 _COLOURS = ("--blue", "--orange", "--green", "--violet", "--red", "--cyan", "--pink", "--brown", "--yellow", "--soft")
 _CURVE_POINTS = 60
@@ -57,7 +57,7 @@ def frontier(study: Study) -> Figure:
     return figure(
         data,
         height=460,
-        xaxis=axis("lag: mean age of trained tokens, in versions", rangemode="tozero"),
+        xaxis=axis("lag: mean of trained tokens, in versions", rangemode="tozero"),
         yaxis=axis("throughput over synchronous rollout", rangemode="tozero", ticksuffix="×"),
         hovermode="closest",
     )

@@ -18,7 +18,7 @@ from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies
 from rollover.frontier.setup import ScenarioFile, Setup, build_setup, read_scenario, shaped
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
-from rollover.report.html import write_page
+from rollover.report.page import write_page
 from rollover.rollout.config import RolloutConfig
 from rollover.workload.source import read_lengths
 

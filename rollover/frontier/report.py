@@ -17,8 +17,8 @@ from rollover.frontier.refine import TOLERANCE
 from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
-from rollover.report.gantt import gantt
 from rollover.report.page import Page, header, table, tiles
+from rollover.report.timeline_figure import gantt
 
 _FRONTIER = (
     "Each point is a setting of a strategy, simulated on the same lengths as all others; a line runs from little"
@@ -134,7 +134,7 @@ def headline(study: Study) -> str:
 
 def legend() -> str:
     return (
-        "gain: trained tokens per time over sync, paired; lag: mean age of trained tokens in versions, beside it p95,"
+        "gain: trained tokens per time over sync, paired; lag: mean of trained tokens in versions, beside it p95,"
         " max, and the mean over groups of the oldest token; wasted: of decoded tokens; prefilled: tokens per trained"
         " token, prompts included; length: trained over admitted mean, 1 is no bias; K: iterations per step"
     )

@@ -55,7 +55,7 @@ class TrialResult:
     tokens_per_s: float
     """Trained tokens per unit of time of the whole loop."""
     lag: float
-    """Mean age of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
     lag_p95: float
     max_lag: float
     head_lag: float

@@ -29,7 +29,7 @@ from rollover.planner.routing import Routing, routed
 from rollover.planner.scenario import PlanScenario, changed
 from rollover.planner.search import make_plan
 from rollover.planner.summary import sentences
-from rollover.report.html import write_page
+from rollover.report.page import write_page
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
 

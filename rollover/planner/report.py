@@ -10,8 +10,8 @@ from rich.text import Text
 
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.summary import roles, sentences
-from rollover.report.figures import Figure, axis, bar, figure
 from rollover.report.page import Page, header, table, tiles
+from rollover.report.plot import Figure, axis, bar, figure
 
 _TRAIN, _IDLE = "--orange", "--gap"
 _ROLLOUT = ("--blue", "--green", "--violet", "--cyan", "--pink", "--yellow", "--brown", "--red")

@@ -32,7 +32,7 @@ class Check:
     tokens_per_s: float
     """Trained response tokens."""
     lag: float
-    """Mean age of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
     max_lag: int
 
 

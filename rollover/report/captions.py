@@ -20,7 +20,7 @@ ALIGNED = (
 )
 LAG = (
     "How many versions older than the weights they trained the tokens were; 0 is on-policy. Head lag is the"
-    " age of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
+    " lag of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
     " and again. All tokens of the batches count here, those that had no gradient too."
 )
 TOKENS = (

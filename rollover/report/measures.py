@@ -20,7 +20,7 @@ class LagSummary:
     p95: int
     max: int
     head_mean: float
-    """Mean over samples of the age of the oldest token."""
+    """Mean over samples of the lag of the oldest token."""
     off_policy_fraction: float
     """Share of trained tokens at least one version old."""
 
@@ -38,25 +38,25 @@ class LengthSummary:
 
 def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
     """Token staleness to trained tokens, over all steps, ascending."""
-    ages: Counter[int] = Counter()
+    lags: Counter[int] = Counter()
     for step in steps:
-        ages.update(step.ages)
-    return dict(sorted(ages.items()))
+        lags.update(step.lags)
+    return dict(sorted(lags.items()))
 
 
 def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
     """``None`` until a token has been trained."""
-    ages = lag_histogram(steps)
-    total = sum(ages.values())
+    lags = lag_histogram(steps)
+    total = sum(lags.values())
     if not total:
         return None
-    heads = [a for s in steps for a in s.head_ages]
+    heads = [a for s in steps for a in s.head_lags]
     return LagSummary(
-        mean=sum(a * n for a, n in ages.items()) / total,
-        p95=weighted_quantile(ages, 0.95),
-        max=max(ages),
+        mean=sum(a * n for a, n in lags.items()) / total,
+        p95=weighted_quantile(lags, 0.95),
+        max=max(lags),
         head_mean=sum(heads) / len(heads),
-        off_policy_fraction=sum(n for a, n in ages.items() if a >= 1) / total,
+        off_policy_fraction=sum(n for a, n in lags.items() if a >= 1) / total,
     )
 
 

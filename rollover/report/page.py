@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from rollover.report.figures import Figure
+from rollover.report.plot import Figure
 
 
 class Page:
@@ -65,6 +67,14 @@ class Page:
             plotly=get_plotlyjs(),
             script=(assets / "page.js").read_text(encoding="utf-8"),
         )
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Replace ``path`` in one move, so that a reader never sees half a page."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path
 
 
 def script_json(value: Any) -> str:

@@ -86,16 +86,16 @@ class ConsumedStep:
     num_groups: int
     num_samples: int
     num_resumes: int
-    ages: Mapping[int, int]
+    lags: Mapping[int, int]
     """Token staleness (step minus the version that sampled the token) to number of tokens."""
-    head_ages: tuple[int, ...]
+    head_lags: tuple[int, ...]
     """Staleness of each sample's oldest token."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     """Its tokens without a gradient, by cause, once the step is done."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.ages.values())
+        return sum(self.lags.values())
 
     @property
     def num_trained_tokens(self) -> int:
@@ -330,13 +330,13 @@ class _Fold:
 
     def _consume(self, event: BatchConsumed) -> None:
         samples = [s for g in event.group_ids for s in self.groups[g] if not s.failed]
-        ages: Counter[int] = Counter()
+        lags: Counter[int] = Counter()
         heads = []
         for sample in samples:
             sample.trained_step = event.step
             for span in sample.spans:
                 if span.num_tokens:
-                    ages[event.step - span.policy_version] += span.num_tokens
+                    lags[event.step - span.policy_version] += span.num_tokens
             if sample.num_tokens:
                 heads.append(event.step - min(s.policy_version for s in sample.spans if s.num_tokens))
         self.steps[event.step] = ConsumedStep(
@@ -345,8 +345,8 @@ class _Fold:
             num_groups=len(event.group_ids),
             num_samples=len(samples),
             num_resumes=sum(p.finish_reason is FinishReason.ABORT for sample in samples for p in sample.spans[:-1]),
-            ages=dict(sorted(ages.items())),
-            head_ages=tuple(heads),
+            lags=dict(sorted(lags.items())),
+            head_lags=tuple(heads),
         )
 
     def _restart(self, event: Restarted) -> None:

@@ -95,8 +95,9 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """``resume`` is the command that goes on with it."""
-    from rollover.report.html import FILE_NAME, write_report
+    from rollover.report.run_report import FILE_NAME, write_report
     from rollover.report.record import read_run
+    from rollover.report.run_report import write_report
     from rollover.report.summary import summarize, summary_table
     from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop
@@ -123,7 +124,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
 
 def _compare(config: RunConfig, run: RunDir) -> None:
     """Run each variant in a directory of its own below ``run``; those that are done are left alone."""
-    from rollover.report.compare import compare_table, write_comparison
+    from rollover.report.comparison import compare_table, write_comparison
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy
 

@@ -14,7 +14,7 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
         DataError: the lengths cannot be used, or are too few.
         RunError: ``source`` is a directory, but not that of a run.
     """
-    from rollover.report.html import write_page
+    from rollover.report.page import write_page
     from rollover.workload.fit import fit
     from rollover.workload.report import described, fit_table, law_toml, render_fit, verdict
     from rollover.workload.source import read_trace

@@ -8,8 +8,8 @@ from html import escape
 import numpy as np
 from rich.table import Table
 
-from rollover.report.figures import Figure, axis, figure, line
 from rollover.report.page import Page, header, table, tiles
+from rollover.report.plot import Figure, axis, figure, line
 from rollover.settings import toml
 from rollover.workload.fit import Fit
 from rollover.workload.law import Floats, LengthLaw

@@ -84,7 +84,7 @@ class Simulation:
         self.now_s += PUBLISH_S
         self.events.append(VersionPublished(time_s=self.now_s, policy_version=step + 1, pause_s=PUBLISH_S))
         step_s = self.now_s - began_s
-        ages = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
+        lags = [step - v for i in ids for v, n in self.versions[i] for _ in range(n)]
         reward = 0.25 + 0.5 * step / (step + 6) + self.rng.gauss(0, 0.03)
         self.rows.append(
             (
@@ -97,7 +97,7 @@ class Simulation:
                     "loss": 0.05 - 0.002 * step + self.rng.gauss(0, 0.004),
                     "grad_norm": 0.8 + self.rng.gauss(0, 0.1),
                     "lr": 1e-4,
-                    "staleness/mean": sum(ages) / len(ages),
+                    "staleness/mean": sum(lags) / len(lags),
                     "rollout/decoded_tokens": float(decoded),
                     "rollout/trained_tokens": float(trained),
                     **of_step(trained_tokens=trained, decoded_tokens=decoded, step_s=step_s, decoding_s=rollout_s),

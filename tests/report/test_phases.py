@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.report import figures
+from rollover.report import run_figures
 from rollover.report.metrics import MetricRow
 from rollover.report.phases import PHASES, by_step, percentages, reward_waits_s
 from rollover.report.record import RunRecord
@@ -106,7 +106,7 @@ def test_percentages_give_what_is_left_to_those_that_lost_most() -> None:
 def test_the_bars_of_a_step_are_as_high_as_the_step() -> None:
     step = row(step_s=12.0, rollout_s=10.0, train_s=1.5, publish_s=0.25, work_s=43.0)
     record = RunRecord(name="run", config={}, meta={}, metrics=(step,), timeline=Timeline.of(slow_rewards()))
-    drawn = figures.time_split(record)
+    drawn = run_figures.time_split(record)
     assert drawn is not None
     assert sum(bar["y"][0] for bar in drawn["data"]) == pytest.approx(12.0)
     assert min(bar["y"][0] for bar in drawn["data"]) >= 0

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rollover.errors import RunError
 from rollover.privacy import HIDDEN
-from rollover.report.compare import compare_table
+from rollover.report.comparison import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from rollover.report import figures, throughput
-from rollover.report.compare import comparison
+from rollover.report import run_figures, throughput
+from rollover.report.comparison import comparison
 from rollover.report.metrics import MetricRow
 from rollover.report.progress import Progress
 from rollover.report.record import RunRecord
@@ -95,7 +95,7 @@ def test_every_place_that_names_it_says_the_same() -> None:
     assert s.rollout_tokens_per_s == pytest.approx(16_000 / 1.6)
     shown = next(row for row in comparison([s, s]) if row.name.startswith("trained tokens/s"))
     assert shown.values == (s.trained_tokens_per_s, s.trained_tokens_per_s)
-    drawn = figures.throughput(record)
+    drawn = run_figures.throughput(record)
     assert drawn is not None
     (curve,) = (d for d in drawn["data"] if d["name"].startswith("trained"))
     assert min(curve["y"]) > TRUE * 0.7 and max(curve["y"]) < TRUE * 1.5, "no single step's speed, which is 5 times off"

@@ -112,8 +112,8 @@ def test_the_active_curve_counts_samples_at_the_engine() -> None:
 
 def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
     timeline = Timeline.of(ROLLED_OVER)
-    assert timeline.steps[1].ages == {0: 11, 1: 25}
-    assert timeline.steps[1].head_ages == (1, 1)
+    assert timeline.steps[1].lags == {0: 11, 1: 25}
+    assert timeline.steps[1].head_lags == (1, 1)
     assert measures.lag_histogram(timeline.steps) == {0: 21, 1: 25}
     assert measures.lag(timeline.steps) == LagSummary(
         mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46

@@ -14,10 +14,10 @@ import torch
 from rollover import cli
 from rollover.algorithms.registry import ALGORITHMS
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
-from rollover.report.gantt import gantt
-from rollover.report.html import WINDOW_STEPS, most_resumed
 from rollover.report.measures import windows
 from rollover.report.record import read_run
+from rollover.report.run_report import WINDOW_STEPS, most_resumed
+from rollover.report.timeline_figure import gantt
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES

@@ -6,35 +6,33 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
-from rollover.report import figures, measures, stretches
-from rollover.report.figures import LEGEND, PHASE_COLOURS, Figure, axis, figure, line
+from rollover.report import downsampling, measures, run_figures
+from rollover.report.colours import PHASE_COLOURS, RUN_COLOURS
+from rollover.report.plot import LEGEND, Figure, axis, bar, figure, label, line, smoothed, time_unit
 from rollover.report.record import RunRecord, distinct_names
 from rollover.report.summary import RunSummary
 
-COLOURS = ("--soft", "--blue", "--orange", "--green", "--violet", "--red")
-"""The first run is the baseline and stays in the background."""
-
 
 def _coloured(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, RunRecord]]:
-    return zip(distinct_names(records), cycle(COLOURS), records, strict=False)
+    return zip(distinct_names(records), cycle(RUN_COLOURS), records, strict=False)
 
 
 def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
     """Accuracy above, smoothed reward below."""
-    unit, unit_s = figures.time_unit(max(map(figures.span_s, records)))
+    unit, unit_s = time_unit(max(map(run_figures.span_s, records)))
     data = []
     for name, colour, record in _coloured(records):
         scale = unit_s if over_time else None
-        x, accuracy = figures.points(record, "eval", "accuracy", unit_s=scale)
+        x, accuracy = run_figures.points(record, "eval", "accuracy", unit_s=scale)
         marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
         if accuracy:
-            marked: dict[str, Any] = marks if len(accuracy) <= stretches.MAX_POINTS else {}
-            curve = stretches.coarsened(x, accuracy)
-            data.append(line(*curve, name, colour, legendgroup=figures.label(name), **marked))
-        x, reward = figures.points(record, "step", "reward/mean", unit_s=scale)
+            marked: dict[str, Any] = marks if len(accuracy) <= downsampling.MAX_POINTS else {}
+            curve = downsampling.coarsened(x, accuracy)
+            data.append(line(*curve, name, colour, legendgroup=label(name), **marked))
+        x, reward = run_figures.points(record, "step", "reward/mean", unit_s=scale)
         if reward:
-            extra: dict[str, Any] = {"yaxis": "y2", "legendgroup": figures.label(name), "showlegend": not accuracy}
-            data.append(line(*stretches.coarsened(x, figures.smoothed(reward)), name, colour, **extra))
+            extra: dict[str, Any] = {"yaxis": "y2", "legendgroup": label(name), "showlegend": not accuracy}
+            data.append(line(*downsampling.coarsened(x, smoothed(reward)), name, colour, **extra))
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
@@ -50,11 +48,11 @@ def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
 def lag_histograms(records: Sequence[RunRecord]) -> Figure | None:
     data = []
     for name, colour, record in _coloured(records):
-        ages = measures.lag_histogram(record.timeline.steps)
-        if total := sum(ages.values()):
-            x = list(range(max(ages) + 1))
-            bar = figures.bar(x, [ages.get(a, 0) / total for a in x], name, colour)
-            data.append({**bar, "hovertemplate": "%{y:.1%} of tokens %{x} versions old"})
+        lags = measures.lag_histogram(record.timeline.steps)
+        if total := sum(lags.values()):
+            x = list(range(max(lags) + 1))
+            drawn = bar(x, [lags.get(a, 0) / total for a in x], name, colour)
+            data.append({**drawn, "hovertemplate": "%{y:.1%} of tokens %{x} versions old"})
     if not data:
         return None
     x_axis = axis("token staleness, versions", showgrid=False, dtick=1)
@@ -65,10 +63,10 @@ def lag_histograms(records: Sequence[RunRecord]) -> Figure | None:
 def head_lag(records: Sequence[RunRecord]) -> Figure | None:
     data = []
     for name, colour, record in _coloured(records):
-        steps = [s for s in record.timeline.steps if s.head_ages]
-        heads = [sum(s.head_ages) / len(s.head_ages) for s in steps]
+        steps = [s for s in record.timeline.steps if s.head_lags]
+        heads = [sum(s.head_lags) / len(s.head_lags) for s in steps]
         if steps:
-            data.append(line(*stretches.coarsened([float(s.step) for s in steps], heads), name, colour))
+            data.append(line(*downsampling.coarsened([float(s.step) for s in steps], heads), name, colour))
     if not data:
         return None
     y_axis = axis("versions, mean over samples", rangemode="tozero")
@@ -83,8 +81,8 @@ def time_spent(names: Sequence[str], summaries: Sequence[RunSummary]) -> Figure 
     data = []
     for phase, colour in PHASE_COLOURS.items():
         x = [s.phase_s.get(phase, 0.0) for s in summaries]
-        bar = figures.bar(x, [figures.label(n) for n in names], phase, colour)
-        data.append({**bar, "orientation": "h", "hovertemplate": "%{x:.1f} s"})
+        drawn = bar(x, [label(n) for n in names], phase, colour)
+        data.append({**drawn, "orientation": "h", "hovertemplate": "%{x:.1f} s"})
     return figure(
         data,
         height=270,
@@ -104,7 +102,9 @@ def trained_lengths(records: Sequence[RunRecord]) -> Figure | None:
     longest = max((max(values) for values, _ in found.values() if values), default=0)
     if not longest:
         return None
-    data = [figures.length_curve(values, name, colour, longest) for name, (values, colour) in found.items() if values]
+    data = [
+        run_figures.length_curve(values, name, colour, longest) for name, (values, colour) in found.items() if values
+    ]
     y_axis = axis("share of samples", tickformat=".0%", rangemode="tozero")
     x_axis = axis("response tokens", showgrid=False, rangemode="tozero")
     return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")

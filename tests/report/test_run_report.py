@@ -16,17 +16,19 @@ import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
-from rollover.report import figures
-from rollover.report.compare import compare_table, comparison, render_comparison, write_comparison
-from rollover.report.gantt import MAX_SPANS, gantt, thinned, version_colours
-from rollover.report.html import render_report, write_report
+from rollover.report import run_figures
+from rollover.report.colours import version_colours
+from rollover.report.comparison import compare_table, comparison, render_comparison, write_comparison
+from rollover.report.downsampling import MAX_POINTS
 from rollover.report.measures import window_of, windows
 from rollover.report.metrics import MetricRow
 from rollover.report.page import script_json
+from rollover.report.plot import smoothed
 from rollover.report.record import RunRecord, read_run
-from rollover.report.stretches import MAX_POINTS
+from rollover.report.run_report import render_report, write_report
 from rollover.report.summary import summarize
 from rollover.report.timeline import Timeline
+from rollover.report.timeline_figure import MAX_SPANS, gantt, thinned
 from rollover.rollout.events import Event, Restarted
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER, ended, opened, started
@@ -111,7 +113,7 @@ def test_every_figure_has_its_place_and_is_valid_plotly(april: Path) -> None:
 
 def test_colours_named_by_figures_are_known_to_the_page(april: Path) -> None:
     page = render_report(read_run(april))
-    assets = Path(figures.__file__).parent / "assets"
+    assets = Path(run_figures.__file__).parent / "assets"
     names = set(re.findall(r'"--([a-z]+)"', json.dumps(_figures(page))))
     css, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
     for name in names:
@@ -222,9 +224,9 @@ def test_neighbouring_versions_get_different_colours() -> None:
 
 def test_smoothing_leaves_a_straight_line_alone_and_spreads_a_peak() -> None:
     line = [float(i) for i in range(20)]
-    assert figures.smoothed(line) == line
-    assert figures.smoothed([0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0]) == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-    assert figures.smoothed([]) == []
+    assert smoothed(line) == line
+    assert smoothed([0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0]) == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert smoothed([]) == []
 
 
 def test_a_restart_is_marked_in_the_timeline() -> None:
@@ -289,7 +291,7 @@ def test_runs_without_a_common_step_are_still_compared() -> None:
 
 def test_reports_need_no_torch() -> None:
     code = (
-        "import sys, rollover.report.html, rollover.report.compare, rollover.report.sinks,"
+        "import sys, rollover.report.run_report, rollover.report.comparison, rollover.report.sinks,"
         " rollover.report.progress; print('torch' in sys.modules, 'plotly' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,142 +1,30 @@
-"""Figures as plain Plotly dictionaries.
-
-Colours are names of the page's CSS variables (``--blue``); the page's script fills them in, so one figure
-serves the light and the dark theme. Text that comes from data is HTML-escaped, because Plotly reads markup in
-labels.
-"""
+"""The figures of one run's report."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from rollover.report import measures, phases, stretches
+from rollover.report import downsampling, measures, phases
+from rollover.report.colours import PHASE_COLOURS, WASTE_COLOURS
 from rollover.report.metrics import Kind, series
+from rollover.report.plot import LEGEND, Figure, axis, bar, figure, line, smoothed, step_axis, time_unit
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED, Speed
-from rollover.types import WasteCause
 
-Figure = dict[str, Any]
-"""``{"data": [...], "layout": {...}}``"""
-
-PHASE_COLOURS = {
-    "rollout": "--blue",
-    "reward": "--green",
-    "train": "--orange",
-    "publish": "--violet",
-    "other": "--soft",
-}
-WASTE_COLOURS = {
-    WasteCause.SURPLUS_GROUP: "--orange",
-    WasteCause.DISCARDED_ON_ABORT: "--red",
-    WasteCause.FILTER_ZERO_SIGNAL: "--cyan",
-    WasteCause.UNTRUSTED_ENGINE: "--teal",
-    WasteCause.FAILED: "--brown",
-    WasteCause.SKIPPED: "--soft",
-    WasteCause.MASKED_TRUNCATED: "--pink",
-    WasteCause.MASKED_STALE: "--yellow",
-    WasteCause.REJECTED_WEIGHT: "--yellow",  # a run has one correction: this or the one before
-    WasteCause.REJECTED_SAMPLE: "--red",
-    WasteCause.ZERO_ADVANTAGE: "--violet",
-}
-_POINT = {"mode": "markers", "cliponaxis": False}
-LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11.5}}
 _MAX_BARS = 120
-"""Steps drawn one by one; longer runs are drawn as means over stretches."""
-_MAX_NUMBERED = 12
+"""Steps drawn one by one; longer runs are drawn as means over downsampling."""
+
 _MAX_MARKED = 60
 """Evaluations that are marked one by one, with their standard errors."""
-
-
-def axis(title: str = "", **extra: Any) -> dict[str, Any]:
-    named = {"title": {"text": title, "standoff": 8, "font": {"size": 12, "color": "--muted"}}}
-    return {
-        **(named if title else {}),
-        "gridcolor": "--grid",
-        "linecolor": "--line",
-        "zeroline": False,
-        "automargin": True,
-        "tickfont": {"size": 11, "color": "--muted"},
-        **extra,
-    }
-
-
-def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> Figure:
-    base = {
-        "height": height,
-        "margin": {"l": 48, "r": 14, "t": 30, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {
-            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
-            "size": 12,
-            "color": "--ink",
-        },
-        "hoverlabel": {
-            "bgcolor": "--surface",
-            "bordercolor": "--line",
-            "align": "left",
-            "font": {"size": 12, "color": "--ink"},
-        },
-        "legend": LEGEND,
-        "barcornerradius": 2,
-    }
-    return {"data": list(data), "layout": {**base, **layout}}
-
-
-def line(x: Sequence[float], y: Sequence[float], name: str, colour: str, **extra: Any) -> dict[str, Any]:
-    """A curve; a single point of it is marked, since a line through one point is not seen."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        **(_POINT | {"marker": {"color": colour, "size": 8}} if len(x) == 1 else {}),
-        "x": list(x),
-        "y": list(y),
-        "name": label(name),
-        "line": {"color": colour, "width": 2.2},
-        **extra,
-    }
-
-
-def step_axis(num_steps: int, title: str = "training step") -> dict[str, Any]:
-    """Few steps are numbered one by one: there is nothing between two of them."""
-    return axis(title, showgrid=False, **({"dtick": 1} if num_steps <= _MAX_NUMBERED else {}))
-
-
-def bar(x: Sequence[float], y: Sequence[Any], name: str, colour: str) -> dict[str, Any]:
-    marker = {"color": colour, "line": {"width": 0}}
-    return {"type": "bar", "x": list(x), "y": list(y), "name": label(name), "marker": marker}
-
-
-def label(text: str) -> str:
-    """Text from outside as Plotly may show it."""
-    return html.escape(text)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Centred moving mean over a tenth of the run, at least five steps, narrower towards the ends.
-
-    Being symmetric everywhere it leaves a straight line alone: it neither lags behind a rise nor lifts the start.
-    """
-    half = max(2, len(values) // 20)
-    halves = (min(half, i, len(values) - 1 - i) for i in range(len(values)))
-    return [sum(values[i - h : i + h + 1]) / (2 * h + 1) for i, h in enumerate(halves)]
 
 
 def origin_s(record: RunRecord) -> float:
     """Where wall-clock axes start: the first evaluation or rollout. Warm-up lies before it."""
     times = [r.time_s for r in record.metrics if r.kind != "warmup"]
     return min([*times[:1], *([record.timeline.start_s] if record.timeline.samples else [])], default=0.0)
-
-
-def time_unit(span_s: float) -> tuple[str, float]:
-    """(name, seconds) of the unit a wall-clock axis of this length reads best in."""
-    if span_s < 300:
-        return "seconds", 1.0
-    return ("minutes", 60.0) if span_s < 3 * 3600 else ("hours", 3600.0)
 
 
 def points(record: RunRecord, kind: Kind, name: str, *, unit_s: float | None = None) -> tuple[list[float], list[float]]:
@@ -168,9 +56,9 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
             "showlegend": False,
             "hoverinfo": "skip",
         }
-        spread = stretches.band(x, reward, "--blue", **at)
+        spread = downsampling.band(x, reward, "--blue", **at)
         data += spread or [line(x, reward, "per step", "--blue", **{**at, **faint})]
-        data.append(line(*stretches.coarsened(x, smoothed(reward)), "reward (smoothed)", "--blue", **at))
+        data.append(line(*downsampling.coarsened(x, smoothed(reward)), "reward (smoothed)", "--blue", **at))
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
@@ -202,7 +90,7 @@ def _accuracy_trace(
     record: RunRecord, x: Sequence[float], y: Sequence[float], name: str, se: str, colour: str
 ) -> dict[str, Any]:
     if len(y) > _MAX_MARKED:
-        return line(*stretches.coarsened(x, y), name, colour)
+        return line(*downsampling.coarsened(x, y), name, colour)
     errors = [v for _, _, v in series(record.metrics, "eval", se)]
     bars = {"error_y": {"type": "data", "array": errors, "thickness": 1.2, "width": 4, "color": colour}}
     marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
@@ -210,38 +98,38 @@ def _accuracy_trace(
 
 
 def lag_histogram(record: RunRecord) -> Figure | None:
-    ages = measures.lag_histogram(record.timeline.steps)
-    total = sum(ages.values())
+    lags = measures.lag_histogram(record.timeline.steps)
+    total = sum(lags.values())
     if not total:
         return None
-    every_age = list(range(max(ages) + 1))
-    shares = bar(every_age, [ages.get(a, 0) / total for a in every_age], "trained tokens", "--blue")
+    every_lag = list(range(max(lags) + 1))
+    shares = bar(every_lag, [lags.get(a, 0) / total for a in every_lag], "trained tokens", "--blue")
     shares |= {
-        "customdata": [ages.get(a, 0) for a in every_age],
-        "marker": {"color": ["--blue" if a == 0 else "--orange" for a in every_age]},
+        "customdata": [lags.get(a, 0) for a in every_lag],
+        "marker": {"color": ["--blue" if a == 0 else "--orange" for a in every_lag]},
         "hovertemplate": "%{x} versions old<br>%{y:.1%} of trained tokens (%{customdata:,})<extra></extra>",
     }
-    x_axis = axis("token staleness, versions", dtick=1 if len(every_age) <= 16 else None, showgrid=False)
+    x_axis = axis("token staleness, versions", dtick=1 if len(every_lag) <= 16 else None, showgrid=False)
     y_axis = axis("share of trained tokens", tickformat=".0%")
     return figure([shares], height=270, xaxis=x_axis, yaxis=y_axis, bargap=0.25)
 
 
 def lag_over_steps(record: RunRecord) -> Figure | None:
-    steps = [s for s in record.timeline.steps if s.head_ages]
+    steps = [s for s in record.timeline.steps if s.head_lags]
     if not steps:
         return None
     x = [float(s.step) for s in steps]
-    mean = [sum(a * n for a, n in s.ages.items()) / s.num_tokens for s in steps]
-    head = [sum(s.head_ages) / len(s.head_ages) for s in steps]
-    oldest = [float(max(part)) for part in stretches.stretches([max(s.head_ages) for s in steps])]
-    starts = [part[0] for part in stretches.stretches(x)]
+    mean = [sum(a * n for a, n in s.lags.items()) / s.num_tokens for s in steps]
+    head = [sum(s.head_lags) / len(s.head_lags) for s in steps]
+    oldest = [float(max(part)) for part in downsampling.stretches([max(s.head_lags) for s in steps])]
+    starts = [part[0] for part in downsampling.stretches(x)]
     data = [
         line(starts, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
-        *stretches.band(x, mean, "--orange"),
-        line(*stretches.coarsened(x, head), "head lag, mean over samples", "--violet"),
-        line(*stretches.coarsened(x, mean), "token lag, mean", "--orange"),
+        *downsampling.band(x, mean, "--orange"),
+        line(*downsampling.coarsened(x, head), "head lag, mean over samples", "--violet"),
+        line(*downsampling.coarsened(x, mean), "token lag, mean", "--orange"),
     ]
-    x_axis = step_axis(len(x), stretches.x_title(len(x), what="means, oldest and a band"))
+    x_axis = step_axis(len(x), downsampling.x_title(len(x), what="means, oldest and a band"))
     return figure(data, height=270, xaxis=x_axis, yaxis=axis("versions", rangemode="tozero"), hovermode="x unified")
 
 
@@ -289,7 +177,7 @@ def waste_over_time(record: RunRecord) -> Figure | None:
     end = (record.timeline.end_s - start_s) / unit_s
     data = []
     for cause, whole in curves.items():
-        curve = [part[-1] for part in stretches.stretches(whole)]  # a running total is exact at the end of each
+        curve = [part[-1] for part in downsampling.stretches(whole)]  # a running total is exact at the end of each
         x = [0.0, *((t - start_s) / unit_s for t, _ in curve), end]
         y = [0.0, *(float(n) for _, n in curve), float(curve[-1][1])]
         colour = WASTE_COLOURS[cause]
@@ -303,7 +191,7 @@ def time_split(record: RunRecord) -> Figure | None:
     spent = list(phases.by_step(record.metrics, record.timeline).items())
     if not spent:
         return None
-    parts = stretches.stretches(spent, _MAX_BARS)
+    parts = downsampling.stretches(spent, _MAX_BARS)
     data = []
     for phase in phases.PHASES:
         seconds = [fmean([of_step[phase] for _, of_step in part]) for part in parts]
@@ -316,7 +204,7 @@ def time_split(record: RunRecord) -> Figure | None:
         bargap=0.15,
         barcornerradius=0,
         legend={**LEGEND, "traceorder": "normal"},
-        xaxis=step_axis(len(spent), stretches.x_title(len(spent), _MAX_BARS)),
+        xaxis=step_axis(len(spent), downsampling.x_title(len(spent), _MAX_BARS)),
         yaxis=axis("seconds per step"),
         hovermode="x unified",
     )
@@ -330,7 +218,7 @@ def throughput(record: RunRecord) -> Figure | None:
         (TRAINED, "trained, of the whole loop", "--orange"),
     ):
         x, y = _moving(record, speed)
-        data += [line(*stretches.coarsened(x, y), name, colour)] if y else []
+        data += [line(*downsampling.coarsened(x, y), name, colour)] if y else []
     if not data:
         return None
     y_axis = axis("tokens/s, moving mean", rangemode="tozero")
@@ -355,9 +243,9 @@ def small(record: RunRecord, name: str) -> Figure | None:
     if not y:
         return None
     margin = {"l": 40, "r": 8, "t": 8, "b": 28}
-    curve = line(*stretches.coarsened(x, y), name, "--blue", line={"color": "--blue", "width": 1.6})
+    curve = line(*downsampling.coarsened(x, y), name, "--blue", line={"color": "--blue", "width": 1.6})
     return figure(
-        [*stretches.band(x, y, "--blue"), curve],
+        [*downsampling.band(x, y, "--blue"), curve],
         height=150,
         margin=margin,
         showlegend=False,

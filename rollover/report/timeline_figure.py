@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollover.report import measures
-from rollover.report.figures import Figure, axis, figure
+from rollover.report.colours import version_colours
 from rollover.report.measures import StepWindow
+from rollover.report.plot import Figure, axis, figure
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.types import FinishReason
 
 MAX_SPANS = 1500
 """Bars per picture; of a larger window every k-th group is drawn."""
-
-_RAMP = ("#4453b8", "#2c86cc", "#1fa79b", "#6cb64e", "#dcb03a", "#e8853b", "#d2504f")
-"""Oldest version in sight to newest: cold to warm, readable on light and on dark."""
 
 
 def gantt(
@@ -64,21 +62,6 @@ def thinned(samples: Sequence[SampleTrace]) -> tuple[list[SampleTrace], int]:
     """Samples of every k-th group, with the smallest k that keeps within ``MAX_SPANS``."""
     every = -(-sum(len(s.spans) for s in samples) // MAX_SPANS) or 1
     return [s for s in samples if s.sample_id.group % every == 0], every
-
-
-def version_colours(versions: Iterable[int]) -> dict[int, str]:
-    """Versions in sight spread over the ramp, oldest coldest."""
-    ordered = sorted(set(versions))
-    last = len(_RAMP) - 1
-    steps = max(1, len(ordered) - 1)
-    return {v: _mixed(i / steps * last) for i, v in enumerate(ordered)}
-
-
-def _mixed(place: float) -> str:
-    low = min(int(place), len(_RAMP) - 2)
-    part = place - low
-    a, b = (tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in _RAMP[low : low + 2])
-    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(a, b, strict=True))
 
 
 def _bar(name: str, colour: str, width: float, **extra: Any) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.report import captions, figures, measures
-from rollover.report.gantt import gantt
+from rollover.report import captions, measures, run_figures
+from rollover.report.colours import WASTE_COLOURS
 from rollover.report.measures import StepWindow
-from rollover.report.page import Page, choices, details, fate_bar, header, preformatted, table, tiles
+from rollover.report.page import Page, choices, details, fate_bar, header, preformatted, table, tiles, write_page
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import (
     Accuracy,
@@ -22,6 +21,7 @@ from rollover.report.summary import (
     summary_rows,
 )
 from rollover.report.timeline import Timeline
+from rollover.report.timeline_figure import gantt
 
 FILE_NAME = "report.html"
 WINDOW_STEPS = 6
@@ -44,14 +44,6 @@ def write_report(run_dir: Path) -> Path:
         RunError: it is no run directory, or one of its files is damaged.
     """
     return write_page(run_dir / FILE_NAME, render_report(read_run(run_dir)))
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Replace ``path`` in one move, so that a reader never sees half a page."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-    return path
 
 
 def render_report(record: RunRecord) -> str:
@@ -138,14 +130,14 @@ def _learning(page: Page, record: RunRecord) -> None:
     page.section(
         "Learning",
         captions.LEARNING,
-        page.figure("Over steps", figures.learning(record, over_time=False), "Nothing measured yet."),
-        page.figure("Over wall-clock", figures.learning(record, over_time=True), "Nothing measured yet."),
+        page.figure("Over steps", run_figures.learning(record, over_time=False), "Nothing measured yet."),
+        page.figure("Over wall-clock", run_figures.learning(record, over_time=True), "Nothing measured yet."),
     )
 
 
 def _timeline(page: Page, record: RunRecord) -> None:
     found = measures.windows(record.timeline, num_steps=WINDOW_STEPS, max_windows=_MAX_WINDOWS)
-    origin_s = figures.origin_s(record)
+    origin_s = run_figures.origin_s(record)
     drawn = [gantt(record.timeline, w, origin_s=origin_s) for w in found]
     shown = most_resumed(found)
     pick = choices([page.next_figure], [window_label(w) for w in found], shown) if len(found) > 1 else ""
@@ -171,8 +163,8 @@ def _lag(page: Page, record: RunRecord) -> None:
     page.section(
         "Lag",
         captions.LAG,
-        page.figure("Age of trained tokens", figures.lag_histogram(record), "No batch has been trained yet."),
-        page.figure("Lag over steps", figures.lag_over_steps(record), "No batch has been trained yet."),
+        page.figure("Lag of trained tokens", run_figures.lag_histogram(record), "No batch has been trained yet."),
+        page.figure("Lag over steps", run_figures.lag_over_steps(record), "No batch has been trained yet."),
     )
 
 
@@ -180,10 +172,10 @@ def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
     fate = fate_bar(_fates(record.timeline, summary))
     cards = [
         f'<div class="card"><h3>Where {summary.decoded_tokens:,} decoded tokens went</h3>{fate}</div>',
-        page.figure("Response lengths", figures.lengths(record), "No sample has been decoded yet."),
+        page.figure("Response lengths", run_figures.lengths(record), "No sample has been decoded yet."),
     ]
     if summary.wasted_tokens:
-        cards.append(page.figure("Waste by cause", figures.waste_over_time(record), "Nothing was wasted so far."))
+        cards.append(page.figure("Waste by cause", run_figures.waste_over_time(record), "Nothing was wasted so far."))
     page.section(
         "Tokens",
         captions.TOKENS.format(drift=number(summary.length_drift, ".2f")),
@@ -196,7 +188,7 @@ def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]
     if timeline.live_tokens:
         fates.append(("alive: parked or ready", "--green", timeline.live_tokens))
     for cause, tokens in summary.wasted_tokens.items():
-        fates.append((f"wasted: {cause.replace('_', ' ')}", figures.WASTE_COLOURS[cause], tokens))
+        fates.append((f"wasted: {cause.replace('_', ' ')}", WASTE_COLOURS[cause], tokens))
     return fates
 
 
@@ -204,13 +196,13 @@ def _time(page: Page, record: RunRecord) -> None:
     page.section(
         "Time",
         captions.TIME,
-        page.figure("Time per step", figures.time_split(record), "No step has ended yet."),
-        page.figure("Throughput", figures.throughput(record), "No step has ended yet."),
+        page.figure("Time per step", run_figures.time_split(record), "No step has ended yet."),
+        page.figure("Throughput", run_figures.throughput(record), "No step has ended yet."),
     )
 
 
 def _health(page: Page, record: RunRecord) -> None:
-    drawn = [(title, figures.small(record, name)) for name, title in HEALTH]
+    drawn = [(title, run_figures.small(record, name)) for name, title in HEALTH]
     cards = [page.figure(title, figure, "") for title, figure in drawn if figure is not None]
     if cards:
         page.section("Health", captions.HEALTH, *cards, layout="grid small")

@@ -12,12 +12,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rollover.report import captions, measures, overlays
-from rollover.report.gantt import gantt
-from rollover.report.html import WINDOW_STEPS, most_resumed, window_label, write_page
-from rollover.report.page import Page, details, header, preformatted, table, tiles
+from rollover.report import captions, comparison_figures, measures
+from rollover.report.page import Page, details, header, preformatted, table, tiles, write_page
 from rollover.report.phases import percentages
 from rollover.report.record import RunRecord, distinct_names, read_run
+from rollover.report.run_report import WINDOW_STEPS, most_resumed, window_label
 from rollover.report.summary import (
     RunSummary,
     accuracy_text,
@@ -27,6 +26,7 @@ from rollover.report.summary import (
     steps_text,
     summarize,
 )
+from rollover.report.timeline_figure import gantt
 from rollover.types import WasteCause
 
 
@@ -144,21 +144,25 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     page.section(
         "Learning",
         captions.LEARNING,
-        page.figure("Over steps", overlays.learning(records, over_time=False), "Nothing measured yet."),
-        page.figure("Over wall-clock", overlays.learning(records, over_time=True), "Nothing measured yet."),
+        page.figure("Over steps", comparison_figures.learning(records, over_time=False), "Nothing measured yet."),
+        page.figure("Over wall-clock", comparison_figures.learning(records, over_time=True), "Nothing measured yet."),
     )
     _timelines(page, records, names)
     page.section(
         "Lag",
         captions.LAG,
-        page.figure("Age of trained tokens", overlays.lag_histograms(records), "No batch has been trained yet."),
-        page.figure("Head lag over steps", overlays.head_lag(records), "No batch has been trained yet."),
+        page.figure(
+            "Lag of trained tokens", comparison_figures.lag_histograms(records), "No batch has been trained yet."
+        ),
+        page.figure("Head lag over steps", comparison_figures.head_lag(records), "No batch has been trained yet."),
     )
     page.section(
         "Time and lengths",
         captions.SPENT,
-        page.figure("Where the time went", overlays.time_spent(names, summaries), "No step has ended yet."),
-        page.figure("Trained response lengths", overlays.trained_lengths(records), "No batch has been trained yet."),
+        page.figure("Where the time went", comparison_figures.time_spent(names, summaries), "No step has ended yet."),
+        page.figure(
+            "Trained response lengths", comparison_figures.trained_lengths(records), "No batch has been trained yet."
+        ),
     )
     head = ["", *names, *(f"{name} / {names[0]}" for name in names[1:])]
     rows = [(row.name, *row.texts, *_ratio_texts(row, len(records))) for row in comparison(summaries)]

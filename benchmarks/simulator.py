@@ -29,7 +29,7 @@ from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
-from rollover.workload.generator import Generator
+from rollover.workload.law import Generator
 from rollover.workload.presets import PRESETS
 
 LAW = PRESETS["r1-16k"]

@@ -5,21 +5,21 @@
     tau^2 = icc sigma^2,   s^2 = (1 - icc) sigma^2
     L     = cap with probability q (the model loops), else int(exp(log L)) between floor and cap
 
-Two bends of it: beyond the 90th percentile the tail may be Pareto, and prompts with long answers may loop more often.
+Two variations: beyond the 90th percentile the tail may be Pareto, and prompts with long answers may loop more often.
+
+A ``Generator`` draws from a law: the same lengths for the same seed, in whatever order they are asked for. It draws
+blocks of prompts by samples, each keyed by (seed, purpose, block, ...), and keeps them a while.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from rollover.workload.generator import Generator
 
 NORMAL = NormalDist()
 TAIL_FROM = 0.9
@@ -28,6 +28,11 @@ TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
 MAX_TOKENS = 2**24
 """No prompt and no response is longer: what is above is mistyped, and simulations and tables of it have no end."""
+_PROMPTS, _SAMPLES = 256, 16
+"""Shape of a block."""
+_KEPT_BLOCKS = 128
+_PROMPT, _SAMPLE, _LOOP = range(3)
+"""What a draw is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +106,6 @@ class LengthLaw:
         return math.sqrt(1 - self.icc) * self.sigma
 
     def workload(self, seed: int = 0) -> Generator:
-        from rollover.workload.generator import Generator
-
         return Generator(self, seed)
 
     # -- the marginal law of one sample of the first prompts, in closed form ------------------------------------
@@ -143,3 +146,87 @@ class LengthLaw:
     def mean_tokens(self) -> float:
         """E[L], the sum of P(L > x) over x."""
         return float(np.sum(1 - self.cdf(np.arange(self.cap_tokens, dtype=np.float64))))
+
+
+class Generator:
+    """A ``Workload`` drawn from ``law``. Only its law and its seed cross process boundaries."""
+
+    def __init__(self, law: LengthLaw, seed: int = 0) -> None:
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        self.law = law
+        self.seed = seed
+        self._effects: dict[int, list[Floats]] = {}
+        self._lengths = functools.lru_cache(maxsize=_KEPT_BLOCKS)(self._draw_lengths)
+
+    def __reduce__(self) -> tuple[type[Generator], tuple[LengthLaw, int]]:
+        return Generator, (self.law, self.seed)
+
+    @property
+    def cap(self) -> int:
+        return self.law.cap_tokens
+
+    def prompt_id(self, index: int) -> str:
+        epoch, row = self._place(index)
+        return f"generated/{row}@{epoch}"
+
+    def prompt_tokens(self, index: int) -> int:
+        return self.law.prompt_tokens
+
+    def group_lengths(self, index: int, group_size: int, attempt: int = 0) -> tuple[int, ...]:
+        block, row = divmod(index, _PROMPTS)
+        if group_size <= _SAMPLES:
+            return self._lengths(block, 0, attempt)[row][:group_size]
+        chunks = range(-(-group_size // _SAMPLES))
+        return tuple(n for c in chunks for n in self._lengths(block, c, attempt)[row])[:group_size]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(epoch, row of the dataset) of the ``index``-th prompt; the rows keep their order."""
+        return (0, index) if self.law.num_prompts is None else divmod(index, self.law.num_prompts)
+
+    def _draw_lengths(self, block: int, chunk: int, attempt: int) -> list[tuple[int, ...]]:
+        """Lengths of samples ``16 chunk ...`` of prompts ``256 block ...``, by prompt."""
+        law, first = self.law, block * _PROMPTS
+        effects_P1 = self._effects_of(first)[:, None]
+        noise_PS = self._rng(_SAMPLE, block, chunk, attempt).standard_normal((_PROMPTS, _SAMPLES))
+        z_PS = math.sqrt(law.icc) * effects_P1 + math.sqrt(1 - law.icc) * noise_PS
+        drift_P1 = law.drift_per_1k_prompts / 1000 * np.arange(first, first + _PROMPTS)[:, None]
+        log_lengths_PS = law.mu + drift_P1 + law.sigma * z_PS
+        if law.tail_exponent is not None:
+            log_lengths_PS += _pareto_excess(z_PS, law.sigma, law.tail_exponent)
+        lengths_PS = np.exp(np.minimum(log_lengths_PS, math.log(2 * law.cap_tokens))).astype(np.int64)
+        lengths_PS = np.clip(lengths_PS, law.min_tokens, law.cap_tokens)
+        # Normalised, so that the share of loops over all prompts stays what the law says.
+        q_P1 = law.loop_probability * np.exp(law.loop_difficulty * (effects_P1 - law.loop_difficulty / 2))
+        loops_PS = self._rng(_LOOP, block, chunk, attempt).random((_PROMPTS, _SAMPLES)) < q_P1
+        return list(map(tuple, np.where(loops_PS, law.cap_tokens, lengths_PS).tolist()))
+
+    def _effects_of(self, first: int) -> Floats:
+        """z of a block of prompts: standard normal, and over the epochs of a row a stationary AR(1) process."""
+        if self.law.num_prompts is None:
+            return self._effects_in(0, first // _PROMPTS)
+        places = [self._place(index) for index in range(first, first + _PROMPTS)]
+        return np.array([self._effects_in(epoch, row // _PROMPTS)[row % _PROMPTS] for epoch, row in places])
+
+    def _effects_in(self, epoch: int, block: int) -> Floats:
+        """Of a block of rows."""
+        epochs = self._effects.setdefault(block, [])
+        while len(epochs) <= epoch:
+            fresh = self._rng(_PROMPT, len(epochs), block).standard_normal(_PROMPTS)
+            rho = self.law.epoch_correlation
+            epochs.append(rho * epochs[-1] + math.sqrt(1 - rho**2) * fresh if epochs else fresh)
+        return epochs[epoch]
+
+    def _rng(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *key])
+
+
+def _pareto_excess(z: Floats, sigma: float, exponent: float) -> Floats:
+    """What to add to log lengths ``sigma z`` so that those beyond the 90th percentile follow a Pareto law: the same
+    rank in another distribution, so that siblings stay as alike as they were."""
+    excess = np.zeros_like(z)
+    beyond = z > TAIL_Z
+    tail_z = z[beyond]
+    survival = np.array([0.5 * math.erfc(v / math.sqrt(2)) for v in tail_z.tolist()])
+    excess[beyond] = -np.log(survival / (1 - TAIL_FROM)) / exponent - sigma * (tail_z - TAIL_Z)
+    return excess

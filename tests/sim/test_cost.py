@@ -11,7 +11,7 @@ import pytest
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
-from rollover.workload.generator import Generator
+from rollover.workload.law import Generator
 from tests.sim.kit import strategy_of
 from tests.sim.test_run import LAW
 

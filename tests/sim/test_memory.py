@@ -11,7 +11,7 @@ from rollover.sim.memory import NEW_OBJECTS, rare_collections
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Failure
 from rollover.workload.base import Workload
-from rollover.workload.generator import Generator
+from rollover.workload.law import Generator
 from tests.rollout.kit import NAMES
 from tests.sim.kit import Lengths, one_replica, strategy_of
 from tests.sim.test_run import LAW, TWO

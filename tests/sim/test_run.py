@@ -14,8 +14,7 @@ from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Failure, Scenario
 from rollover.types import WasteCause
-from rollover.workload.generator import Generator
-from rollover.workload.law import LengthLaw
+from rollover.workload.law import Generator, LengthLaw
 from tests.rollout.kit import NAMES
 from tests.sim.kit import Lengths, one_replica, strategy_of
 

@@ -17,16 +17,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from rollover.devices.costs.records import Mixture, PartChoice, TrainingPlan
+from rollover.devices.costs.records import TrainingPlan
 from rollover.errors import PlanError
+from rollover.planner.canonical import canonical
 from rollover.planner.mixtures import MixtureTable, UnlistedPlans
 from rollover.planner.program import Program, ProgramPoint
 from rollover.planner.rate_load import Floats, RateLoad
-from rollover.planner.records import Problem, Solution, Supply
+from rollover.planner.records import Problem, Solution
 from rollover.planner.shadow_prices import PriceBounds
 from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
@@ -58,7 +58,7 @@ def solve(
     ``simplify`` runs the later passes; without it the first optimum found is the answer.
     """
     began = time.perf_counter()
-    order = _canonical(problem)
+    order = canonical(problem)
     search = _Search(order.problem, gap, began + time_limit_s)
     target = problem.target_steps_per_s
     try:
@@ -75,7 +75,7 @@ def solve(
 
 def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
     """Whether some plan might reach a rate, for no more than a cost where one is given; ``False`` is a proof."""
-    search = _Search(_canonical(problem).problem, GAP, math.inf)
+    search = _Search(canonical(problem).problem, GAP, math.inf)
     return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
 
 
@@ -302,62 +302,3 @@ class _Search:
         program.limit(program.cost_row(load.costs), spent * (1 + 1e-6))
         fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
         return point if fewer is None or np.count_nonzero(fewer.y) >= np.count_nonzero(point.y) else fewer
-
-
-# --- Order and names do not matter ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CanonicalProblem:
-    """A problem in canonical order, and the way back."""
-
-    problem: Problem
-    replica_kinds: tuple[int, ...]
-    """Place in the canonical order of each original kind."""
-
-    def restored(self, solution: Solution) -> Solution:
-        return replace(
-            solution,
-            replicas=tuple(solution.replicas[i] for i in self.replica_kinds),
-            rates=tuple(solution.rates[i] for i in self.replica_kinds),
-        )
-
-
-def _canonical(problem: Problem) -> _CanonicalProblem:
-    """Sorted by what things are, never by what they are called."""
-
-    def signature(index: int) -> tuple[Any, ...]:
-        c = problem.replica_kinds[index]
-        return (c.num_devices, c.batch_cap, c.tp, c.rates, c.group_latencies_s, c.updates_s, c.kv_bytes, c.kv_byte_s)
-
-    members: dict[str, list[int]] = {supply.device: [] for supply in problem.supplies}
-    for index in sorted(range(len(problem.replica_kinds)), key=signature):
-        members[problem.replica_kinds[index].device].append(index)
-
-    def signature_of_supply(supply: Supply) -> tuple[Any, ...]:
-        limits = tuple(
-            -1.0 if v is None else v for v in (supply.price_per_hour, supply.max_rollout, supply.max_training)
-        )
-        plans = sorted((p.cycle_s, p.count(supply.device)) for p in problem.plans if p.count(supply.device))
-        return (supply.count, *limits, [signature(i) for i in members[supply.device]], plans)
-
-    supplies = sorted(problem.supplies, key=signature_of_supply)
-    kinds = [index for supply in supplies for index in members[supply.device]]
-    plans = sorted(problem.plans, key=lambda p: (p.cycle_s, p.step_s, [p.count(s.device) for s in supplies]))
-    ordered = replace(
-        problem,
-        supplies=tuple(supplies),
-        replica_kinds=tuple(problem.replica_kinds[i] for i in kinds),
-        plans=tuple(plans),
-        mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
-    )
-    places = {index: place for place, index in enumerate(kinds)}
-    return _CanonicalProblem(problem=ordered, replica_kinds=tuple(places[i] for i in range(len(kinds))))
-
-
-def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:
-    def place(side: tuple[PartChoice, ...]) -> int:
-        return places[side[0].part.device]
-
-    turned = [replace(m, first=m.second, second=m.first) if place(m.first) > place(m.second) else m for m in mixtures]
-    return tuple(sorted(turned, key=lambda m: (place(m.first), place(m.second))))

@@ -13,7 +13,10 @@ from rollover.devices.costs.passes import batch_tokens, extra_passes
 from rollover.devices.costs.records import TrainingPlan
 from rollover.devices.costs.training import trainer_costs
 from rollover.devices.records import BF16_BYTES, Device, ModelShape, WorkloadSpec
-from rollover.planner.partition import Demand, Shares, Traffic, compose, metis_order, partition
+from rollover.planner.composition import compose
+from rollover.planner.fabric import Demand, Shares, Traffic
+from rollover.planner.metis import metis_order
+from rollover.planner.partition import partition
 from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.topology import Topology
 

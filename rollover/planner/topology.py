@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollover.devices.records import Link
-from rollover.planner.partition import Fabric, Floats
+from rollover.planner.fabric import Fabric, Floats
 from rollover.planner.records import Fleet
 
 

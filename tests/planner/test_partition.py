@@ -10,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.errors import PlanError
-from rollover.planner.partition import (
-    Demand,
-    Fabric,
-    Shares,
-    Traffic,
-    arrange,
-    compose,
-    metis_order,
-    partition,
-    score,
-)
+from rollover.planner.arrangement import arrange, score
+from rollover.planner.composition import compose
+from rollover.planner.fabric import Demand, Fabric, Shares, Traffic
+from rollover.planner.metis import metis_order
+from rollover.planner.partition import partition
 
 
 def fabric(types: list[str], sizes: list[int], rng: np.random.Generator) -> Fabric:

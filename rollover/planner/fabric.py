@@ -1,0 +1,69 @@
+"""The fabric of a fleet as a graph of islands, and what each device type owes to training and to rollout.
+
+An island is a node, or whatever shares one fast link. Islands are the vertices, never single devices: a cut through an
+all-to-all island costs more than any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The graph of islands."""
+
+    types: tuple[str, ...]
+    """Device type of each island."""
+    sizes: tuple[int, ...]
+    """Devices in each island."""
+    bandwidth: Floats
+    """(islands, islands), bytes/s one way between a device of each; on the diagonal between two devices inside."""
+
+    def __post_init__(self) -> None:
+        n = len(self.types)
+        if len(self.sizes) != n or self.bandwidth.shape != (n, n):
+            raise ValueError(f"sizes and bandwidth must cover the {n} islands of types")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one device type owes to each role."""
+
+    train_devices: int = 0
+    train_block: int = 1
+    """Devices of a training stage that must share an island (tensor parallel)."""
+    replica_blocks: Mapping[int, int]
+    """Devices of a replica's stage that must share an island -> how many such blocks."""
+
+    def __post_init__(self) -> None:
+        if self.train_devices % self.train_block:
+            raise ValueError(f"train_devices {self.train_devices} is no multiple of train_block {self.train_block}")
+
+    @property
+    def rollout_devices(self) -> int:
+        return sum(block * count for block, count in self.replica_blocks.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How an island's devices are shared; the rest is idle."""
+
+    train: int
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one training step moves: what a wide link is worth in each place."""
+
+    train: float
+    """Inside the training set: data-parallel and pipeline traffic."""
+    sync: float
+    """From the training set to the rollout set."""

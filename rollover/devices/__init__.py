@@ -1,4 +1,5 @@
-"""A machine measured with the embedded engine and trainer, as an entry for the planner's catalogue.
+"""Devices: what a machine can do. Its catalogue, the cost model of rollout, training and links, and the calibration
+that measures a machine and fits the model to it.
 
-Measuring needs torch and an idle machine; fitting needs neither.
+Measuring needs torch and an idle machine; everything else needs neither.
 """

@@ -1,4 +1,4 @@
-"""What is known about accelerators: the packaged catalogue, and the user's figures over it.
+"""A catalogue of accelerators: the packaged one, and the user's figures over it.
 
 Every figure keeps its provenance: one that the user gives is the user's, one that the catalogue marks unverified stays
 so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units once its node is known.
@@ -24,7 +24,7 @@ DOLLAR, RELATIVE = "USD", "L20"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceRange:
-    """Offers differ."""
+    """A range of prices, since offers differ."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -125,11 +125,14 @@ class CatalogueFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Devices by key, complete."""
+    """Devices by key, each with all figures.
+
+    Example: ``packaged().find("h100-sxm").bf16_tflops`` is 989.
+    """
 
     devices: Mapping[str, DeviceEntry]
     efficiency: EfficiencyEntry
-    """What devices without figures of their own reach."""
+    """Efficiencies of devices without figures of their own."""
 
     def find(self, key: str) -> DeviceEntry:
         """The entry of ``key``; raises ``ConfigError`` with the nearest name."""

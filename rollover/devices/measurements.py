@@ -1,4 +1,4 @@
-"""What a calibration measures. Seconds are medians over repetitions."""
+"""Measurements of a calibration. Seconds are medians over repetitions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Measurements:
     """One machine, one model."""
 
     title: str
-    """Of the device, as its driver calls it."""
+    """The device's name, as its driver calls it."""
     model: Mapping[str, Any]
     """The ``config.json`` of the measured model."""
     weight_bytes: float
@@ -53,9 +53,9 @@ class Measurements:
     """Per cached scalar."""
     memory_bytes: float
     flops: float
-    """Of the largest product of two matrices, in the engine's number format."""
+    """FLOP/s of the largest product of two matrices, in the engine's number format."""
     copy_bytes_per_s: float
-    """Read and written, of a copy within the device's memory."""
+    """Bytes read and written per second by a copy within the device's memory."""
     link_bytes_per_s: float
     """One way, to another device of this machine, or to the host where there is none."""
     link_latency_s: float

@@ -1,5 +1,4 @@
-"""The records in which machines, models, workloads and their costs are described: frozen, in SI units (bytes, bytes/s,
-FLOP/s, seconds).
+"""Records of devices, links, models and workloads: frozen, in SI units (bytes, bytes/s, FLOP/s, seconds).
 
 Units are converted once, where files are read: gigabytes, bidirectional link figures and teraFLOP/s do not get past the
 catalogue and the fleet file.
@@ -16,38 +15,47 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection between two ends."""
+    """A connection between two ends.
+
+    Example: ``Link(bytes_per_s=50e9, latency_s=2e-5)`` is a network of 400 Gbit/s.
+    """
 
     bytes_per_s: float
-    """One way, as specified: what transfers reach of it is ``Efficiency.link``."""
+    """The specified bandwidth, one way; transfers reach the part ``Efficiency.link`` of it."""
     latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Which part of a device's specified figures is reached, and what each step costs besides. Measured or default."""
+    """The parts of a device's specified figures that are reached, measured or by default.
+
+    Example: ``train=0.45`` trains at 45% of ``flops``.
+    """
 
     train: float
-    """Of ``flops``, forward and backward passes of training."""
+    """Part of ``flops`` that forward and backward passes of training reach."""
     prefill: float
-    """Of ``flops``, prefill."""
+    """Part of ``flops`` that prefill reaches."""
     decode: float
-    """Of ``flops``, decoding where compute bounds it."""
+    """Part of ``flops`` that decoding reaches where compute bounds it."""
     bandwidth: float
-    """Of ``hbm_bytes_per_s``, decoding."""
+    """Part of ``hbm_bytes_per_s`` that decoding reaches."""
     link: float
-    """Of every link's ``bytes_per_s``, collectives and weight transfer."""
+    """Part of a link's ``bytes_per_s`` that collectives and weight transfers reach."""
     memory: float
-    """Of ``hbm_bytes``, what weights, caches and activations may fill."""
+    """Part of ``hbm_bytes`` that weights, the KV cache and activations may fill."""
     step_s: float
-    """Time of a decoding iteration that no data explains: launches, sampling, scheduling."""
+    """Seconds of a decoding iteration for launches, sampling and scheduling."""
     source: str
     """Where these figures come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator, as it stands in one kind of node. Devices of equal records are interchangeable."""
+    """An accelerator in one kind of node. Devices of equal records are interchangeable.
+
+    Example: an H20 in a node of 8 is ``Device(name="h20", flops=148e12, hbm_bytes_per_s=4e12, node_size=8, ...)``.
+    """
 
     name: str
     """Unique in a fleet: the catalogue's key, with ``@node`` appended where it occurs in differing surroundings."""
@@ -71,7 +79,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only language model, as far as time and memory depend on it. Counts are of scalars."""
+    """A decoder-only language model, as far as time and memory depend on it. Counts are of scalars.
+
+    Example: Qwen2.5-7B has ``num_layers=28, hidden=3584, kv_width=1024, parameters=7_615_616_512``.
+    """
 
     name: str
     num_layers: int
@@ -105,15 +116,19 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBucket:
-    """Responses of similar length; the first bucket has the shortest."""
+    """Responses of similar length; the first bucket has the shortest.
+
+    Example: ``share=0.25, tokens=900, group_share=0.01`` holds a quarter of the samples and the longest of 1% of
+    groups.
+    """
 
     share: float
-    """Of all samples."""
+    """Part of all samples."""
     tokens: float
     """Mean response length."""
     max_tokens: int
     group_share: float
-    """Of all groups: their longest response falls here."""
+    """Part of all groups whose longest response falls here."""
     group_tokens: float
     """Mean length of the longest response of those groups."""
     batch_share: float
@@ -124,7 +139,10 @@ class LengthBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """What a training step consumes."""
+    """A training step's demand: prompts, samples and lengths, and how engine and trainer handle them.
+
+    Example: ``num_groups=128, group_size=8`` trains 1,024 samples a step (``batch_size``).
+    """
 
     name: str
     num_groups: int
@@ -135,21 +153,21 @@ class WorkloadSpec:
     """Mean prompt length."""
     buckets: tuple[LengthBucket, ...]
     reward_s: float = 0.0
-    """Between a sample's last token and its reward."""
+    """Seconds between a sample's last token and its reward."""
     held_s: float = 0.0
-    """While a sample keeps its cache without decoding: tool calls."""
+    """Seconds in which a sample keeps its KV cache without decoding: tool calls."""
     pause_s: float = 1.0
-    """Engines stand still so long around a weight update, transfer and re-prefill apart."""
+    """Seconds for which engines stand still around a weight update, besides transfer and re-prefill."""
     keeps_kv: bool = False
-    """Caches survive a weight update; otherwise running samples are prefilled anew."""
+    """Whether the KV cache survives a weight update; otherwise running samples are prefilled anew."""
     reference_model: bool = False
     proximal_pass: bool = True
-    """The trainer recomputes log-probabilities before the step."""
+    """Whether the trainer recomputes log-probabilities before the step."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     rollout_weight_bytes: float = 2.0
-    """Per parameter in the engines: 2 for bf16, 1 for fp8."""
+    """Bytes per parameter in the engines: 2 for bf16, 1 for fp8."""
     kv_bytes: float = 2.0
-    """Per cached scalar."""
+    """Bytes per cached scalar."""
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What a training step consumes, from the response lengths that a user names."""
+"""A training step's demand, made from the response lengths that a user names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLED_PROMPTS = 2048
 def load(
     name: str, *, num_groups: int, group_size: int, cap_tokens: int | None = None, seed: int = 0, **settings: Any
 ) -> WorkloadSpec:
-    """The workload ``name``: a preset such as ``math-16k``, a file of lengths or a law, or a run.
+    """Read the workload ``name``: a preset such as ``math-16k``, a file of lengths or a law, or a run.
 
     ``settings`` are further fields of ``WorkloadSpec``.
 
@@ -34,7 +34,7 @@ def load(
 
 
 def specify(name: str, lengths: Workload, *, num_groups: int, group_size: int, **settings: Any) -> WorkloadSpec:
-    """``SAMPLED_PROMPTS`` groups of ``lengths``, cut into buckets."""
+    """Draw ``SAMPLED_PROMPTS`` groups of ``lengths`` and cut them into buckets."""
     _check({"num_groups": num_groups, "group_size": group_size, **settings})
     prompts = range(SAMPLED_PROMPTS)
     rows = np.array([lengths.group_lengths(index, group_size) for index in prompts])

@@ -11,8 +11,8 @@ from rollover.rollout.config import RolloutConfig
 from rollover.settings.toml import dumps
 
 LEAST_LENGTH = 0.95
-"""Of synchronous rollout's: a setting that trains shorter responses than it admits learns from others than it is asked
-to, and is not recommended however fast it is."""
+"""Least trained length, relative to synchronous rollout's: a setting that trains shorter responses than it admits is
+not recommended, however fast it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +21,13 @@ class Advice:
 
     chosen: FrontierPoint
     best: FrontierPoint
-    """Of the highest throughput, whatever its lag."""
+    """The point of highest throughput, whatever its lag."""
     lag_budget: float | None
-    """What the user allows; ``None``: the knee."""
+    """The lag that the user allows; ``None`` recommends the knee."""
 
     @property
     def share(self) -> float:
-        """Of the best gain over synchronous rollout."""
+        """Part of the best gain over synchronous rollout."""
         gained = self.best.gain.mean - 1
         return (self.chosen.gain.mean - 1) / gained if gained > 0 else 1.0
 
@@ -101,6 +101,6 @@ def advise(points: Sequence[FrontierPoint], lag_budget: float | None = None) -> 
 
 
 def is_fair(point: FrontierPoint) -> bool:
-    """Whether what is trained is as long as what is admitted, as far as it is for synchronous rollout."""
+    """Return True if trained responses are as long as admitted ones, as far as they are for synchronous rollout."""
     pairs = zip(point.outcomes, point.baseline, strict=True)
     return all(o.trained_length >= LEAST_LENGTH * b.trained_length for o, b in pairs)

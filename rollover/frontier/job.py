@@ -30,7 +30,10 @@ _WARMUP_SHARE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRequest:
-    """What is asked for; ``None`` where nothing was said."""
+    """Options of ``rollover simulate``; ``None`` where nothing was said.
+
+    Example: ``StudyRequest(workload="r1-16k", lag_budgets=(0.5, 1.0))``.
+    """
 
     workload: str | None = None
     run: Path | None = None
@@ -101,7 +104,7 @@ def simulate(request: StudyRequest) -> None:
 
 
 def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
-    """What the options, the scenario file and the run come to; of two that say the same, the option wins."""
+    """Combine the options, the scenario file and the run; of two that say the same, the option wins."""
     file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
     cap = request.cap_tokens or file_cap
     recorded = read_recorded(request.run) if request.run else None

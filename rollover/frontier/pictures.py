@@ -1,7 +1,7 @@
 """A few steps of some settings, for timelines: whole rounds, the same steps of each.
 
-A strategy that trains several batches from one collection decodes nothing between them. A stretch that is cut anywhere
-may hold nothing but trained batches, so it begins with a collection and ends before the next.
+A strategy that trains several batches from one round decodes nothing between them. A stretch that is cut anywhere
+may hold nothing but trained batches, so it begins with a round and ends before the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollover.sim.run import simulate
 
 WARMUP_STEPS, LEAST_STEPS = 8, 3
 _MOST_STEPS = 300
-"""After so many, settings whose collections never begin together are shown by those of the last one."""
+"""After so many, settings whose rounds never begin together are shown by those of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def whole_rounds(starts: set[int]) -> tuple[int, int] | None:
 
 
 def _simulated(setup: Setup, config: RolloutConfig, num_steps: int) -> tuple[Timeline, set[int]]:
-    """What happened, and the steps for whose batch something was decoded."""
+    """Simulate a setting; return its timeline and the steps for whose batch something was decoded."""
     events: list[Event] = []
     run = simulate(
         strategy_of(config, setup.scenario),

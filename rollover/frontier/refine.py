@@ -20,7 +20,7 @@ from rollover.rollout.config import RolloutConfig
 TOLERANCE = 0.05
 """Share of the lag asked for by which a measured lag may stay below it."""
 MOST_ROUNDS = 8
-"""Of looking closer; each of them narrows what lies around the lag by a quarter or more."""
+"""Rounds of refinement at most; each narrows the settings around the lag by a quarter or more."""
 _FARTHEST = 1.5
 """Factor by which a setting is turned up where none tried has the lag yet."""
 _LEAST_STEP = 0.01
@@ -32,8 +32,8 @@ _LEAST: dict[Literal["groups", "samples", "plain"], float] = {"groups": 1.0, "sa
 def next_setting(
     points: Sequence[FrontierPoint], setup: Setup, lag: float, *, max_staleness: int | None = None
 ) -> RolloutConfig | None:
-    """What to try next of one strategy, whose ``points`` are known; ``None`` where no setting comes closer to ``lag``
-    from below, or none that can pay."""
+    """Choose what to try next of one strategy, whose ``points`` are known; ``None`` where no setting comes closer to
+    ``lag`` from below, or none that can pay."""
     name = name_of(points[0].config)
     knob = knob_of(name)
     known = sorted(((v, p) for p in points if (v := value_of(p.config)) is not None), key=lambda pair: pair[0])

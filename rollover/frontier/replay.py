@@ -34,7 +34,10 @@ _NO_B0 = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a run was like."""
+    """A run as the simulator needs it: lengths, setting, engine and trainer.
+
+    Example: ``read_recorded(Path("runs/quickstart")).replica.c0_s`` is 0.0061.
+    """
 
     trace: Trace
     rollout: RolloutConfig

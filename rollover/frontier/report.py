@@ -26,7 +26,7 @@ _FRONTIER = (
     " read caches. Bars are 95% intervals over seeds of the paired ratio."
 )
 _TIMELINES = (
-    "The same steps of each setting, from one collection to another, on axes of equal length. Bars are samples coloured"
+    "The same steps of each setting, from one round to another, on axes of equal length. Bars are samples coloured"
     " by the policy version that sampled them, thin lines parked samples, shaded is training; below, the samples"
     " decoding at each moment."
 )
@@ -146,8 +146,8 @@ def recommendation(advice: Advice) -> str:
 
 
 def rivals(study: Study, advice: Advice) -> str:
-    """What the other strategies reach at the lag asked for, each by its fastest setting within it; and whose settings
-    jump over it. Empty where no lag was asked for."""
+    """State what the other strategies reach at the lag asked for, each by its fastest setting within it; and whose
+    settings jump over it. Empty where no lag was asked for."""
     budget = advice.lag_budget
     if budget is None:
         return ""

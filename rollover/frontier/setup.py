@@ -1,4 +1,4 @@
-"""What is simulated: lengths, batch shape, engine, trainer and rewards, and where each of them comes from."""
+"""The setup of a study: lengths, batch shape, engine, trainer and rewards, and where each of them comes from."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class EngineSection:
     swap_pause_s: float | None = None
     """Decoding stands still this long for new weights."""
     draft_tokens: int | None = None
-    """Later tokens guessed for each sample in an iteration (speculative decoding)."""
+    """Draft tokens for each sample in an iteration (speculative decoding)."""
     draft_acceptance: float | None = None
-    """Chance that a guess is right if those before it were."""
+    """Chance that a draft token is accepted if those before it were."""
     draft_cost: float | None = None
-    """What a guess costs an iteration, in samples."""
+    """Cost of a draft token to an iteration, in samples."""
     replicas: int | None = None
     fast_lane_replicas: int = 0
     """How many of them take only samples that ask for the fast lane."""
@@ -91,9 +91,9 @@ class ScenarioFile:
     """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
     engine: EngineSection = EngineSection()
     trainer: LatencySection | None = None
-    """Of a step, by the response tokens of its batch."""
+    """Time of a training step, by the response tokens of its batch."""
     reward: LatencySection | None = None
-    """Of a sample, by its response tokens."""
+    """Time of a reward, by the response tokens of its sample."""
     kv_on_update: Literal["keep", "recompute"] | None = None
     """Whether key-value caches outlive new weights; recomputed when absent."""
     accuracy: float | None = None
@@ -104,10 +104,10 @@ class ScenarioFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything but the strategies."""
+    """Everything that is simulated but the strategies."""
 
     name: str
-    """What the lengths are called."""
+    """Name of the lengths."""
     lengths: Lengths
     rollout: RolloutConfig
     """Batch shape, and the setting in use."""
@@ -115,7 +115,7 @@ class Setup:
     """Whether the user said which setting that is; otherwise only the batch shape counts."""
     scenario: Scenario
     unit: Unit
-    """Of times: seconds, or iterations over an empty batch where no engine was named."""
+    """Unit of times: seconds, or iterations over an empty batch where no engine was named."""
     notes: tuple[str, ...] = ()
     """Where the parameters come from, in sentences."""
 

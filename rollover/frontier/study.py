@@ -19,7 +19,7 @@ from rollover.workload.source import capped
 
 _THEORY_PROMPTS = 4096
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class Length:
 
     steps: int
     warmup: int
-    """Of these, left out of all figures."""
+    """Steps at the beginning that no figure counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < self.steps:
@@ -40,7 +40,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One simulation."""
+    """A simulation to run: a setting, a seed, lengths and a scenario."""
 
     config: RolloutConfig
     seed: int
@@ -50,7 +50,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What one simulation came to, warm-up left out; waste is of the whole run."""
+    """Figures of one simulation, warm-up left out; waste is of the whole run.
+
+    Example: ``tokens_per_s=68.0, lag=0.85, max_lag=2, trained_length=1.0``.
+    """
 
     tokens_per_s: float
     """Trained tokens per unit of time of the whole loop."""
@@ -93,7 +96,10 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanOverSeeds:
-    """A mean over seeds."""
+    """A mean over seeds with its 95% interval.
+
+    Example: ``mean=1.34, margin=0.01`` is 1.34 ± 0.01.
+    """
 
     mean: float
     margin: float | None
@@ -109,7 +115,7 @@ class MeanOverSeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """A setting and what it came to, by seed."""
+    """A setting of a strategy with its results, by seed."""
 
     config: RolloutConfig
     outcomes: tuple[TrialResult, ...]
@@ -117,7 +123,7 @@ class FrontierPoint:
     """Synchronous rollout on the same lengths, seed by seed."""
 
     def mean(self, figure: str) -> float:
-        """Of a numeric field of ``TrialResult``."""
+        """Return the mean over seeds of a numeric field of ``TrialResult``."""
         return statistics.fmean(getattr(o, figure) for o in self.outcomes)
 
     @property

@@ -1,5 +1,5 @@
-"""What a plan is compared with: fleets of one type for the same money, splits of this fleet by rules of thumb, what
-this version can train, and how much less would do.
+"""Alternatives to a plan: fleets of one type for the same money, splits of this fleet by rules of thumb, the trainer of
+one device that this version has, and the cheapest plan that is almost as fast.
 
 All are solved like the plan itself: same lengths, routing, tail and staleness bound.
 """
@@ -24,13 +24,13 @@ ALMOST = 0.01
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """Those that are possible at all, the fastest first."""
+    """List the alternatives that are possible at all, the fastest first."""
     found = [*_of_one_type(plan), *_of_other_splits(plan)]
     return tuple(sorted(found, key=lambda a: (-a.steps_per_s, a.name)))
 
 
 def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
-    """The best plan on ``count`` devices of one type; ``None`` where there is none."""
+    """Return the best plan on ``count`` devices of one type, or ``None``."""
     try:
         built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
     except PlanError:
@@ -41,7 +41,7 @@ def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution]
 
 
 def on_one_device(plan: Plan) -> Alternative | None:
-    """The best plan that trains on one device; ``None`` where that is what the plan does, or where none can be."""
+    """Return the best plan that trains on one device; ``None`` if the plan itself does, or if no device can."""
     if plan.solution.plan.num_devices == 1:
         return None
     try:
@@ -68,7 +68,7 @@ def leaner(plan: Plan) -> Alternative | None:
 
 
 def _spec(plan: Plan) -> PlanSpec:
-    """What ``plan`` was asked for, without its target."""
+    """Return what ``plan`` was asked for, without its target."""
     return PlanSpec(
         model=plan.model,
         workload=plan.workload,
@@ -88,7 +88,7 @@ def _of_plan(name: str, made: Plan) -> Alternative:
 
 
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:
-    """As many of one type as the plan's cost buys; where prices are missing, what the fleet has of it."""
+    """Plan as many devices of one type as the plan's cost buys; where prices are missing, those of the fleet."""
     money = plan.solution.cost_per_hour
     for device, stock in zip(plan.fleet.devices, plan.fleet.stock, strict=True):
         count, name = stock, f"the fleet's {device.name} alone"

@@ -26,7 +26,8 @@ _CANDIDATES = 32
 
 
 def score(fabric: Fabric, shares: Sequence[Shares], traffic: Traffic) -> float:
-    """traffic.train x bandwidth over pairs of training devices + traffic.sync x bandwidth over training-rollout pairs.
+    """Sum traffic.train x bandwidth over pairs of training devices and traffic.sync x bandwidth over training-rollout
+    pairs.
 
     A sum is a stand-in: collectives run at their narrowest link, which only re-costing on the real links sees.
     """
@@ -42,7 +43,7 @@ def arrange(
     seed: int = 0,
     first: Sequence[int] | None = None,
 ) -> tuple[Shares, ...]:
-    """Deal the shares anew among islands of equal (type, size) for the highest score found."""
+    """Assign the shares anew among islands of equal (type, size) for the highest score found."""
     graph = _Graph.of(fabric, traffic)
     train, rollout = _counts(shares)
     found = _solve(graph, train, rollout, starts=starts, rng=np.random.default_rng(seed), first=first)
@@ -107,7 +108,8 @@ class _Graph:
         return best
 
     def _term(self, islands: Ints, dt: int, dr: int, pulls: tuple[Floats, Floats]) -> Floats:
-        """What ``dt`` more training and ``dr`` more rollout devices in each of the islands add, all else as it is."""
+        """Return what ``dt`` more training and ``dr`` more rollout devices in each of the islands add, all else as it
+        is."""
         to_train, to_rollout, inside = pulls[0][islands], pulls[1][islands], self.links[islands, islands]
         pairs = dt * (to_train + (dt - 1) * inside / 2)
         cut = dt * to_rollout + dr * to_train + dt * dr * inside
@@ -124,7 +126,7 @@ def _solve(
     rng: np.random.Generator,
     first: Sequence[int] | None = None,
 ) -> tuple[Ints, Ints]:
-    """The best of several starts, each refined; a large graph starts from the solution of its coarse one."""
+    """Return the best of several starts, each refined; a large graph starts from the solution of its coarse one."""
     if len(train) > COARSE_ISLANDS:
         begun = [_from_coarse(graph, train, rollout, starts=starts, rng=rng)]
     else:

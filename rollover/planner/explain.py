@@ -1,4 +1,5 @@
-"""Why a problem has no solution, what would lift the limit, and what one unit more of anything would bring.
+"""Explanations of a problem: why it has no solution, what would lift the limit, and what one unit more of anything
+would bring.
 
 Both are answered by solving again: with one limit taken away, or with one unit more of it. Duals of a mixed-integer
 programme do not exist, and those of its relaxation mislead where whole replicas count.
@@ -20,8 +21,8 @@ _SLOW = 1e-3
 
 
 def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> str:
-    """For a problem without a solution: which limits stand in the way, and for each that alone would do, how far it
-    would have to be lifted."""
+    """Say which limits leave a problem without a solution, and how far each would have to be lifted where lifting it
+    alone is enough."""
     lines = [_headline(problem, time_limit_s)]
     lines += [f"  {line}" for line in _remedies(problem, time_limit_s)]
     if len(lines) == 1:
@@ -99,8 +100,8 @@ def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> Prog
 def marginal_gains(
     problem: Problem, solution: Solution, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
 ) -> tuple[MarginalGain, ...]:
-    """What one unit more of staleness, of the budget (the price of the dearest device) and of each type would bring:
-    relative to the rate, or to the cost where a rate was asked for. Differences within the gap are none."""
+    """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
+    bring, relative to the rate, or to the cost where a rate was asked for. Differences within the gap count as none."""
     changed: list[tuple[str, float, Problem]] = [
         ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
     ]

@@ -17,7 +17,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The graph of islands."""
+    """The graph of islands.
+
+    Example: two nodes of 8 H20 are ``types=("h20", "h20"), sizes=(8, 8)``.
+    """
 
     types: tuple[str, ...]
     """Device type of each island."""
@@ -34,7 +37,11 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one device type owes to each role."""
+    """The devices of one type that training and rollout need.
+
+    Example: ``train_devices=8, train_block=4, replica_blocks={2: 6}`` needs two training stages of 4 devices and six
+    rollout stages of 2.
+    """
 
     train_devices: int = 0
     train_block: int = 1
@@ -53,7 +60,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How an island's devices are shared; the rest is idle."""
+    """The devices of an island that train and that roll out; the rest is idle."""
 
     train: int
     rollout: int
@@ -61,7 +68,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one training step moves: what a wide link is worth in each place."""
+    """Bytes that one training step moves inside the training set and out of it."""
 
     train: float
     """Inside the training set: data-parallel and pipeline traffic."""

@@ -1,4 +1,4 @@
-"""A fleet file: which nodes there are, how they are joined, what they cost and what may be spent.
+"""A fleet file: nodes, links, prices and the budget.
 
 Devices of equal figures, price, node size and links are one type, whatever the nodes are called; where a device occurs
 in differing surroundings its types are told apart as ``KEY@NODE``.
@@ -75,7 +75,7 @@ class NodeEntry:
     count: int = 1
     """Nodes of this kind."""
     price_per_hour: float | None = None
-    """Of one device, in the fleet's currency; the catalogue's when not given."""
+    """Price of one device in the fleet's currency; the catalogue's when not given."""
     network: NetworkEntry | None = None
     """To other nodes; the fleet's when not given."""
 
@@ -104,14 +104,14 @@ class FleetFile:
     name: str | None = None
     """The file's name when not given."""
     currency: str | None = None
-    """Of every ``price_per_hour`` and the budget: USD when not given, or L20 where the catalogue knows relative prices
-    only (NVIDIA L20 = 1)."""
+    """Unit of every ``price_per_hour`` and of the budget: USD when not given, or L20 where the catalogue knows relative
+    prices only (NVIDIA L20 = 1)."""
     budget_per_hour: float | None = None
-    """What all devices in use may cost together."""
+    """Highest cost of all devices in use together."""
     catalogues: tuple[str, ...] = ()
     """Further files of devices, such as those that a calibration writes; paths from the fleet file's folder."""
     network: NetworkEntry | None = None
-    """Of every node that does not say otherwise."""
+    """Network of every node that does not say otherwise."""
     links: tuple[LinkEntry, ...] = ()
     devices: dict[str, cat.DeviceEntry] = field(default_factory=dict)
     """Devices that the catalogue lacks, or figures to put in the place of its own."""
@@ -126,12 +126,12 @@ class FleetFile:
 
 
 def load(file: Path) -> Fleet:
-    """The fleet described in ``file``; raises ``ConfigError`` with file and line."""
+    """Read the fleet described in ``file``; raises ``ConfigError`` with file and line."""
     return parse(toml.read(file), file.parent)
 
 
 def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
-    """The fleet of a document whose ``catalogues`` stand in ``folder``."""
+    """Read the fleet of a document whose ``catalogues`` stand in ``folder``."""
     content = build(FleetFile, document)
     catalogue = cat.read([toml.read(folder / name) for name in content.catalogues])
     own = cat.CatalogueFile(devices=content.devices)
@@ -139,7 +139,7 @@ def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
 
 
 class _Reader:
-    """Turns a fleet file into records; knows the lines to complain about."""
+    """Turns a fleet file into records, and names the line of what is wrong."""
 
     def __init__(self, document: toml.Document, content: FleetFile, catalogue: cat.Catalogue) -> None:
         self.document = document

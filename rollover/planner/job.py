@@ -38,7 +38,10 @@ DEFAULT_WORKLOAD = "math-16k"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked for; ``None`` where nothing was said."""
+    """Options of ``rollover plan``; ``None`` where nothing was said.
+
+    Example: ``PlanRequest(fleet="h800-h20", model="Qwen/Qwen3-8B", max_staleness=2)``.
+    """
 
     fleet: str
     """A fleet file, or the name of a packaged example."""

@@ -59,7 +59,7 @@ def launch_files(plan: Plan, *, model: str, server: Server) -> dict[str, str]:
 
 
 def _readme(plan: Plan) -> str:
-    """What the files are for, and what of the plan they cannot do."""
+    """Say what the files are for, and what of the plan they cannot do."""
     lines = [
         f"# {plan.fleet.name}: {plan.model.name}",
         "",

@@ -11,7 +11,7 @@ from rollover.planner.shapes import MAX_REPLICA_STAGES, MAX_TRAINING_STAGES, sha
 
 
 def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, act: str) -> str:
-    """What would be needed where the model fits nowhere."""
+    """Say what each device type would need, and has, where the model fits nowhere."""
     lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
     for device, count in stock.items():
         if act == "train":
@@ -28,7 +28,7 @@ def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec,
 
 
 def _least_rollout_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> tuple[float, str]:
-    """Of a device in the widest replica: weights and the longest sample's cache."""
+    """Return what a device of the widest replica needs (weights and the longest sample's KV cache), and its shape."""
     widest = [(tp * pp, tp, pp) for tp, pp in shapes(device, model, MAX_REPLICA_STAGES) if tp * pp <= count]
     size, tp, pp = max(widest)
     engine = replica_costs(model, workload, device, tp, pp)
@@ -37,7 +37,7 @@ def _least_rollout_bytes(device: Device, count: int, model: ModelShape, workload
 
 
 def _least_training_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> tuple[float, str]:
-    """Of a device in the most divided plan."""
+    """Return what a device of the most divided plan needs, and its shape."""
     trainers = []
     for tp, pp in shapes(device, model, MAX_TRAINING_STAGES):
         dp = min(count // (tp * pp), workload.batch_size)

@@ -44,7 +44,7 @@ _EXACT = 1e-9
 _FIRST = 0.92
 """Part of the rate that plans promise without whole numbers, asked for first."""
 _STEPS = 10
-"""Of the gap, that are left to climb when halving ends."""
+"""Gaps that are left to climb when halving ends."""
 _SLOWEST = 1e-6
 """Part of it at which the search for any point gives up."""
 
@@ -52,7 +52,7 @@ _SLOWEST = 1e-6
 def solve(
     problem: Problem, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S, simplify: bool = True
 ) -> Solution | None:
-    """The optimum, or ``None`` where nothing satisfies the problem (``explain`` says why). Raises ``PlanError`` when
+    """Find the optimum; ``None`` if nothing satisfies the problem (``explain`` says why). Raises ``PlanError`` when
     time is up before there is any.
 
     ``simplify`` runs the later passes; without it the first optimum found is the answer.
@@ -74,7 +74,7 @@ def solve(
 
 
 def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
-    """Whether some plan might reach a rate, for no more than a cost where one is given; ``False`` is a proof."""
+    """Return False if it is proved that no plan reaches a rate, for no more than a cost where one is given."""
     search = _Search(canonical(problem).problem, GAP, math.inf)
     return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
 
@@ -98,7 +98,7 @@ class _Search:
         self.unlisted = MixtureTable.of(problem)
         self.gap = _PROOF * gap
         self.spare = (1 - _PROOF) * gap
-        """What the later passes may give up."""
+        """Part of the rate that the later passes may give up."""
         self.deadline = deadline
         self.missed = [math.inf] * len(problem.plans)
         """Lowest rate known to be out of each plan's reach."""

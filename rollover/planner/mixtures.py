@@ -28,7 +28,8 @@ _EXACT = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureTable:
-    """Plans that nobody has written down, by what they need. Arrays run over plans (N)."""
+    """Plans over two types that are not listed yet, by the devices and the time they need. Arrays run over plans
+    (N)."""
 
     mixture: Ints
     """Index in the problem's mixtures."""
@@ -82,7 +83,7 @@ class MixtureTable:
         return found
 
     def plan(self, problem: Problem, index: int) -> TrainingPlan:
-        """One of them, written down."""
+        """List one of them."""
         mixture = problem.mixtures[self.mixture[index]]
         listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
         pairs = [
@@ -96,7 +97,7 @@ class MixtureTable:
 
 
 class UnlistedPlans:
-    """What of a table may carry a load, less with every set of prices."""
+    """The plans of a table that may carry a load: fewer with every set of shadow prices."""
 
     def __init__(self, table: MixtureTable, load: RateLoad) -> None:
         self._load = load
@@ -119,7 +120,7 @@ class UnlistedPlans:
         return float(self.room.max(initial=-np.inf))
 
     def taken(self, problem: Problem) -> tuple[TrainingPlan, float]:
-        """The plan with most room, written down, and its room; it is unlisted no longer."""
+        """Return the plan with most room, listed, and its room; it leaves the table."""
         best = int(np.argmax(self.room))
         plan, room = self._table.plan(problem, best), float(self.room[best])
         left = np.arange(len(self.room)) != best

@@ -1,4 +1,4 @@
-"""What a placed plan costs on the links it really uses.
+"""The costs of a placed plan on the links it really uses.
 
 Phase 1 knows a node's network and nothing of which nodes meet; here each time is taken again at the narrowest link of
 its collective.
@@ -22,7 +22,10 @@ from rollover.planner.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSolution:
-    """A placed solution at its real costs."""
+    """A placed solution at its real costs.
+
+    Example: a trainer that phase 1 took for 30 s a step has ``problem.plans[0].step_s == 34.0`` over a narrow link.
+    """
 
     problem: Problem
     """With the solution's kinds and its training plan alone."""
@@ -42,7 +45,7 @@ def costed_on_links(
     placement: Placement,
     routing: Routing,
 ) -> PlacedSolution:
-    """The solution's kinds and plan at the links of ``placement``, and the rate that they reach.
+    """Cost the solution's kinds of replica and its training plan at the links of ``placement``, and find their rate.
 
     ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
     """

@@ -1,4 +1,4 @@
-"""What a finished plan is: who does what on which devices, what that yields and costs, what it was compared with."""
+"""A finished plan: the role of every device, throughput, cost, and what it was compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollover.planner.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningRound:
-    """One pass through both phases."""
+    """One pass through both phases: what phase 1 assumed and what the placement met."""
 
     assumed_step_s: float
     step_s: float
@@ -37,7 +37,10 @@ class PlanningRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another plan to compare with."""
+    """Another plan to compare with.
+
+    Example: ``name="h20 alone, for the same money", steps_per_s=0.012, devices={"h20": 40}``.
+    """
 
     name: str
     steps_per_s: float
@@ -48,7 +51,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run where, and what it will yield."""
+    """Roles, shapes and places of all devices in use, and what they yield.
+
+    Example: ``plan.used == {"h800": 16, "h20": 24}``, ``plan.tokens_per_s == 41_000.0``, ``plan.cost_per_hour ==
+    96.0``.
+    """
 
     fleet: Fleet
     model: ModelShape
@@ -63,7 +70,7 @@ class Plan:
     """``member`` of a replica is an index of the problem's kinds of replica."""
     rounds: tuple[PlanningRound, ...] = ()
     marginal_gains: tuple[MarginalGain, ...] = ()
-    """What one unit more of something would bring."""
+    """Gains from one unit more of a limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
     on_one_device: Alternative | None = None
@@ -72,7 +79,7 @@ class Plan:
     leaner: Alternative | None = None
     """The cheapest plan that is almost as fast; ``None``: it was not asked for."""
     simulated_steps_per_s: float | None = None
-    """What a simulation of the whole loop reached; ``None``: it was not run."""
+    """Rate that a simulation of the whole loop reached; ``None``: it was not run."""
 
     @property
     def trusted_steps_per_s(self) -> float:
@@ -92,7 +99,7 @@ class Plan:
 
     @property
     def cost_per_hour(self) -> float | None:
-        """Of the devices in use."""
+        """Cost per hour of the devices in use; ``None`` if a price is missing."""
         used = self.used
         prices = {d.name: d.price_per_hour for d in self.fleet.devices if used.get(d.name)}
         total = 0.0

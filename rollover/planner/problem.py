@@ -15,7 +15,7 @@ from rollover.planner.training_plans import training_plans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpec:
-    """What a plan is asked for, whatever the fleet.
+    """The request for a plan, whatever the fleet.
 
     Example: ``PlanSpec(model=qwen_7b, workload=math_16k, max_staleness=4)`` asks for the fastest plan whose trained
     tokens are at most 4 versions old; with ``target_steps_per_s=0.02`` for the cheapest that trains a step every 50 s.

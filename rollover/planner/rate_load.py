@@ -1,4 +1,4 @@
-"""What training at a given rate asks of replicas, trainers and limits.
+"""The load that training at a given rate puts on replicas, trainers and limits.
 
 Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
 is given, both are. So is the tail: a kind may decode a bucket or may not. A problem can be done at some rates, from

@@ -1,6 +1,4 @@
-"""The records that the parts of the planner hand each other: frozen, in SI units like those of
-``rollover.devices.records``, on which they stand.
-"""
+"""Records that the parts of the planner hand each other: frozen, in SI units as in ``rollover.devices.records``."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from rollover.devices.records import Device, Link, WorkloadSpec
 Tail = Literal["none", "soft", "hard"]
 
 MAX_DEVICES = 65_536
-"""Of a fleet; more are mistyped."""
+"""Most devices of a fleet; a larger number is a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine of the fleet."""
+    """A machine of the fleet."""
 
     name: str
     device: Device
@@ -27,7 +25,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What there is to plan with: ``MAX_DEVICES`` at most."""
+    """The nodes to plan with, their links and the budget; at most ``MAX_DEVICES`` devices.
+
+    Example: two nodes of 8 H800 and four of 8 H20 have ``stock == (16, 32)``.
+    """
 
     name: str
     nodes: tuple[Node, ...]
@@ -61,7 +62,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """How many devices of a type may be used."""
+    """Devices of a type that may be used."""
 
     device: str
     count: int
@@ -74,7 +75,10 @@ class Supply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A planning problem in numbers: all the optimiser sees."""
+    """A planning problem in numbers: all that the optimiser sees.
+
+    Example: three kinds of replica and two training plans under ``max_staleness=4`` and a budget of 60 an hour.
+    """
 
     supplies: tuple[Supply, ...]
     replica_kinds: tuple[ReplicaKind, ...]
@@ -88,23 +92,24 @@ class Problem:
     mixtures: tuple[Mixture, ...] = ()
     """Training plans beside ``plans``."""
     tail: Tail = "none"
-    """Whether also the longest response of each bucket must keep the staleness bound; ``hard``: whenever admitted."""
+    """``soft``: the longest response of each bucket keeps the staleness bound too; ``hard``: whenever it was
+    admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A limit that the solution touches."""
+    """A limit that the solution reaches."""
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str
-    """What it limits: a device type, a kind, or nothing further."""
+    """The device type or kind of replica that is limited; empty for the others."""
     slack: float
     """Relative to the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The optimum: tuples run over the problem's kinds of replica, inner ones over its buckets."""
+    """The optimum; tuples run over the problem's kinds of replica, inner ones over its buckets."""
 
     plan: TrainingPlan
     replicas: tuple[int, ...]
@@ -131,11 +136,14 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginalGain:
-    """What one unit more of something would bring."""
+    """The gain from one unit more of a limit.
+
+    Example: ``subject="max_staleness", unit=1, gain=0.07``: one version more gives 7% more steps.
+    """
 
     subject: str
     """``max_staleness``, ``budget`` or a device type."""
     unit: float
-    """How much more it was."""
+    """Size of a unit."""
     gain: float
     """Relative change of the rate (or, when a rate was asked for, saving of cost); below the gap it is 0."""

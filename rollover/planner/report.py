@@ -31,7 +31,7 @@ _ROUNDS = "What the optimiser assumed → what was found on the links of the pla
 
 
 def plan_table(plan: Plan) -> Table:
-    """Who does what."""
+    """Tabulate the role of every device."""
     found = Table(title=Text(f"{plan.fleet.name}: {plan.model.name}, {plan.workload.name}"), title_justify="left")
     found.title_style = "bold"
     for name in _role_heads(plan):
@@ -42,7 +42,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def key_table(plan: Plan) -> Table:
-    """Throughput, cost and proof."""
+    """Tabulate throughput, cost and the proved gap."""
     found = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     found.add_column(style="dim")
     found.add_column()
@@ -94,7 +94,7 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """What can be had of the throughput today."""
+    """Say what this version's trainer reaches of the throughput."""
     count, alone = plan.solution.plan.num_devices, plan.on_one_device
     if count > 1:
         value = "–" if alone is None else f"{alone.steps_per_s * step_tokens(plan.workload):,.0f}"
@@ -159,7 +159,7 @@ def _alternative_heads(plan: Plan) -> tuple[str, ...]:
 
 
 def _rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Of the alternatives, best first."""
+    """List the rows of the alternatives, best first."""
     per_step = plan.workload.batch_size * plan.workload.response_tokens
     rate = plan.solution.steps_per_s
     return [

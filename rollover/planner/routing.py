@@ -1,5 +1,5 @@
-"""Who decodes which lengths. Nobody knows a response's length before it ends: unless lengths are predicted, every
-replica gets the same mixture, and the buckets of a problem melt into one."""
+"""Which replicas decode which lengths. Nobody knows a response's length before it ends: unless lengths are predicted,
+every replica gets the same mixture, and the buckets of a problem become one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Routing = Literal["load", "length"]
 
 
 def routed(problem: Problem, routing: Routing) -> Problem:
-    """What the optimiser may choose under a routing."""
+    """Return the problem as the optimiser sees it under a routing."""
     return problem if routing == "length" else mixed(problem)
 
 
 def mixed(problem: Problem) -> Problem:
-    """The problem in which every replica decodes all lengths in proportion.
+    """Return the problem in which every replica decodes all lengths in proportion.
 
     Of a mixture, times add up: the time a replica spends on a sample, the cache it holds, and the latencies, each
     weighted by who meets them (samples, or the longest of groups and batches).

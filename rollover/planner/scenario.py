@@ -23,14 +23,17 @@ _LOOSEST = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScenario:
-    """What a plan is made for."""
+    """The fleet and the staleness bound that a plan is made for.
+
+    Example: ``changed(scenario, "count.h20=+8,staleness=2")`` has 8 more H20 and a bound of 2.
+    """
 
     fleet: Fleet
     max_staleness: int
 
 
 def changed(scenario: PlanScenario, text: str) -> PlanScenario:
-    """The scenario with the changes in ``text``; raises ``PlanError`` naming the one that cannot be."""
+    """Apply the changes in ``text``; raises ``PlanError`` naming the one that cannot be."""
     for part in text.split(","):
         found = _CHANGE.fullmatch(part)
         if found is None:

@@ -39,7 +39,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
 
 
 def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
-    """A plan on a part of the fleet alone that is better than ``best``, if there is one."""
+    """Return a plan on a part of the fleet alone that is better than ``best``, if there is one."""
     try:
         if best is not None and not _may_beat(spec, part, best):
             return None
@@ -50,7 +50,8 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
 
 
 def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
-    """Whether the part might do better than ``best`` if all its links were as wide as its widest."""
+    """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its
+    widest."""
     problem = routed(assumed_problem(spec, part, widest(part)), spec.routing)
     target = spec.target_steps_per_s
     if target is None:
@@ -60,7 +61,7 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
 
 
 def _on(fleet: Fleet, plan: Plan, nodes: Sequence[int]) -> Plan:
-    """The plan of a part as one of the whole fleet, whose other nodes are idle."""
+    """Return the plan of a part as one of the whole fleet, whose other nodes are idle."""
     placement = plan.placement
     supplies = tuple(
         Supply(device=device.name, count=count, price_per_hour=device.price_per_hour)

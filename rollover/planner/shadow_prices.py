@@ -21,12 +21,12 @@ _MOST = 1e5
 """Highest price beside real costs, where no price is enough to pay for what cannot be done. Limits are scaled to 1."""
 _ROUNDING = 1e-9
 _LOSS = 1e-6
-"""What counts as a loss."""
+"""Least loss that counts as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowPrices:
-    """Of the limits, in no particular unit, or beside what devices really cost."""
+    """Shadow prices of the limits (dual variables), relative to each other or beside what devices really cost."""
 
     limits: Floats
     """(G + 2,): each type, the budget, staleness."""
@@ -35,13 +35,13 @@ class ShadowPrices:
 
 
 class PriceBounds:
-    """What plans must pay and can pay at one rate."""
+    """Bounds on plans at one rate: what they must pay at given shadow prices, and what they can."""
 
     def __init__(self, load: RateLoad) -> None:
         problem = load.problem
         self.load = load
         self.unit = float(load.stock @ load.costs)
-        """Of real costs: those of the whole fleet."""
+        """Unit of real costs: the cost of the whole fleet."""
         budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
         self._spent = spent = np.nan_to_num(load.prices) / budget
         self._bound = bound = problem.max_staleness + 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rollover.planner.records import Fleet, Problem
 
 ROLLOUT_PART = 0.75
-"""Of the devices, in the split by number."""
+"""Part of the devices that roll out in the split by number."""
 
 
 def by_number(problem: Problem, fleet: Fleet) -> Problem:

@@ -20,7 +20,7 @@ MOST = 48
 
 
 def parts(fleet: Fleet) -> list[tuple[int, ...]]:
-    """Nodes of each part that is worth a plan of its own, the smallest first, never all of them.
+    """List the nodes of each part that may deserve a plan of its own, the smallest first, never all of them.
 
     Of nodes that stand alike, any number: every combination of numbers, where there are no more than ``MOST``, else one
     node, half of them or all, of one kind or two. Further the islands: nodes joined by links of some width or more.
@@ -43,7 +43,7 @@ def alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
 
 
 def inside(fleet: Fleet) -> dict[str, Link]:
-    """Of a fleet of one node: nothing leaves it."""
+    """Return the links of a fleet of one node, which nothing leaves; none for larger fleets."""
     return {node.device.name: node.device.link for node in fleet.nodes} if len(fleet.nodes) == 1 else {}
 
 

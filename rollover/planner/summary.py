@@ -1,4 +1,4 @@
-"""A finished plan in words: what limits it, what would lift it, what it rests on, what else there was."""
+"""A finished plan in sentences: what limits it, what would lift the limit, what it rests on, and its alternatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Role:
     lengths: str
     """Which responses it decodes."""
     share: float
-    """Of all samples (rollout) or of the batch (training)."""
+    """Part of all samples (rollout) or of the batch (training)."""
     utilisation: float
     """Part of the time in which it works."""
 
@@ -98,7 +98,7 @@ def _lengths(plan: Plan, c: int) -> str:
 
 
 def sentences(plan: Plan) -> tuple[str, ...]:
-    """What a person should know about the plan, the most important first."""
+    """State what a person should know about the plan, the most important first."""
     return (
         *cannot_train(plan),
         *_simulated(plan),
@@ -115,7 +115,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def cannot_train(plan: Plan) -> Iterator[str]:
-    """What this version cannot do of the plan, and what it can."""
+    """State what this version cannot do of the plan, and what it can."""
     count, alone = plan.solution.plan.num_devices, plan.on_one_device
     if count == 1:
         return
@@ -157,7 +157,7 @@ def _counted(devices: Mapping[str, int]) -> str:
 
 
 def _worth(plan: Plan, devices: Mapping[str, int]) -> str:
-    """What need not be paid for them."""
+    """State what is saved without them."""
     prices = [(plan.devices[name].price_per_hour, n) for name, n in devices.items()]
     if any(price is None for price, _ in prices):
         return ""
@@ -221,7 +221,7 @@ def _staleness(plan: Plan) -> Iterator[str]:
 
 
 def _compared(plan: Plan) -> Iterator[str]:
-    """Against the best fleet of one type, and against the best other split of this one."""
+    """Compare the plan with the best fleet of one type, and with the best other split of this one."""
     alone = [a for a in plan.alternatives if len(a.devices) == 1]
     mixed = [a for a in plan.alternatives if len(a.devices) > 1]
     for found in (alone, mixed):

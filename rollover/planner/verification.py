@@ -18,7 +18,7 @@ ROUNDING = 1e-6
 
 
 def violations(problem: Problem, solution: Solution) -> list[str]:
-    """Every limit that the solution breaks, in words; empty for a sound one."""
+    """List every limit that the solution breaks; empty for a sound one."""
     return [
         *_counts(problem, solution),
         *_production(problem, solution),
@@ -28,7 +28,7 @@ def violations(problem: Problem, solution: Solution) -> list[str]:
 
 
 def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
-    """Stock, roles, budget and the trainer."""
+    """Check stock, roles, budget and the trainer."""
     if solution.plan not in problem.plans and not _is_mixed(problem, solution.plan):
         yield "the training plan is none of the problem's"
     if any(y < 0 for y in solution.replicas):
@@ -55,8 +55,8 @@ def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def _is_mixed(problem: Problem, plan: TrainingPlan) -> bool:
-    """Whether one of the problem's mixtures stands for the plan: for each part a choice that ends with its share when
-    the plan says so, and the whole batch shared out."""
+    """Return True if one of the problem's mixtures stands for the plan: each part is a choice that ends in time with
+    its share, and the shares add up to the batch."""
     if abs(sum(part.share for part in plan.parts) - 1) > ROUNDING or len(plan.parts) != 2:
         return False
     for mixture in problem.mixtures:
@@ -76,7 +76,7 @@ def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartChoice,
 
 
 def _production(problem: Problem, solution: Solution) -> Iterator[str]:
-    """The trainer keeps the rate, and every bucket is produced at it."""
+    """Check that the trainer keeps the rate and that every bucket is produced at it."""
     rate = solution.steps_per_s
     if rate * solution.plan.cycle_s > 1 + ROUNDING:
         yield f"the trainer needs {solution.plan.cycle_s} s for a step, {1 / rate} s are planned"
@@ -88,7 +88,7 @@ def _production(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def _replicas(problem: Problem, solution: Solution) -> Iterator[str]:
-    """Time and cache of each kind's replicas."""
+    """Check time and KV cache of each kind's replicas."""
     workload = problem.workload
     away_s = workload.reward_s + workload.held_s
     for kind, y, rates in zip(problem.replica_kinds, solution.replicas, solution.rates, strict=True):
@@ -110,7 +110,7 @@ def _replicas(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def _staleness(problem: Problem, solution: Solution) -> Iterator[str]:
-    """What is admitted and not consumed, in batches (Little's law)."""
+    """Check what is admitted and not consumed, in batches (Little's law)."""
     workload, rate = problem.workload, solution.steps_per_s
     away_s = workload.reward_s + workload.held_s
     in_flight = rate * solution.plan.cycle_s

@@ -1,4 +1,4 @@
-"""What to look for in each figure."""
+"""Captions of the figures: what to look for in each."""
 
 from __future__ import annotations
 

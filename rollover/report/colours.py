@@ -17,7 +17,7 @@ PHASE_COLOURS = {
     "publish": "--violet",
     "other": "--soft",
 }
-"""Of the phases of a training step."""
+"""Colours of the phases of a training step."""
 WASTE_COLOURS = {
     WasteCause.SURPLUS_GROUP: "--orange",
     WasteCause.DISCARDED_ON_ABORT: "--red",
@@ -31,15 +31,15 @@ WASTE_COLOURS = {
     WasteCause.REJECTED_SAMPLE: "--red",
     WasteCause.ZERO_ADVANTAGE: "--violet",
 }
-"""Of the causes of waste."""
+"""Colours of the causes of waste."""
 RUN_COLOURS = ("--soft", "--blue", "--orange", "--green", "--violet", "--red")
-"""Of the runs of a comparison. The first run is the baseline and stays in the background."""
+"""Colours of the runs of a comparison. The first run is the baseline and stays in the background."""
 VERSION_RAMP = ("#4453b8", "#2c86cc", "#1fa79b", "#6cb64e", "#dcb03a", "#e8853b", "#d2504f")
-"""Oldest version in sight to newest: cold to warm, readable on light and on dark."""
+"""Colours of policy versions, from the oldest in sight to the newest: cold to warm, readable on light and on dark."""
 
 
 def version_colours(versions: Iterable[int]) -> dict[int, str]:
-    """Versions in sight spread over the ramp, oldest coldest."""
+    """Spread the versions in sight over the ramp, the oldest coldest."""
     ordered = sorted(set(versions))
     last = len(VERSION_RAMP) - 1
     steps = max(1, len(ordered) - 1)

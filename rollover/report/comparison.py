@@ -41,7 +41,7 @@ class ComparisonRow:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Of every run but the first, to the first."""
+        """Ratio of every run but the first to the first."""
         base, *others = self.values or (None,)
         return tuple(v / base if v is not None and base else None for v in others)
 

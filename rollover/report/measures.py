@@ -1,4 +1,4 @@
-"""Distributions and curves computed from a timeline. Pure functions; nothing divides by zero."""
+"""Distributions and curves computed from a timeline, by pure functions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from rollover.types import SampleId, WasteCause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagSummary:
-    """Token staleness over trained tokens, in versions. Mean and p95 are token-weighted."""
+    """Lag of trained tokens, in versions. Mean and p95 are weighted by tokens.
+
+    Example: ``mean=0.85, p95=2, max=2, head_mean=1.0, off_policy_fraction=0.78``.
+    """
 
     mean: float
     p95: int
     max: int
     head_mean: float
-    """Mean over samples of the lag of the oldest token."""
+    """Mean over samples of the lag of their oldest token."""
     off_policy_fraction: float
-    """Share of trained tokens at least one version old."""
+    """Share of trained tokens with a lag of 1 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class LengthSummary:
 
 
 def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
-    """Token staleness to trained tokens, over all steps, ascending."""
+    """Count the trained tokens of each lag, over all steps, ascending."""
     lags: Counter[int] = Counter()
     for step in steps:
         lags.update(step.lags)

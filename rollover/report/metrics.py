@@ -23,7 +23,10 @@ Kind = Literal["step", "eval", "warmup"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """What was measured at one step."""
+    """Measurements of one step.
+
+    Example: ``kind="step", step=12, time_s=84.2, values={"reward/mean": 0.41, "loss": 0.02}``.
+    """
 
     kind: Kind
     step: int

@@ -1,4 +1,4 @@
-"""What the time of a training step went into. Phases do not overlap: they add up to the step.
+"""The phases of a training step. They do not overlap and add up to the step.
 
 Rewards are computed while other samples still decode, so the work on them is no phase. The phase ``reward`` is the part
 of a rollout in which nothing decodes any longer and a reward is waited for.
@@ -37,7 +37,8 @@ def _phases(values: Mapping[str, float], wait_s: float) -> dict[str, float]:
 
 
 def reward_waits_s(timeline: Timeline) -> dict[int, float]:
-    """Of each step: seconds between the weights before it and its batch in which only rewards were waited for."""
+    """Return for each step the seconds between the weights before it and its batch in which only rewards were waited
+    for."""
     published = sorted(p.time_s for p in timeline.publishes)
     found = {}
     for step in timeline.steps:

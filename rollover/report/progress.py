@@ -79,7 +79,7 @@ class Progress:
         """One training step is done. ``metrics`` is the row that was logged.
 
         What is shown are means since the last line, or over as many steps: where several batches are trained from one
-        collection, a single step is fast or slow, and its answers long or short, by its place among them.
+        round, a single step is fast or slow, and its answers long or short, by its place among them.
         """
         self._rollout_from = None
         done = self._done("train") + 1

@@ -211,7 +211,7 @@ def time_split(record: RunRecord) -> Figure | None:
 
 
 def throughput(record: RunRecord) -> Figure | None:
-    """Tokens over seconds of a tenth of the run around each step: the steps of one collection differ by their place."""
+    """Tokens over seconds of a tenth of the run around each step: the steps of one round differ by their place."""
     data = []
     for speed, name, colour in (
         (DECODED, "decoded, of rollout time", "--blue"),

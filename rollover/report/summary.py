@@ -34,12 +34,12 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guessing:
-    """What came of an engine's guesses at the next tokens, evaluations included."""
+    """Draft tokens of the engine and how many were accepted, evaluations included."""
 
     accepted_fraction: float
     """Guesses that were right, of those made."""
     tokens_per_iteration: float
-    """Of each sample, mean over the iterations that decoded it; 1 where no guess is right."""
+    """Tokens of a sample per iteration that decoded it, mean; 1 where no draft token is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class RunSummary:
         return {cause: n for cause, n in self.wasted_tokens.items() if not cause.is_by_rollout}
 
     def fraction(self, tokens: Mapping[WasteCause, int]) -> float:
-        """Of the decoded tokens."""
+        """Return the part of the decoded tokens that ``tokens`` are."""
         return sum(tokens.values()) / self.decoded_tokens if self.decoded_tokens else 0.0
 
 

@@ -6,7 +6,7 @@
   step, or all of it where generation goes on while the trainer trains.
 
 A row of ``metrics.jsonl`` holds both for its step. Of several steps they are means weighted by seconds, which is tokens
-over seconds: where several batches are trained from one collection, the mean of the steps' own speeds says nothing.
+over seconds: where several batches are trained from one round, the mean of the steps' own speeds says nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Values = Mapping[str, float]
-"""What was measured at one step, by name."""
+"""Measurements of one step, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ def of_step(*, trained_tokens: int, decoded_tokens: int, step_s: float, decoding
 
 
 def means(steps: Sequence[Values]) -> dict[str, float]:
-    """Of several steps: speeds as defined above, the lag weighted by trained tokens, everything else by steps."""
+    """Return means over several steps: speeds as defined above, the lag weighted by trained tokens, everything else by
+    steps."""
     speeds = {s.name: v for s in (TRAINED, DECODED) if (v := s.over(steps)) is not None}
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _mean(steps, name) for name in names} | speeds

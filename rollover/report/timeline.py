@@ -1,4 +1,4 @@
-"""What happened to every sample, read off the journal's events.
+"""The timeline of every sample, read from the journal's events.
 
 ``Timeline.of`` is one pass over the events that count (``rollover.rollout.journal.effective``). It keeps
 counts and times, never token ids, so the timeline of a long run stays small. The token account closes:
@@ -32,7 +32,10 @@ from rollover.types import FinishReason, SampleId, Segment, WasteCause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedSpan:
-    """Decoding of one sample under one policy version."""
+    """A stretch in which one sample was decoded under one policy version.
+
+    Example: ``start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12``.
+    """
 
     start_s: float
     end_s: float
@@ -87,9 +90,9 @@ class ConsumedStep:
     num_samples: int
     num_resumes: int
     lags: Mapping[int, int]
-    """Token staleness (step minus the version that sampled the token) to number of tokens."""
+    """Lag (step minus the version that sampled the token) to number of tokens."""
     head_lags: tuple[int, ...]
-    """Staleness of each sample's oldest token."""
+    """Lag of each sample's oldest token."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     """Its tokens without a gradient, by cause, once the step is done."""
 
@@ -314,7 +317,7 @@ class _Fold:
             self._count(now_s)
 
     def _count(self, now_s: float) -> None:
-        """Of several changes at one moment the last one counts."""
+        """Record the number of running samples; of several changes at one moment the last one counts."""
         if self.active and self.active[-1][0] == now_s:
             self.active.pop()
         self.active.append((now_s, len(self.running)))

@@ -1,4 +1,4 @@
-"""What a simulation asks of a workload."""
+"""The protocol of a workload: response lengths by prompt, sample and attempt."""
 
 from __future__ import annotations
 

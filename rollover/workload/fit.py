@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def follows(self) -> bool:
-        """Whether the law explains the trace to within sampling error."""
+        """True if the law explains the trace to within sampling error."""
         return self.ks <= self.ks_p95
 
 
@@ -136,7 +136,7 @@ class _Data:
     log_ended: Floats
     ended_group: NDArray[np.int64]
     log_cut: Floats
-    """Of the length at which the sample was cut: at the cap, or before its end."""
+    """Length at which the sample was cut: at the cap, or before its end."""
     cut_group: NDArray[np.int64]
     cap_tokens: int
     num_prompts: int
@@ -236,7 +236,7 @@ def _law(point: Floats, shape: _Shape, cap_tokens: int) -> LengthLaw:
 
 
 def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
-    """Of all samples, prompt effects integrated out."""
+    """Sum over all samples, prompt effects integrated out."""
     from scipy.special import log_ndtr, logsumexp
 
     mu, sigma, icc, q = float(point[0]), math.exp(point[1]), _logistic(point[2]), _logistic(point[3])

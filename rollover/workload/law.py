@@ -32,12 +32,16 @@ _PROMPTS, _SAMPLES = 256, 16
 """Shape of a block."""
 _KEPT_BLOCKS = 128
 _PROMPT, _SAMPLE, _LOOP = range(3)
-"""What a draw is for."""
+"""Purposes of a draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLaw:
-    """A workload file: the parameters of the generator. Lengths are in tokens."""
+    """A workload file: the parameters of the length law. Lengths are in tokens.
+
+    Example: ``LengthLaw(median_tokens=4500, sigma=0.85, icc=0.5, loop_probability=0.03, cap_tokens=16384)`` is the
+    preset ``r1-16k``, whose mean is 6,202 tokens.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -56,7 +60,7 @@ class LengthLaw:
     loop_difficulty: float = 0.0
     """How much likelier long-answer prompts loop: the probability is proportional to exp(``loop_difficulty`` z_p)."""
     tail_exponent: float | None = None
-    """Of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal when absent."""
+    """Exponent of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal when absent."""
     drift_per_1k_prompts: float = 0.0
     """Change of the log median over 1,000 prompts drawn: 0.01 lengthens responses by one percent."""
     num_prompts: int | None = None
@@ -209,7 +213,7 @@ class Generator:
         return np.array([self._effects_in(epoch, row // _PROMPTS)[row % _PROMPTS] for epoch, row in places])
 
     def _effects_in(self, epoch: int, block: int) -> Floats:
-        """Of a block of rows."""
+        """Draw the prompt effects of a block of rows in one epoch."""
         epochs = self._effects.setdefault(block, [])
         while len(epochs) <= epoch:
             fresh = self._rng(_PROMPT, len(epochs), block).standard_normal(_PROMPTS)
@@ -222,8 +226,8 @@ class Generator:
 
 
 def _pareto_excess(z: Floats, sigma: float, exponent: float) -> Floats:
-    """What to add to log lengths ``sigma z`` so that those beyond the 90th percentile follow a Pareto law: the same
-    rank in another distribution, so that siblings stay as alike as they were."""
+    """Return what to add to log lengths ``sigma z`` so that those beyond the 90th percentile follow a Pareto law. Ranks
+    stay, so that siblings stay as alike as they were."""
     excess = np.zeros_like(z)
     beyond = z > TAIL_Z
     tail_z = z[beyond]

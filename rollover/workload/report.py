@@ -1,4 +1,4 @@
-"""What a fit says, for the terminal, as a workload file and as a page."""
+"""The report of a fit: for the terminal, as a workload file and as a page."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def length_rows(trace: Trace, law: LengthLaw) -> list[tuple[str, str, str]]:
 
 
 def _mean(law: EmpiricalLaw, cap_tokens: int) -> float:
-    """Of the estimate, what it leaves open counted at the cap."""
+    """Return the mean of the estimate, with what it leaves open counted at the cap."""
     shares = np.diff(law.cdf, prepend=0.0)
     return float(shares @ law.values + (1 - shares.sum()) * cap_tokens)
 

@@ -18,8 +18,8 @@ Lengths = LengthLaw | Trace
 
 
 def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
-    """What ``name`` stands for: a directory is a run, ``.toml`` a workload file, ``.jsonl`` and ``.parquet`` are
-    recorded lengths, anything else is a preset. ``cap_tokens`` shortens what is longer.
+    """Read the lengths that ``name`` stands for: a directory is a run, ``.toml`` a workload file, ``.jsonl`` and
+    ``.parquet`` are recorded lengths, anything else is a preset. ``cap_tokens`` shortens what is longer.
 
     Raises:
         ConfigError: no such preset or file, or a workload file with a mistake in it.

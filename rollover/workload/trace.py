@@ -18,7 +18,7 @@ from rollover.workload.law import Floats
 
 _DRAWS = 16
 _ORDER, _COMPLETE, _AGAIN = range(3)
-"""What a draw is for."""
+"""Purposes of a draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Trace:
         return max(len(p.lengths) for p in self.prompts)
 
     def columns(self) -> tuple[Floats, Floats, Floats]:
-        """Of each sample: length, 1 where it finished, place of its prompt."""
+        """Return for each sample its length, 1 if it finished, and the place of its prompt."""
         lengths = [n for p in self.prompts for n in p.lengths]
         finished = [i not in p.unfinished for p in self.prompts for i in range(len(p.lengths))]
         places = [i for i, p in enumerate(self.prompts) for _ in p.lengths]

@@ -44,11 +44,11 @@ def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: flo
         assert measures.visible(picture.timeline.samples, window), "something is seen"
 
 
-def test_a_round_is_several_batches_from_one_collection() -> None:
+def test_a_round_is_several_batches_decoded_together() -> None:
     (shown,) = pictures(SETUP, (setting("rollover", SETUP, 3.0),))
     starts = sorted(collection_starts(shown))
     gaps = [b - a for a, b in pairwise(starts)]
-    assert max(gaps) > 1, "several batches are trained from one collection here"
+    assert max(gaps) > 1, "several batches are trained from one round here"
     (sync,) = pictures(SETUP, (SYNC,))
     assert collection_starts(sync) == {s.step for s in sync.timeline.steps}
 

@@ -19,7 +19,7 @@ from rollover.report.throughput import DECODED, TRAINED, means
 from rollover.report.timeline import Timeline
 
 ROUND = ((12_000, 2.0), (2_000, 0.25), (1_000, 0.25), (1_000, 0.1))
-"""Tokens and seconds of four batches from one collection: the first has the longest responses and all of the wait."""
+"""Tokens and seconds of four batches from one round: the first has the longest responses and all of the wait."""
 
 
 def rounds(count: int) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What the cost model makes for the planner: kinds of replica and training plans, frozen, in SI units."""
+"""Kinds of replica and training plans: what the cost model makes for the planner. Frozen, in SI units."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReplicaKind:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """What tells the kind from others, whatever links it stands on."""
+        """The fields that tell the kind from others, whatever links it uses."""
         return self.device, self.tp, self.pp, self.batch_cap
 
 

@@ -15,7 +15,7 @@ from rollover.devices.records import BF16_BYTES, Device, LengthBucket, Link, Mod
 class ReplicaCosts:
     """Time and memory of one replica: an engine on ``tp * pp`` devices.
 
-    Example: a 7B model in bf16 on one H100 leaves about 0.9 * 80 - 15 = 57 GB for the KV cache.
+    Example: a 7B model in bf16 on one H100 leaves about 0.9 * 85.5 - 15 = 62 GB for the KV cache.
     """
 
     device: Device

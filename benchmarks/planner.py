@@ -49,7 +49,7 @@ class Timing:
     devices: int
     types: int
     max_staleness: int
-    kinds: int
+    replica_kinds: int
     plans: int
     list_s: float
     solve_s: float

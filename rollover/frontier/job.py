@@ -159,7 +159,7 @@ def _checked(found: Study, recorded: Recorded) -> str:
     simulated = found.current.mean("tokens_per_s")
     return (
         f"The run trained {measured:,.0f} tokens/s; simulated under its own setting it trains {simulated:,.0f}"
-        f" ({simulated / measured - 1:+.0%}): so far can the other figures be trusted"
+        f" ({simulated / measured - 1:+.0%}): expect the other figures to be off by as much"
     )
 
 

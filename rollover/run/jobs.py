@@ -95,9 +95,8 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """``resume`` is the command that goes on with it."""
-    from rollover.report.run_report import FILE_NAME, write_report
     from rollover.report.record import read_run
-    from rollover.report.run_report import write_report
+    from rollover.report.run_report import FILE_NAME, write_report
     from rollover.report.summary import summarize, summary_table
     from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop

@@ -108,7 +108,7 @@ def test_what_no_island_can_hold_is_refused_in_words() -> None:
 
 def test_a_coarsened_fleet_keeps_its_counts_and_its_racks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest 8 of 32 islands, hidden in a shuffled order, are found through four levels of coarsening."""
-    monkeypatch.setattr("rollover.planner.partition.COARSE_ISLANDS", 4)
+    monkeypatch.setattr("rollover.planner.arrangement.COARSE_ISLANDS", 4)
     rng = np.random.default_rng(3)
     rack = rng.permutation(np.repeat(np.arange(4), 8))
     links = np.where(rack[:, None] == rack[None, :], 50.0, 5.0)

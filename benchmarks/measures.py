@@ -24,6 +24,7 @@ from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.types import SamplingParams
+from rollover.weights.sources import FolderWeights, MemoryWeights
 
 CONTEXT = 160
 """Mean context of the fixed load: its prompt and half its response."""
@@ -143,10 +144,13 @@ async def latencies(load: Load) -> dict[str, float]:
         await decoded(asked, 1)
         found["resume_kept"].append(max(first_chunk_s[r.request_id] for r in asked) - start_s)
         await stop(asked, calls)
-        for name, source in (("swap_memory", tensors), ("swap_folder", folder)):
+        for name, source in (
+            ("swap_memory", MemoryWeights(2 * repeat, tensors)),
+            ("swap_folder", FolderWeights(2 * repeat + 1, folder)),
+        ):
             swap_s = time.perf_counter()
             await engine.pause()
-            await engine.load(2 * repeat + (source is folder), source)  # drops all caches
+            await engine.load(source.manifest.version, source)  # drops all caches
             await engine.resume()
             found[name].append(time.perf_counter() - swap_s)
         asked, start_s = ask(), time.perf_counter()

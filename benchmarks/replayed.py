@@ -37,6 +37,7 @@ from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_ro
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
 from rollover.types import FinishReason, Prompt, Trajectory
+from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload
 from rollover.workload.trace import Replay, Trace, TracePrompt
 
@@ -160,7 +161,7 @@ async def swap(engine: EmbeddedEngine, version: int, weights: Mapping[str, Any])
     """Put weights into the engine as the publisher does."""
     await engine.pause()
     try:
-        await engine.load(version, weights)
+        await engine.load(version, MemoryWeights(version, weights))
     finally:
         await engine.resume()
 

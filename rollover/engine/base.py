@@ -1,4 +1,4 @@
-"""What rollout and weight publishing ask of an inference engine: two narrow protocols.
+"""The ``Engine`` protocol: what rollout asks of an inference engine. ``WeightTarget`` stands in ``weights/base.py``.
 
 Laws every implementation keeps (``tests/engine/contract.py`` proves them):
 
@@ -17,15 +17,11 @@ Laws every implementation keeps (``tests/engine/contract.py`` proves them):
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollover.types import FinishReason, SamplingParams
-
-WeightSource = Path | Mapping[str, Any]
-"""A folder of safetensors, or parameter names to tensors (valid until the load returns)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,16 +138,3 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Free everything; open calls end with ``abort``."""
         ...
-
-
-class WeightTarget(Protocol):
-    """Takes new weights. Order of use: ``pause``, ``load``, ``resume``; ``resume`` also after a failed load."""
-
-    async def pause(self) -> None: ...
-
-    async def load(self, version: int, source: WeightSource) -> None:
-        """Afterwards every sampled token is labelled ``version``. Raises ``EngineError`` when the version
-        would go back or the weights do not fit; the old weights then stay in force."""
-        ...
-
-    async def resume(self) -> None: ...

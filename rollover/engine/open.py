@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, WeightTarget
+from rollover.engine.base import Engine
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.weights.base import WeightTarget
 
 
 class TrainedEngine(Engine, WeightTarget, Protocol):

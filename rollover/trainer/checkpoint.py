@@ -39,7 +39,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """``trainer.json``."""
 
     version: int
@@ -90,7 +90,7 @@ def doing_without(folder: Path) -> str:
     return "no other is whole: bring one back, or start a new run"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Raises ``ModelError`` when the folder is no checkpoint of this format."""
     try:
         return _read_manifest(folder)
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelError(f"{damage}; {doing_without(folder)}") from damage
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
+def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Read every file that ``manifest`` names and compare it with its checksum: about 0.7 s per GB.
 
     Raises ``ModelError`` naming the first file that is not what was written.
@@ -109,7 +109,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         raise ModelError(f"{damage}; {doing_without(folder)}") from damage
 
 
-def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping[str, Any]) -> None:
     """Raises ``ModelError`` naming the first setting that differs from the checkpoint's. A setting that it does not
     know is younger than itself."""
     wanted = json.loads(json.dumps(dict(identity)))
@@ -154,7 +154,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: Manifest) -> None:
+def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: CheckpointManifest) -> None:
     """Optimizer, generators and, last, the manifest beside the model's own files, which are there."""
     tensors = {f"cpu_generator/{i}": s for i, s in enumerate([torch.get_rng_state()])}
     if torch.cuda.is_available():
@@ -207,7 +207,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -216,7 +216,7 @@ def _read_manifest(folder: Path) -> Manifest:
             raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
         if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
             raise _Damage(f"{path} is damaged: it is not what was written")
-        return Manifest(**values)
+        return CheckpointManifest(**values)
     except FileNotFoundError as error:
         raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -225,7 +225,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise _Damage(f"{path} is damaged ({error})") from error
 
 
-def _verify_files(folder: Path, manifest: Manifest) -> None:
+def _verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     for name, written in manifest.files.items():
         try:
             found = _sum_of_file(folder / name)

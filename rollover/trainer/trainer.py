@@ -25,7 +25,7 @@ from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError, RolloverError
 from rollover.hf.companions import read_companions
 from rollover.trainer.checkpoint import (
-    Manifest,
+    CheckpointManifest,
     check_identity,
     doing_without,
     read_manifest,
@@ -202,7 +202,7 @@ class Trainer:
         Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
         """
         assert self._is_whole, "a step that raised left weights that are no version's"
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             version=self._version,
             identity=self._identity(),
             num_threads=torch.get_num_threads(),

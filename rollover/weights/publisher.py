@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollover.engine.base import WeightSource, WeightTarget
 from rollover.errors import EngineTimeout
+from rollover.weights.base import WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
+from rollover.weights.sources import FolderWeights, MemoryWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +38,8 @@ class Publisher:
         """What ``publish`` takes. Targets go on sampling while it is made; ``weights`` must not change before it is
         published. Raises ``ResourceError`` when the disk is full."""
         if self._folders is None:
-            return weights
-        return await asyncio.to_thread(self._folders.write, version, weights)
+            return MemoryWeights(version, weights)
+        return FolderWeights(version, await asyncio.to_thread(self._folders.write, version, weights))
 
     async def publish(self, version: int, source: WeightSource) -> None:
         """Raises ``EngineError`` when a target refuses the weights; each target has then been resumed."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import pytest
 
-from rollover.engine.base import Chunk, Engine, GenerateRequest, WeightSource, WeightTarget
+from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError
 from rollover.types import FinishReason, SamplingParams
+from rollover.weights.base import WeightSource, WeightTarget
 
 LONG = 120
 """Tokens of a call that takes a while and is run to its end."""
@@ -79,12 +81,12 @@ class EngineContract:
         unless told to by stop tokens."""
         raise NotImplementedError
 
-    def new_weights(self) -> WeightSource:
-        """Weights that fit, different from those it started with."""
+    def new_weights(self, version: int) -> WeightSource:
+        """Weights of ``version`` that fit, different from those it started with."""
         raise NotImplementedError
 
     def bad_weights(self) -> WeightSource:
-        """Weights that do not fit."""
+        """Weights of version 1 that do not fit."""
         raise NotImplementedError
 
     def text(self, ids: tuple[int, ...]) -> str | None:
@@ -310,7 +312,7 @@ class EngineContract:
         async def law(engine: FullEngine) -> None:
             assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
             await engine.pause()
-            await engine.load(3, self.new_weights())
+            await engine.load(3, self.new_weights(3))
             await engine.resume()
             assert engine.stats().policy_version == 3
             chunks = await collect(engine, request("b"))
@@ -328,7 +330,7 @@ class EngineContract:
             while not chunks[-1].token_ids:
                 chunks.append(await anext(stream))
             await engine.pause()
-            await engine.load(1, self.new_weights())
+            await engine.load(1, self.new_weights(1))
             await engine.resume()
             while not (chunks[-1].token_ids and chunks[-1].policy_version == 1):
                 chunks.append(await anext(stream))
@@ -352,11 +354,23 @@ class EngineContract:
             if engine.capabilities.seeded:
                 assert tokens(after) == tokens(before)
             await engine.pause()
-            await engine.load(2, self.new_weights())
+            await engine.load(2, self.new_weights(2))
             with pytest.raises(EngineError, match="2"):
-                await engine.load(1, self.new_weights())
+                await engine.load(1, self.new_weights(1))
             await engine.resume()
             assert engine.stats().policy_version == 2
+
+        self.run(law)
+
+    def test_a_delta_is_refused_where_only_full_weights_can_be_loaded(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            delta: Any = self.new_weights(1)
+            delta.manifest = replace(delta.manifest, kind="delta", base_version=0)
+            await engine.pause()
+            with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as delta"):
+                await engine.load(1, delta)
+            await engine.resume()
+            assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 
         self.run(law)
 

@@ -9,7 +9,7 @@ is the first of ``params.stop_token_ids`` when there is one.
 Driven by hand, ``await engine.tick()`` decodes one token for each running call (the first ``max_running`` in
 order of arrival) and then lets the event loop turn a few times, so that consumers have acted when it returns.
 With ``auto=True`` it ticks by itself while a call is open: every ``tick_s`` seconds of ``clock``, or as
-fast as the loop turns when there is none. Weights are any non-empty source; ``{}`` does not fit.
+fast as the loop turns when there is none. Weights are any source; one without a tensor does not fit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.clock import Clock
-from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.errors import EngineError
 from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
 
 FIRST_TOKEN = 1000
 """All scripted tokens lie in ``[FIRST_TOKEN, FIRST_TOKEN + 4096)``: no clash with a test's stop ids."""
@@ -122,6 +123,8 @@ class FakeEngine:
             call.stream.put_nowait(error)
         self._calls.clear()
 
+    needs_folder = False
+
     async def pause(self) -> None:
         self._paused = True
         self.events.append(("pause", self.version))
@@ -133,7 +136,8 @@ class FakeEngine:
     async def load(self, version: int, source: WeightSource) -> None:
         if version < self.version:
             raise EngineError(f"weights went back from version {self.version} to {version}")
-        if source == {}:
+        source.manifest.require_full(version, "the scripted engine")
+        if not source.manifest.tensors:
             raise EngineError("weights do not fit: no tensor given")
         self.version = version
         self._parked.clear()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
-from rollover.engine.base import WeightSource
 from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.fake import FakeEngine, logprob_at, token_at
+from tests.weights.kit import FakeWeights
 
 
 class TestFakeKeepsTheContract(EngineContract):
     def make_engine(self) -> FullEngine:
         return FakeEngine(lambda _: 10**9, auto=True)
 
-    def new_weights(self) -> WeightSource:
-        return {"w": 1}
+    def new_weights(self, version: int) -> WeightSource:
+        return FakeWeights(version)
 
     def bad_weights(self) -> WeightSource:
-        return {}
+        return FakeWeights(1, fit=False)
 
 
 def test_a_tick_decodes_one_scripted_token_per_running_call() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from rollover import cli
-from rollover.engine.base import WeightSource
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.engine import ServerEngine
@@ -25,6 +24,8 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.errors import EngineError
 from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.servers.vllm.kit import model_folder
@@ -124,11 +125,11 @@ class SGLang(EngineContract):
         async with opened(self.url, self.initial, **settings) as engine:
             yield engine
 
-    def new_weights(self) -> WeightSource:
-        return self.fitting
+    def new_weights(self, version: int) -> WeightSource:
+        return FolderWeights(version, self.fitting)
 
     def bad_weights(self) -> WeightSource:
-        return self.misfit
+        return FolderWeights(1, self.misfit)
 
     def text(self, ids: tuple[int, ...]) -> str | None:
         return spelling(self.initial, ids)
@@ -177,7 +178,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
                 await engine.pause()
-                await engine.load(version, folders[version % 2])
+                await engine.load(version, FolderWeights(version, folders[version % 2]))
                 await engine.resume()
             mixed = 0
             for chunks in await asyncio.gather(*calls):

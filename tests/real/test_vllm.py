@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.base import WeightSource
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
@@ -26,6 +25,8 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
 from rollover.errors import EngineError
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.real.models import logprobs, real_model, reference, spelling
@@ -143,7 +144,7 @@ def within_deadline(law: Callable[[], Awaitable[None]]) -> None:
 async def update(engine: FullEngine, version: int, folder: Path) -> None:
     await engine.pause()
     try:
-        await engine.load(version, folder)
+        await engine.load(version, FolderWeights(version, folder))
     finally:
         await engine.resume()
 
@@ -170,11 +171,11 @@ class RealVLLM(EngineContract):
         async with engine_of(self.server, self.folders["first"], kv_on_update=self.kv_on_update) as engine:
             yield engine
 
-    def new_weights(self) -> WeightSource:
-        return self.folders["second"]
+    def new_weights(self, version: int) -> WeightSource:
+        return FolderWeights(version, self.folders["second"])
 
     def bad_weights(self) -> WeightSource:
-        return self.folders["misfit"]
+        return FolderWeights(1, self.folders["misfit"])
 
     def text(self, ids: tuple[int, ...]) -> str | None:
         return spelling(self.folders["first"], ids)

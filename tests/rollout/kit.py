@@ -25,6 +25,7 @@ from rollover.rollout.strategy import Strategy
 from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.virtual_time import VirtualClock, run
+from tests.weights.kit import FakeWeights
 
 SEED = 3
 NAMES = tuple(STRATEGIES)
@@ -141,7 +142,7 @@ class Rig:
         async def load() -> None:
             await self.engine.pause()
             await asyncio.sleep(load_s)
-            await self.engine.load(version, {"w": 1})
+            await self.engine.load(version, FakeWeights(version))
             await self.engine.resume()
 
         await self.driver.update_weights(version, load)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rollover.engine.base import WeightSource
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.base import TensorSpec, WeightSource
 from rollover.weights.publisher import Publisher
 from tests.virtual_time import run
+from tests.weights.kit import FakeWeights
 
 
 class Target:
@@ -21,6 +23,8 @@ class Target:
 
     def __repr__(self) -> str:
         return self.name
+
+    needs_folder = False
 
     async def pause(self) -> None:
         self.done.append("pause")
@@ -37,34 +41,34 @@ class Target:
 
 def test_every_target_is_paused_loaded_and_resumed() -> None:
     targets = [Target("one"), Target("two", load_s=5.0)]
-    run(Publisher(targets).publish(3, {"w": 1}))
-    assert all(t.done == ["pause", (3, {"w": 1}), "resume"] for t in targets)
+    run(Publisher(targets).publish(3, FakeWeights(3)))
+    assert all(t.done == ["pause", (3, FakeWeights(3)), "resume"] for t in targets)
 
 
 def test_a_target_that_refuses_is_resumed_and_its_error_raised() -> None:
     targets = [Target("one", refuses=True), Target("two")]
     with pytest.raises(EngineError, match="does not fit"):
-        run(Publisher(targets).publish(3, {}))
+        run(Publisher(targets).publish(3, FakeWeights(3)))
     assert targets[0].done == ["pause", "resume"]
-    assert targets[1].done == ["pause", (3, {}), "resume"]
+    assert targets[1].done == ["pause", (3, FakeWeights(3)), "resume"]
 
 
 def test_a_target_that_hangs_is_named() -> None:
     targets = [Target("one"), Target("two", load_s=1000.0)]
     with pytest.raises(EngineTimeout, match=r"^two did not load weights version 3 within 600 s"):
-        run(Publisher(targets).publish(3, {}))
+        run(Publisher(targets).publish(3, FakeWeights(3)))
     assert targets[1].done == ["pause", "resume"]
 
 
 def test_a_publication_that_is_cancelled_has_resumed_its_targets_when_it_ends() -> None:
     async def main() -> None:
         targets = [Target("one"), Target("two", load_s=1000.0)]
-        publishing = asyncio.create_task(Publisher(targets).publish(3, {}))
+        publishing = asyncio.create_task(Publisher(targets).publish(3, FakeWeights(3)))
         await asyncio.sleep(5.0)
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await publishing
-        assert targets[0].done == ["pause", (3, {}), "resume"]
+        assert targets[0].done == ["pause", (3, FakeWeights(3)), "resume"]
         assert targets[1].done == ["pause", "resume"]
 
     run(main())
@@ -78,7 +82,7 @@ def test_a_target_that_was_being_paused_is_resumed_too() -> None:
 
     target = Slow("slow")
     with pytest.raises(EngineTimeout, match=r"^slow did not load"):
-        run(Publisher([target]).publish(3, {}))
+        run(Publisher([target]).publish(3, FakeWeights(3)))
     assert target.done == ["pause", "resume"]
 
 
@@ -88,7 +92,10 @@ def test_staging_writes_a_folder_for_targets_in_other_processes_and_nothing_for_
             return Path(f"v{version}")
 
     async def main() -> None:
-        assert await Publisher([], folders=Folders()).stage(3, {"w": 1}) == Path("v3")  # type: ignore[arg-type]
-        assert await Publisher([]).stage(3, {"w": 1}) == {"w": 1}  # type: ignore[dict-item]
+        staged = await Publisher([], folders=Folders()).stage(3, {"w": torch.ones(2)})  # type: ignore[arg-type]
+        assert staged.folder == Path("v3")
+        staged = await Publisher([]).stage(3, {"w": torch.ones(2)})
+        assert staged.folder is None
+        assert staged.manifest.tensors == (TensorSpec(name="w", shape=(2,), dtype="float32"),)
 
     asyncio.run(main())

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.embedded import sizing
 from rollover.engine.embedded.block_manager import BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -44,6 +44,8 @@ from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, ModelError
 from rollover.hf.architecture import Architecture
 from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 
 CPU_PREFILL_TOKENS = 20.0
 """Tokens prefilled in the time of a decode iteration, 17 with a model of 28 M parameters: ``benchmarks/rollout.py``."""
@@ -79,7 +81,8 @@ class EngineCore:
         isolate_prompts: bool = False,
     ) -> None:
         arch = Architecture.from_folder(folder)
-        arch = replace(arch, tied_embeddings=are_tied(folder, asked=arch.tied_embeddings))
+        weights = FolderWeights(policy_version, folder)
+        arch = replace(arch, tied_embeddings=are_tied(weights, asked=arch.tied_embeddings))
         self._folder, self._config, self._arch = folder, config, arch
         self.device, dtype = sizing.device_of(config.device), sizing.dtype_of(config)
         self._max_context = sizing.max_context_of(config, arch)
@@ -88,7 +91,7 @@ class EngineCore:
         size, num_blocks = config.block_size_tokens, sizing.num_blocks(config, self._max_context, self._block_bytes)
         sizes = RunnerSizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
         self._model_runner = make(arch, sizes, dtype, self.device)
-        load_weights(self._model_runner.slots, folder, tied_embeddings=arch.tied_embeddings)
+        load_weights(self._model_runner.slots, weights, tied_embeddings=arch.tied_embeddings)
         self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, size),
             max_running=config.max_running,
@@ -169,6 +172,7 @@ class EngineCore:
         nothing when the version goes back or the weights do not fit."""
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
+        source.manifest.require_full(policy_version, "the embedded engine")
         try:
             load_weights(self._model_runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
         except ModelError as e:

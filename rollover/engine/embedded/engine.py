@@ -11,11 +11,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
-from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore, Output
 from rollover.engine.embedded.core_loop import Command, CoreLoop, LockstepLoop, ThreadLoop, failure
 from rollover.errors import EngineError, EngineTimeout, ResourceError, RolloverError
+from rollover.weights.base import WeightSource
 
 
 class _Stream:
@@ -37,6 +38,8 @@ class EmbeddedEngine:
             same run twice is the same run. Prompts then share no cache with other prompts, which a resumed run may not
             have asked for.
     """
+
+    needs_folder = False
 
     def __init__(self, core: EngineCore, config: EmbeddedConfig, *, lockstep: bool = False) -> None:
         self._core = core

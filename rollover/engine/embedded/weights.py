@@ -1,97 +1,55 @@
-"""Fills a decoder from a folder of safetensors or from tensors in memory, all or nothing.
+"""Fill a decoder from a weight source, all or nothing.
 
 Names and shapes are compared before the first byte is copied: a source that does not fit leaves the weights
 as they were.
 
-It is for the weights to say whether the input and the output matrix are one, as in transformers, through which the
-trainer reads them: a config that ties them is not followed where they are two and differ.
+The weights say whether the input and the output matrix are one, as in transformers, through which the trainer reads
+them: a config that ties them is not followed where they are two and differ.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from rollover.engine.base import WeightSource
 from rollover.engine.embedded.model import Slot
 from rollover.errors import ModelError
+from rollover.hf.weights import EMBEDDING, HEAD
+from rollover.weights.base import WeightSource
 
 Shapes = dict[str, tuple[int, ...]]
-Fetch = Callable[[str], Tensor]
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def are_tied(source: WeightSource, *, asked: bool) -> bool:
-    """Decide whether input and output matrix of ``source`` are one: only if its config asks for it and they do not
-    differ."""
-    if not asked:
-        return False
-    with open_weights(source) as (shapes, fetch):
-        return not {_EMBEDDING, _HEAD} <= shapes.keys() or _same(fetch)
+    """Say whether input and output matrix of ``source`` are one, given that its config asks for it or not."""
+    return asked and (not {EMBEDDING, HEAD} <= _shapes(source).keys() or _same(source))
 
 
 def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> None:
     """Fill ``slots`` from ``source``. Raises ``ModelError`` naming the first parameter that does not fit."""
-    with open_weights(source) as (shapes, fetch):
-        expected = {name: slot.shape for name, slot in slots.items()}
-        given = {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-        if tied_embeddings and _HEAD in given:
-            fetch = _as_one(given, fetch)
-        _compare(expected, given)
-        with torch.inference_mode():
-            for name, slot in slots.items():
-                slot.fill(fetch(name))
+    given = _shapes(source)
+    stored = {name: name for name in given}  # the name in the source, by the name of the slot
+    if tied_embeddings and HEAD in given:
+        if EMBEDDING in given and not _same(source):
+            raise ModelError(f"weight {HEAD!r} differs from {EMBEDDING!r}, but the model has one matrix for both")
+        given[EMBEDDING] = given.pop(HEAD)
+        stored[EMBEDDING] = HEAD
+    _compare({name: slot.shape for name, slot in slots.items()}, given)
+    with torch.inference_mode():
+        tensors = source.tensors([stored[name] for name in slots])
+        for slot, (_, tensor) in zip(slots.values(), tensors, strict=True):
+            slot.fill(tensor)
 
 
-def _as_one(given: Shapes, fetch: Fetch) -> Fetch:
-    """Take a matrix that the source holds under the name of the output side for the input side, too."""
-    if _EMBEDDING in given and not _same(fetch):
-        raise ModelError(f"weight {_HEAD!r} differs from {_EMBEDDING!r}, but the model has one matrix for both")
-    given[_EMBEDDING] = given.pop(_HEAD)
-    return lambda name: fetch(_HEAD if name == _EMBEDDING else name)
+def _shapes(source: WeightSource) -> Shapes:
+    return {spec.name: spec.shape for spec in source.manifest.tensors if not spec.name.endswith("rotary_emb.inv_freq")}
 
 
-def _same(fetch: Fetch) -> bool:
+def _same(source: WeightSource) -> bool:
     """Compare the two matrices as the trainer holds them, in float32."""
-    return torch.equal(fetch(_EMBEDDING).float(), fetch(_HEAD).float())
-
-
-@contextmanager
-def open_weights(source: WeightSource) -> Iterator[tuple[Shapes, Fetch]]:
-    """Give shapes by name, and a function that reads the tensor of a name."""
-    if isinstance(source, Mapping):
-        yield {name: tuple(tensor.shape) for name, tensor in source.items()}, source.__getitem__
-        return
-    with ExitStack() as stack:
-        try:
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-                for path in _shards(Path(source))
-            }
-            where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-        except (SafetensorError, OSError) as e:
-            raise ModelError(f"the weights in {source} cannot be read: {e}") from e
-        yield shapes, lambda name: where[name].get_tensor(name)
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as e:
-            raise ModelError(f"{index} is not a safetensors index: {e}") from e
-        return [folder / name for name in names]
-    if paths := sorted(folder.glob("*.safetensors")):
-        return paths
-    raise ModelError(f"{folder} holds no *.safetensors files")
+    (_, embedding), (_, head) = source.tensors([EMBEDDING, HEAD])
+    return torch.equal(embedding.float(), head.float())
 
 
 def _compare(expected: Shapes, given: Shapes) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.servers.abort import Aborter
 from rollover.engine.servers.answer import ServerBusy
 from rollover.engine.servers.background import BackgroundTasks
@@ -37,6 +37,7 @@ from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.served_weights import ServedWeights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
+from rollover.weights.base import WeightSource
 
 
 class ServerEngine:
@@ -206,6 +207,8 @@ class ServerEngine:
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
+    needs_folder = True
+
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
         await self._served.refuse_when_taken()
@@ -222,18 +225,20 @@ class ServerEngine:
             await self._calls.wait_for_silence()
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """See ``WeightTarget.load``; ``source`` is a folder that the server sees under the same path."""
+        """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path."""
         self._refuse_when_closed("load")
         if version < self._served.version:
             raise EngineError(f"{self}: weights cannot go back from version {self._served.version} to {version}")
-        if not isinstance(source, Path):
+        folder = source.folder
+        if folder is None:
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
-        self._model.check_fits(source)
+        self._model.check_fits(folder)
+        source.manifest.require_full(version, self)
         if not self._dialect.traits.keeps_calls:
             await self._aborter.abort(self._calls.sent)
         before = self._served.version, self._served.source
         try:
-            await self._install(version, source)
+            await self._install(version, folder)
         except EngineTimeout:  # it does not answer: it would not take the old ones either
             raise
         except EngineError as e:

@@ -11,19 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import EngineError, ModelError
+from rollover.hf.weights import TensorInfo, read_weight_infos
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER_BYTES = 1 << 27
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One entry of a safetensors header."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """torch's name of it where it has one."""
-    num_bytes: int
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +54,7 @@ class ModelFolder:
         for info in self.weights.values():
             sizes[info.dtype] += math.prod(info.shape)
         ((most, _),) = sizes.most_common(1)
-        return most if most in _DTYPES.values() else None
+        return most if most in _DTYPES else None
 
     def check_served(self, served: str, server: object) -> None:
         """Check that a server's own folder, where we can see it, is of this model: weights that do not fit could kill
@@ -107,35 +97,3 @@ def _cache_numbers_per_token(config: Mapping[str, Any]) -> int:
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
     return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * head_dim
-
-
-def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
-    """Shapes and dtypes by name, of all ``*.safetensors`` files. Raises ``ModelError`` when there is none
-    that can be read."""
-    infos: dict[str, TensorInfo] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no *.safetensors files")
-    for file in files:
-        try:
-            infos |= _header(file)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-            raise ModelError(f"{file} is not a safetensors file: {e}") from None
-    return infos
-
-
-def _header(file: Path) -> dict[str, TensorInfo]:
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if not 2 <= size <= _MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
-        header = json.loads(stream.read(size))
-    return {
-        name: TensorInfo(
-            shape=tuple(entry["shape"]),
-            dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
-            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }

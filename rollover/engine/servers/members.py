@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, WeightTarget
+from rollover.engine.base import Engine
 from rollover.engine.servers.background import in_time, wait_for_any
 from rollover.engine.servers.membership import Health, Membership
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.base import WeightTarget
 
 logger = logging.getLogger(__name__)
 

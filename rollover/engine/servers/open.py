@@ -19,6 +19,7 @@ from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.sources import FolderWeights
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ async def open_servers(
         await _all([engine.open() for engine in engines])
         pool = EnginePool(
             engines,
-            model.path,
+            FolderWeights(0, model.path),
             clock,
             probe_interval_s=config.health_interval_s,
             max_retry_after_s=config.rejoin_max_interval_s,

@@ -23,12 +23,13 @@ from contextlib import aclosing
 from dataclasses import fields
 
 from rollover.clock import Clock
-from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest, WeightSource
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.servers.dispatch import Dispatcher
 from rollover.engine.servers.members import Members, PoolMember
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import LogprobCheck, Watch
 from rollover.errors import EngineError, EngineMismatch
+from rollover.weights.base import WeightSource
 
 
 class EnginePool:
@@ -119,6 +120,8 @@ class EnginePool:
         await self._dispatcher.abort(request_ids)
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
+
+    needs_folder = True  # a member that comes back is given weights that may have changed in memory
 
     async def pause(self) -> None:
         """See ``PoolUpdates.pause``."""

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.engine.servers.folder import TensorInfo, read_weight_infos
 from rollover.engine.servers.process_groups import ProcessGroup
 from rollover.errors import EngineError, EngineTimeout
+from rollover.hf.weights import TensorInfo, read_weight_infos
 
 if TYPE_CHECKING:
     from torch import Tensor

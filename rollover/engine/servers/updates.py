@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from rollover.engine.base import WeightSource
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.members import Members
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.base import WeightSource
 
 
 class PoolUpdates:

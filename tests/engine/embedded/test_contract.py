@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.base import WeightSource
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.core_loop import ThreadLoop
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.models import saved, tiny_model
 
@@ -53,11 +54,11 @@ class Embedded(EngineContract):
             pace(engine._loop)
         return engine
 
-    def new_weights(self) -> WeightSource:
-        return tiny_model(seed=1).state_dict()
+    def new_weights(self, version: int) -> WeightSource:
+        return MemoryWeights(version, tiny_model(seed=1).state_dict())
 
     def bad_weights(self) -> WeightSource:
-        return tiny_model(hidden_size=64).state_dict()
+        return MemoryWeights(1, tiny_model(hidden_size=64).state_dict())
 
 
 class TestThreadedEngineKeepsTheContract(Embedded):

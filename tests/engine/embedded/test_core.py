@@ -13,6 +13,7 @@ import torch
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS, EngineCore
 from rollover.errors import EngineError
 from rollover.types import FinishReason
+from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import assert_wellformed, request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import Calls, core_of, run
@@ -257,9 +258,9 @@ def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folde
     calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPT, max_new_tokens=40) for i in range(3)])
     calls.step(10)
     calls.abort("s2#0")
-    calls.take(core.load(2, models[2].state_dict()))
+    calls.take(core.load(2, MemoryWeights(2, models[2].state_dict())))
     calls.step(10)
-    calls.take(core.load(3, saved(models[3], folder.parent / "later")))
+    calls.take(core.load(3, FolderWeights(3, saved(models[3], folder.parent / "later"))))
     calls.add(request("s2", seed=2, prompt_ids=PROMPT, max_new_tokens=40, response_ids=calls.tokens("s2#0"), call=1))
     calls.finish()
     calls.chunks["s2#0"] += calls.chunks.pop("s2#1")
@@ -280,7 +281,7 @@ def test_under_keep_the_record_is_what_was_sampled_from_and_belongs_to_neither_v
     calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=40)])
     calls.step(15)
     prefilled = core.stats().prefilled_tokens
-    calls.take(core.load(1, new.state_dict()))
+    calls.take(core.load(1, MemoryWeights(1, new.state_dict())))
     chunks = calls.finish()["a#0"]
     assert core.stats().prefilled_tokens == prefilled
     assert [(c.policy_version, c.kv_version) for c in chunks if c.token_ids] == [(0, 0)] * 15 + [(1, 0)] * 25
@@ -311,7 +312,7 @@ def test_under_keep_a_parked_sample_resumes_without_prefill_and_says_how_old_its
     calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=20)])
     calls.step(5)
     calls.abort("a#0")
-    core.load(4, tiny_model(seed=1).state_dict())
+    core.load(4, MemoryWeights(4, tiny_model(seed=1).state_dict()))
     calls.add(
         request("a", prompt_ids=PROMPT, max_new_tokens=20, response_ids=calls.tokens("a#0"), call=1),
         request("fresh", prompt_ids=PROMPT, max_new_tokens=20),
@@ -381,10 +382,10 @@ def test_logits_that_are_not_finite_fail_the_step_and_leave_a_usable_engine(fold
     core = core_of(folder)
     good = tiny_model(sharpness=3.0).state_dict()
     before = run(core, request("a", max_new_tokens=10)).tokens("a#0")
-    core.load(1, {k: v * float("nan") for k, v in good.items()})
+    core.load(1, MemoryWeights(1, {k: v * float("nan") for k, v in good.items()}))
     core.add(request("b"))
     with pytest.raises(EngineError, match=r"version 1.*not finite.*b#0"):
         core.step()
     assert core.reset() == ["b#0"]
-    core.load(2, good)
+    core.load(2, MemoryWeights(2, good))
     assert run(core, request("c", max_new_tokens=10)).tokens("c#0") == before

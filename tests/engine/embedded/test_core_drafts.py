@@ -19,6 +19,7 @@ from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.engine.embedded.model_runner import InputBatch
 from rollover.types import FinishReason, SamplingParams
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import Calls, core_of, run
@@ -245,7 +246,7 @@ def test_across_a_weight_update_each_token_is_scored_by_the_version_on_its_label
     calls = Calls(core, [request(f"s{i}", seed=i, prompt_ids=PROMPTS[0], max_new_tokens=120) for i in range(3)])
     calls.step(24)
     accepted = core.stats().accepted_tokens
-    calls.take(core.load(1, models[1].state_dict()))
+    calls.take(core.load(1, MemoryWeights(1, models[1].state_dict())))
     calls.finish()
     assert 0 < accepted < core.stats().accepted_tokens
     for name, chunks in calls.chunks.items():
@@ -259,11 +260,11 @@ def test_weights_that_are_not_finite_fail_the_step_also_in_a_draft_token(looping
     core = drafting(looping)
     calls = Calls(core, [request("a", max_new_tokens=60, temperature=0.0)])
     calls.step(12)
-    core.load(1, {k: v * float("nan") for k, v in looping_model(0).state_dict().items()})
+    core.load(1, MemoryWeights(1, {k: v * float("nan") for k, v in looping_model(0).state_dict().items()}))
     with pytest.raises(Exception, match=r"version 1.*not finite.*a#0"):
         core.step()
     core.reset()
-    core.load(2, looping_model(0).state_dict())
+    core.load(2, MemoryWeights(2, looping_model(0).state_dict()))
     assert len(run(core, request("b", max_new_tokens=60, temperature=0.0)).tokens("b#0")) == 60
 
 

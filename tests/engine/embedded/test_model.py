@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rollover.errors import ConfigError, EngineError, ModelError
 from rollover.hf.architecture import Architecture
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import core_of, run
@@ -111,9 +112,9 @@ def test_weights_with_two_matrices_do_not_fit_a_model_that_has_one(tmp_path: Pat
     model = tiny_model(tie_word_embeddings=True)
     core = core_of(saved(model, tmp_path))
     weights = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    core.load(1, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    core.load(1, MemoryWeights(1, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}))
     with pytest.raises(EngineError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"):
-        core.load(2, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)})
+        core.load(2, MemoryWeights(2, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_a_weight_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=message):
             core_of(folder)
     (folder / "model.safetensors").write_bytes(b"not a safetensors file")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not a safetensors file"):
         core_of(folder)
 
 
@@ -176,7 +177,7 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
     other = tiny_model(seed=1).state_dict()
     del other["model.norm.weight"]
     with pytest.raises(EngineError, match=r"model\.norm\.weight"):
-        core.load(1, other)
+        core.load(1, MemoryWeights(1, other))
     assert core.policy_version == 0
     assert run(core, request("b", max_new_tokens=30)).tokens("b#0") == before
 

@@ -15,6 +15,7 @@ from rollover.engine.embedded import native
 from rollover.engine.embedded.native import Kernels, compiled
 from rollover.engine.embedded.sampler import draw_tokens, uniforms
 from rollover.errors import EngineError
+from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request
 from tests.engine.embedded.harness import Calls, core_of, run
 from tests.engine.models import logprobs, saved, tiny_model
@@ -101,7 +102,7 @@ def test_loaded_weights_replace_all_others(tmp_path: Path) -> None:
     core = core_of(saved(old, tmp_path), cpu_kernels="compiled", kv_on_update="recompute")
     calls = Calls(core, [request("a", max_new_tokens=10)])
     calls.step(5)
-    calls.take(core.load(1, new.state_dict()))
+    calls.take(core.load(1, MemoryWeights(1, new.state_dict())))
     calls.finish()
     expected = [*logprobs(old, (5, 6, 7), calls.tokens("a#0"))[:5], *logprobs(new, (5, 6, 7), calls.tokens("a#0"))[5:]]
     assert calls.logprobs("a#0") == pytest.approx(expected, abs=2e-5)

@@ -9,16 +9,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollover.engine.base import Chunk, GenerateRequest, WeightSource
+from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.members import PoolMember
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError
+from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
 from tests.virtual_time import VirtualClock
+from tests.weights.kit import FakeWeights
 
-WEIGHTS = {"w": 1}
+WEIGHTS = FakeWeights(0)
 FOREVER = 10**6
 
 

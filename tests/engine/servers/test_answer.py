@@ -18,6 +18,7 @@ from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.sse import MAX_EVENT_CHARS
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.errors import ConfigError, EngineError
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedTransport, ScriptedVLLM
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -86,7 +87,7 @@ def test_a_weight_update_that_is_redirected_is_no_update(tmp_path: Path) -> None
             with pytest.raises(
                 EngineError, match=r"did not load weights version 1: .* with 307, a redirect to /elsewh"
             ):
-                await engine.load(1, new)
+                await engine.load(1, FolderWeights(1, new))
             await engine.resume()
             assert server.weights == str(folder)
 

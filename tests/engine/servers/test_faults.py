@@ -16,6 +16,7 @@ from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch, FinishReason, SamplingParams
+from rollover.weights.sources import FolderWeights
 from tests.engine.servers.pool_kit import new_pool, scripted_engines
 from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -47,7 +48,7 @@ class Fleet:
             health_timeout_s=1.0,
             stream_interval_tokens=4,
         )
-        self.pool = new_pool(self.engines, folder)
+        self.pool = new_pool(self.engines, FolderWeights(0, folder))
         state = RolloutState()
         self.ledger = state.ledger
         self.scorer = ParityScorer()
@@ -73,7 +74,7 @@ class Fleet:
         async def load() -> None:
             await self.pool.pause()
             try:
-                await self.pool.load(version, weights)
+                await self.pool.load(version, FolderWeights(version, weights))
             finally:
                 await self.pool.resume()
 

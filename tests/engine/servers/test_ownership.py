@@ -19,6 +19,7 @@ from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import EngineError
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import LONG, collect, request, tokens
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -239,7 +240,7 @@ def test_a_release_without_checksums_is_taken_at_its_label(folder: Path) -> None
         async with vllm_kit.opened(server, folder) as engine:
             assert len(tokens(await collect(engine, request("a")))) == 12
             await engine.pause()
-            await engine.load(1, folder)
+            await engine.load(1, FolderWeights(1, folder))
             await engine.resume()
         assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
 

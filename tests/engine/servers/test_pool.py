@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollover.engine.base import Engine, WeightSource
+from rollover.engine.base import Engine
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.servers.pool_kit import Flaky, pool_of
 from tests.virtual_time import run
+from tests.weights.kit import FakeWeights
 
 
 class Pool(EngineContract):
@@ -32,11 +34,11 @@ class Pool(EngineContract):
 
         run(main())
 
-    def new_weights(self) -> WeightSource:
-        return {"w": 2}
+    def new_weights(self, version: int) -> WeightSource:
+        return FakeWeights(version)
 
     def bad_weights(self) -> WeightSource:
-        return {}
+        return FakeWeights(1, fit=False)
 
 
 class TestAPoolOfOneKeepsTheContract(Pool):
@@ -92,7 +94,7 @@ def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
             await asyncio.sleep(30.0)
             for version in (1, 2):
                 await pool.pause()
-                await pool.load(version, {"w": version})
+                await pool.load(version, FakeWeights(version))
                 await pool.resume()
             assert (one.version, two.version) == (2, 0)
             two.failing = None
@@ -117,7 +119,7 @@ def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> Non
             suspect.fail(EngineError("a passing failure"))
             await asyncio.gather(call, return_exceptions=True)
             await pool.pause()
-            await pool.load(1, {"w": 1})
+            await pool.load(1, FakeWeights(1))
             await pool.resume()
             assert (one.version, two.version) == (1, 1)
             assert [event for event, _ in suspect.events] == ["pause", "load", "resume"]
@@ -149,7 +151,7 @@ def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
             start_s = asyncio.get_running_loop().time()
             await asyncio.sleep(8.0)  # two late probes
             await pool.pause()
-            await pool.load(1, {"w": 1})
+            await pool.load(1, FakeWeights(1))
             await pool.resume()
             assert one.version == 1
             assert asyncio.get_running_loop().time() - start_s < 9.0
@@ -163,12 +165,12 @@ def test_weights_that_some_refuse_take_those_out_and_weights_that_all_refuse_cha
         async with pool_of(one, two) as pool:
             await pool.pause()
             with pytest.raises(EngineError, match=r"no engine took weights version 1: .*do not fit"):
-                await pool.load(1, {})
+                await pool.load(1, FakeWeights(1, fit=False))
             await pool.resume()
             assert pool.capabilities.max_running == 128 and pool.stats().policy_version == 0
             await pool.pause()
             two.failing = "disk full"
-            await pool.load(1, {"w": 1})
+            await pool.load(1, FakeWeights(1))
             two.failing = None
             await pool.resume()
             assert pool.capabilities.max_running == 64 and pool.stats().policy_version == 1
@@ -254,7 +256,7 @@ class Prover:
 
 async def publish(pool: EnginePool, version: int) -> None:
     await pool.pause()
-    await pool.load(version, {"w": version})
+    await pool.load(version, FakeWeights(version))
     await pool.resume()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.publisher import Publisher
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.pool_kit import Flaky, new_pool, pool_of, scripted_engines
 from tests.engine.servers.scripted_server import Answer
@@ -18,6 +19,7 @@ from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.virtual_time import run
+from tests.weights.kit import FakeWeights
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 LOADS = {vllm_kit: "_post_collective_rpc", sglang_kit: "_post_update_weights_from_disk"}
@@ -42,7 +44,7 @@ def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
             await asyncio.sleep(0.02)
             two.hanging_in = {call}
             started_s = now_s()
-            await Publisher([pool], timeout_s=1000.0).publish(1, {"w": 1})
+            await Publisher([pool], timeout_s=1000.0).publish(1, FakeWeights(1))
             assert now_s() - started_s == pytest.approx(limit_s, abs=0.1)
             assert (one.version, pool.stats().policy_version) == (1, 1)
             assert pool.capabilities.max_running == 64
@@ -63,7 +65,7 @@ def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the
         async with pool_of(one, two, switch_timeout_s=300.0) as pool:
             two.hanging = True
             started_s = now_s()
-            await Publisher([pool], timeout_s=1000.0).publish(1, {"w": 1})
+            await Publisher([pool], timeout_s=1000.0).publish(1, FakeWeights(1))
             assert now_s() - started_s < 10.0  # two probes, 2 s apart, of 1 s each
             assert one.version == 1 and two.version == 0
 
@@ -75,7 +77,7 @@ def test_when_all_hang_in_a_load_the_run_waits_for_one_to_come_back_with_the_new
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two, load_timeout_s=50.0, all_down_timeout_s=500.0) as pool:
             one.hanging_in = two.hanging_in = {"load"}
-            await Publisher([pool], timeout_s=1000.0).publish(1, {"w": 1})
+            await Publisher([pool], timeout_s=1000.0).publish(1, FakeWeights(1))
             call = asyncio.create_task(collect(pool, request("a")))
             await asyncio.sleep(30.0)
             assert not call.done()
@@ -91,7 +93,7 @@ def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
         async with pool_of(one, all_down_timeout_s=100.0) as pool:
             one.failing = "ill"
             await asyncio.sleep(30.0)
-            publishing = asyncio.create_task(Publisher([pool]).publish(1, {"w": 1}))
+            publishing = asyncio.create_task(Publisher([pool]).publish(1, FakeWeights(1)))
             await asyncio.sleep(30.0)
             assert not publishing.done()
             one.failing = None
@@ -100,7 +102,7 @@ def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
             one.failing = "ill"
             await asyncio.sleep(30.0)
             with pytest.raises(EngineError, match="no engine could be paused; one: one: ill"):
-                await Publisher([pool]).publish(2, {"w": 1})
+                await Publisher([pool]).publish(2, FakeWeights(2))
 
     run(main())
 
@@ -145,7 +147,7 @@ class Fleet:
         self.engines = scripted_engines(kind, dict(zip(("s0", "s1"), self.servers, strict=True)), folder, **limits)
         self.pool = new_pool(
             self.engines,
-            folder,
+            FolderWeights(0, folder),
             switch_timeout_s=self.config.switch_timeout_s,
             load_timeout_s=self.config.install_timeout_s,
         )
@@ -179,7 +181,7 @@ def test_a_server_that_hangs_inside_a_load_costs_its_deadline_and_nothing_else(
         go_on = fleet.hang_in_load(hung)
         new = model_folder(tmp_path / "v1")
         started_s = now_s()
-        await Publisher([fleet.pool], timeout_s=fleet.config.update_timeout_s).publish(1, new)
+        await Publisher([fleet.pool], timeout_s=fleet.config.update_timeout_s).publish(1, FolderWeights(1, new))
         assert now_s() - started_s == pytest.approx(40.0, abs=1.0)
         (line,) = lines(caplog, "is taken out")
         assert line.startswith("http://s1 is taken out: http://s1 did not answer POST /") and "within 40 s" in line
@@ -202,7 +204,7 @@ def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(kind: M
         await fleet.open()
         new = model_folder(tmp_path / "v1")
         fleet.hang_in_load(fleet.servers[1])
-        publishing = asyncio.create_task(Publisher([fleet.pool]).publish(1, new))
+        publishing = asyncio.create_task(Publisher([fleet.pool]).publish(1, FolderWeights(1, new)))
         await asyncio.sleep(5.0)
         assert [server.paused for server in fleet.servers] == [True, True]
         started_s = now_s()

@@ -19,6 +19,7 @@ from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SamplingParams
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.fake import FakeEngine
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -130,7 +131,7 @@ def test_servers_that_stop_every_call_end_the_run_in_bounded_time_and_calls(
             await engine.open()
         pool = EnginePool(
             engines,
-            folder,
+            FolderWeights(0, folder),
             VirtualClock(),
             probe_interval_s=1.0,
             max_retry_after_s=4.0,

@@ -26,6 +26,7 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.engine.servers.vllm.weights import VLLMWeights
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import FullEngine, collect, request
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
 from tests.engine.servers.sglang import kit as sglang_kit
@@ -96,7 +97,7 @@ def engine_before(
 async def update(engine: FullEngine, version: int, folder: Path) -> None:
     await engine.pause()
     try:
-        await engine.load(version, folder)
+        await engine.load(version, FolderWeights(version, folder))
     finally:
         await engine.resume()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.base import WeightSource
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.servers.sglang.kit import opened
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
@@ -39,11 +40,11 @@ class SGLang(EngineContract):
 
         run(main())
 
-    def new_weights(self) -> WeightSource:
-        return self.fitting
+    def new_weights(self, version: int) -> WeightSource:
+        return FolderWeights(version, self.fitting)
 
     def bad_weights(self) -> WeightSource:
-        return self.misfit
+        return FolderWeights(1, self.misfit)
 
 
 class TestSGLangThatRecomputesKeepsTheContract(SGLang):

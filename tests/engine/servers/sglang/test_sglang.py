@@ -18,6 +18,7 @@ from rollover.engine.servers.sglang.open import launch_arguments, open_sglang
 from rollover.engine.servers.sglang.router import worker_urls
 from rollover.errors import EngineError
 from rollover.types import FinishReason
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
 from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedTransport, logprob_at, serve, token_at
 from tests.engine.servers.sglang.kit import make_engine, opened, settings
@@ -67,7 +68,7 @@ def absent_from(weights: Path) -> int:
 async def update(engine: ServerEngine, version: int, weights: Path) -> None:
     await engine.pause()
     try:
-        await engine.load(version, weights)
+        await engine.load(version, FolderWeights(version, weights))
     finally:
         await engine.resume()
 
@@ -543,7 +544,7 @@ def test_what_was_cached_is_not_counted_as_prefilled_and_what_is_recomputed_is(f
         await asyncio.sleep(0.2)
         await engine.pause()
         lost = 10 + engine.stats().decoded_tokens - 22
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (20 + lost, 10 + lost)
         await call

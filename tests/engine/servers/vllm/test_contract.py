@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.base import WeightSource
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import EngineContract, FullEngine
 from tests.engine.servers.scripted_server import ScriptedVLLM
 from tests.engine.servers.vllm.kit import model_folder, opened
@@ -36,11 +37,11 @@ class VLLM(EngineContract):
 
         run(main())
 
-    def new_weights(self) -> WeightSource:
-        return self.fitting
+    def new_weights(self, version: int) -> WeightSource:
+        return FolderWeights(version, self.fitting)
 
     def bad_weights(self) -> WeightSource:
-        return self.misfit
+        return FolderWeights(1, self.misfit)
 
 
 class TestVLLMThatRecomputesKeepsTheContract(VLLM):

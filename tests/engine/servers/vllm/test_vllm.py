@@ -20,6 +20,7 @@ from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.engine.servers.vllm.open import launch_arguments, launch_environment
 from rollover.errors import EngineError, EngineMismatch, EngineTimeout
 from rollover.types import FinishReason
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import LONG, assert_wellformed, collect, request, tokens
 from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedVLLM, logprob_at, token_at
 from tests.engine.servers.vllm.kit import label, make_engine, model_folder, opened
@@ -465,7 +466,7 @@ def test_weights_are_replaced_in_the_order_that_leaves_no_stale_cache_or_label(f
 
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.pause()
-        await engine.load(7, new)
+        await engine.load(7, FolderWeights(7, new))
         await engine.resume()
         assert (server.version, server.weights) == (label(7), str(new))
         assert update_calls(server) == [
@@ -488,12 +489,12 @@ def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_pa
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.held_resets = 4
         await engine.pause()
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         server.held_resets = 10**9
         with pytest.raises(EngineError, match="did not free its prefix cache within 30 s"):
-            await engine.load(2, new)
+            await engine.load(2, FolderWeights(2, new))
         server.held_resets = 0
-        await engine.load(2, new)
+        await engine.load(2, FolderWeights(2, new))
         await engine.resume()
 
     check(folder, law)
@@ -505,7 +506,7 @@ def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await collect(engine, request("a"))
         await engine.pause()
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         await collect(engine, request("b"))
 
@@ -520,7 +521,7 @@ def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         chunks = await call
         assert chunks[-1].finish_reason is FinishReason.ABORT
@@ -537,7 +538,7 @@ def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folde
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.5)
         await engine.pause()
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         chunks = await call
         seed = call_seed(3, 0)
@@ -561,7 +562,7 @@ def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Pat
         await engine.pause()
         server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*no such folder"):
-            await engine.load(1, new)
+            await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         assert (server.version, server.weights) == (label(0), str(folder))
         assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
@@ -576,7 +577,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path
         await engine.pause()
         server.reload_error = "out of memory"
         with pytest.raises(EngineError, match="out of memory"):
-            await engine.load(1, new)
+            await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         server.log.clear()
         for attempt in (collect(engine, request("a")), engine.probe()):
@@ -585,7 +586,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path
         assert bodies(server, "/v1/completions") == []
         server.reload_error = None
         await engine.pause()
-        await engine.load(1, new)
+        await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         await engine.probe(decode=True)
         assert len(tokens(await collect(engine, request("b")))) == 12

@@ -1,0 +1,92 @@
+"""The weights of a Hugging Face folder as their files describe them: names, shapes, number formats, files.
+
+Headers alone are read; no tensor is, and torch is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollover.errors import ModelError
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the input and the output matrix, which are one tensor where a model ties them."""
+
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""Number formats in torch's words by safetensors' words."""
+
+_MAX_HEADER_BYTES = 1 << 27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """Shape, number format and place of one tensor in a safetensors file.
+
+    Example: ``TensorInfo(shape=(896,), dtype="bfloat16", num_bytes=1792, file=Path("model.safetensors"))``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
+    num_bytes: int
+    file: Path
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a folder: those of its index, or all when it has none.
+
+    Raises ``ModelError`` when there is none, or when the index is damaged.
+    """
+    index = folder / INDEX_FILE
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+            raise ModelError(f"{index} is not a safetensors index: {e}") from e
+        return [folder / name for name in names]
+    if paths := sorted(folder.glob("*.safetensors")):
+        return paths
+    raise ModelError(f"{folder} holds no *.safetensors files")
+
+
+def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
+    """Read shape, number format and file of every tensor, by name.
+
+    Raises ``ModelError`` when there are no weights or they cannot be read.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for file in weight_files(folder):
+        try:
+            infos |= _read_header(file)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+            raise ModelError(f"{file} is not a safetensors file: {e}") from None
+    return infos
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if not 2 <= size <= _MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {size} bytes")
+        header = json.loads(stream.read(size))
+    return {
+        name: TensorInfo(
+            shape=tuple(entry["shape"]),
+            dtype=DTYPES.get(entry["dtype"], entry["dtype"]),
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+            file=file,
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,149 @@
+"""Records and protocols for weight transfer: a manifest, a source that yields tensors, and a target that loads them.
+
+A ``WeightTarget`` keeps these laws (``tests/engine/contract.py`` proves them for every engine):
+
+* After ``pause`` returns, no token is sampled until ``resume``.
+* After ``load(version, source)`` returns, every sampled token is labelled ``version``. A load that fails leaves the
+  old weights in force.
+* ``resume`` is called after every ``pause``, also when the load has failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rollover.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WeightKind = Literal["full", "delta", "adapter"]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The part of a tensor that one rank holds: the rows from ``start`` up to ``stop`` along dimension ``dim``.
+
+    Example: ``Shard(dim=0, start=512, stop=1024)`` is the second half of a tensor of 1024 rows.
+    """
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, shape and number format of one tensor.
+
+    Example: ``TensorSpec(name="model.norm.weight", shape=(896,), dtype="bfloat16")`` takes 1792 bytes.
+    """
+
+    name: str
+    """The parameter's name in the Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    """The shape of the whole tensor, also when the source holds a shard of it."""
+    dtype: str
+    """The number format by torch's name."""
+    shard: Shard | None = None
+    """The part that the source holds; ``None`` when it holds the whole tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor. Raises ``KeyError`` for a number format that weights do not have."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The table of contents of one version of the weights.
+
+    Example: ``Manifest(version=7, tensors=(TensorSpec(name="w", shape=(4, 2), dtype="float32"),))`` announces all
+    weights of version 7. ``Manifest(version=7, base_version=6, kind="delta", ...)`` announces what to add to version 6.
+    """
+
+    version: int
+    base_version: int | None = None
+    """The version that a delta or an adapter applies to; ``None`` for full weights."""
+    kind: WeightKind = "full"
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if (self.kind == "full") != (self.base_version is None):
+            raise ValueError(
+                f"weights of kind {self.kind!r} with base version {self.base_version}: a delta or an adapter names the"
+                " version that it applies to, full weights name none"
+            )
+
+    def require_full(self, version: int, target: object) -> None:
+        """Raise ``EngineError`` unless these are the full, unsharded weights of ``version``.
+
+        Every target that cannot apply a delta, an adapter or a shard calls this before it loads anything.
+        """
+        if self.version != version:
+            raise EngineError(f"{target} was asked to load weights version {version}, but was given {self.version}")
+        if self.kind != "full":
+            raise EngineError(
+                f"{target} loads full weights only, but version {version} is given as {self.kind} of version"
+                f" {self.base_version}; publish the full weights"
+            )
+        for spec in self.tensors:
+            if (shard := spec.shard) is not None:
+                raise EngineError(
+                    f"{target} loads whole tensors only, but of {spec.name!r} it was given rows {shard.start} to"
+                    f" {shard.stop} of dimension {shard.dim} alone; gather the shards first"
+                )
+
+
+class WeightSource(Protocol):
+    """One version of the weights, ready to be read by a target. It is valid until the load returns.
+
+    Example: ``MemoryWeights(7, trainer_weights)`` for an engine in this process, ``FolderWeights(7, path)`` for
+    servers that read a Hugging Face folder from disk.
+    """
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The Hugging Face folder that holds these weights, where there is one."""
+        ...
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor, one at a time: all in the order of the manifest, or ``names`` in their order.
+
+        Raises ``ModelError`` before the first tensor when the weights cannot be read.
+        """
+        ...
+
+
+class WeightTarget(Protocol):
+    """An engine that takes new weights: ``pause``, ``load``, ``resume``; ``resume`` also after a failed load.
+
+    Example: an engine at version 6 that is paused, given ``load(7, MemoryWeights(7, tensors))`` and resumed samples
+    every later token from version 7.
+    """
+
+    @property
+    def needs_folder(self) -> bool:
+        """Say whether ``load`` reads ``source.folder``; without it, the tensors are enough."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        """Take the weights of ``version``, which label every token sampled afterwards.
+
+        Raises ``EngineError`` when the version would go back, or the weights do not fit or are of a kind that this
+        target cannot apply; the old weights then stay in force.
+        """
+        ...
+
+    async def resume(self) -> None: ...

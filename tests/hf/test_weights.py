@@ -1,0 +1,44 @@
+"""The headers of safetensors files are read without torch, and damage to them is reported with the file's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollover.errors import ModelError
+from rollover.hf.weights import INDEX_FILE, TensorInfo, read_weight_infos, weight_files
+
+
+def test_a_header_gives_shape_number_format_size_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(3, 2, dtype=torch.bfloat16), "i": torch.zeros(2, dtype=torch.int64)}, file)
+    assert read_weight_infos(tmp_path) == {
+        "w": TensorInfo(shape=(3, 2), dtype="bfloat16", num_bytes=12, file=file),
+        "i": TensorInfo(shape=(2,), dtype="I64", num_bytes=16, file=file),
+    }
+
+
+def test_an_index_decides_which_files_hold_the_weights(tmp_path: Path) -> None:
+    for name in ("one", "two", "stray"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    assert len(weight_files(tmp_path)) == 3
+    index = {"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    assert sorted(read_weight_infos(tmp_path)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"])
+def test_a_damaged_header_is_reported_with_its_file(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
+        read_weight_infos(tmp_path)
+
+
+def test_a_damaged_index_is_reported_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text("[]")
+    with pytest.raises(ModelError, match="is not a safetensors index"):
+        weight_files(tmp_path)

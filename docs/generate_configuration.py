@@ -16,6 +16,7 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
 from rollover.run.config import RunConfig, resolved
 from rollover.settings import toml
 from rollover.settings.changes import FIXED, OnResume, said_by
@@ -81,9 +82,21 @@ def _sections(cls: type, path: str, described: dict[type, str], around: OnResume
             lines.append(f"- **`{name}`** ({'tables' if is_list else 'table'}). {note}{as_before}".rstrip())
         tables += [(name, table, on_resume[field.name]) for table in classes if table not in described]
         described.update((table, name) for table in classes if table not in described)
+    if cls is AlgorithmConfig:
+        lines += ["", *_algorithms()]
     yield [*lines, ""]
     for name, table, said in tables:
         yield from _sections(table, name, described, said)
+
+
+def _algorithms() -> Iterator[str]:
+    """The table of algorithms: each row with the settings that differ from those of every row."""
+    plain = {field.name: field.default for field in dataclasses.fields(Algorithm)}
+    yield from ("| name | paper | settings |", "|---|---|---|")
+    for row in ALGORITHMS.values():
+        own = {key: value for key, value in row.settings().items() if key != "name" and value != plain[key]}
+        settings = ", ".join(f"`{key} = {toml.literal(value)}`" for key, value in own.items())
+        yield f"| `{row.name}` | {row.paper} | {settings} |"
 
 
 def _heading(cls: type, path: str) -> str:

@@ -18,7 +18,7 @@ from rollover.errors import DataError
 
 
 def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """[B]: rewards plus the overlong punishment of so many response tokens."""
+    """Return the rewards ``[B]`` plus the overlong punishment of so many response tokens."""
     if algorithm.overlong_buffer == 0:
         return rewards_B
     shaping = [overlong_punishment(algorithm, max_response_tokens, n) for n in lengths_B.tolist()]
@@ -36,7 +36,7 @@ def compute_advantages(
     proximal_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
 ) -> Tensor:
-    """[T]: one advantage per response token of the global batch, in the order of ``sample_T``.
+    """Compute one advantage per response token ``[T]`` of the global batch, in the order of ``sample_T``.
 
     Args:
         rewards_B: after shaping, one per sample. group_B: group of each sample, int64, counted from 0.

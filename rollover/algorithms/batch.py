@@ -1,4 +1,4 @@
-"""What a policy loss sees: the trained tokens of one micro-batch, flat, without padding."""
+"""The input of a policy loss: the trained tokens of one micro-batch, flat, without padding."""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
-"""Which algorithm a run trains with: the name of a row, and the columns it changes."""
+"""The algorithm that a run trains with: the name of a row, and the settings that the run changes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 from rollover.algorithms.registry import (
+    ALGORITHMS,
+    CORRECTION_BOUNDS,
     Advantage,
     Aggregation,
+    Algorithm,
     Correction,
     CorrectionLevel,
     GroupFilter,
@@ -16,18 +20,18 @@ from rollover.algorithms.registry import (
     Objective,
     OldPolicy,
     RatioLevel,
-    resolve,
 )
+from rollover.errors import nearest
 from rollover.types import UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """A row of ``registry.ALGORITHMS`` by name. Every other field is a column: leave it out for the row's own
-    value. Raises ``ValueError`` where ``resolve`` would."""
+    """Names an algorithm of the table. Every other setting has the algorithm's own value where it is left out.
+    Raises ``ValueError`` where ``resolve`` would."""
 
     name: str = "grpo"
-    """grpo, dapo, gspo, gspo-token, dr-grpo, rloo, reinforce++, reinforce++-baseline or cispo."""
+    """Names a row of the table of algorithms."""
     advantage: Advantage | None = None
     """``group_std``: reward minus the group's mean, over the group's deviation (GRPO). ``group_mean``:
     without the division (Dr.GRPO). ``leave_one_out``: reward minus the mean of the siblings (RLOO).
@@ -97,3 +101,43 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         resolve(self)
+
+
+def resolve(config: AlgorithmConfig) -> Algorithm:
+    """Return the row that ``config`` names, with its overrides in place. Raises ``ValueError`` for an unknown name, a
+    combination that means nothing, or an override that would have no effect."""
+    if config.name not in ALGORITHMS:
+        raise ValueError(f"algorithm.name has no value {config.name!r}{nearest(config.name, ALGORITHMS)}")
+    overrides: dict[str, Any] = {
+        f.name: value for f in fields(config) if f.name != "name" and (value := getattr(config, f.name)) is not None
+    }
+    given = frozenset(overrides)
+    if "correction" in given:
+        overrides.setdefault("correction_bounds", CORRECTION_BOUNDS.get(overrides["correction"], (0.0, math.inf)))
+    algorithm = replace(ALGORITHMS[config.name], **overrides)
+    _check_effect(algorithm, given)
+    return algorithm
+
+
+def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
+    """Refuse an override that the rest of the row leaves without effect."""
+    idle: dict[str, tuple[bool, str]] = {
+        **dict.fromkeys(
+            ("ratio_level", "old", "clip_low", "clip_high"),
+            (row.objective == "reinforce", "objective is 'reinforce'"),
+        ),
+        "dual_clip": (row.dual_clip > 0 and row.objective != "ppo_clip", f"objective is {row.objective!r}"),
+        **dict.fromkeys(
+            ("correction_bounds", "correction_level"),
+            (row.correction in ("none", "mask_stale"), f"correction is {row.correction!r}"),
+        ),
+        **dict.fromkeys(("kl_estimator", "kl_in"), (row.kl_coef == 0, "kl_coef is 0")),
+        **dict.fromkeys(
+            ("advantage_eps", "advantage_ddof"),
+            (row.advantage in ("group_mean", "leave_one_out"), f"advantage is {row.advantage!r}"),
+        ),
+    }
+    for setting in sorted(given & idle.keys()):
+        without_effect, because = idle[setting]
+        if without_effect:
+            raise ValueError(f"algorithm.{setting} has no effect while {because}: remove it")

@@ -1,4 +1,4 @@
-"""What makes up for tokens that older policies sampled: a constant factor on each token's loss.
+"""Off-policy corrections (TIS, MIS): a constant factor on the loss of each token that an older policy sampled.
 
 The factor is a function of rho = exp(proximal - rollout) log-probs, never carries a gradient, and leaves
 every denominator alone: rejecting half the tokens must not double the step on the rest. Rollout log-probs
@@ -19,7 +19,7 @@ from rollover.algorithms.registry import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionFactors:
-    """All constant, one entry per token unless named otherwise."""
+    """Factors on the losses of a micro-batch's tokens; constant, one entry per token unless named otherwise."""
 
     factor_T: Tensor
     """Multiplies the token's loss; 0 where the token is rejected."""
@@ -36,7 +36,7 @@ class CorrectionFactors:
 
 
 def correction_factors(algorithm: Algorithm, tokens: TokenBatch) -> CorrectionFactors:
-    """The factors of one micro-batch. Truncation in token form at 2 and masking outside (0.5, 5) are the
+    """Compute the factors of one micro-batch. Truncation in token form at 2 and masking outside (0.5, 5) are the
     defaults; decoupling them from the clip follows Hilton et al. (arXiv 2110.00641)."""
     log_rho_T = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).detach()
     log_weight_B = tokens.sum_per_sample(log_rho_T * tokens.loss_mask_T)

@@ -1,4 +1,6 @@
-"""A micro-batch's share of the global policy loss.
+"""The policy loss: a micro-batch's share of the loss of the global batch.
+
+The GRPO, DAPO, GSPO, CISPO and RLOO losses of a single token stand in ``objectives``.
 
 Shares add up: the sum over any split of the batch into micro-batches and ranks is the loss of the whole
 batch, and so are the gradients, because every denominator counts the global batch. Means are never
@@ -7,16 +9,14 @@ averaged. A framework that averages gradients over W ranks needs the share times
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.corrections import correction_factors, trained_tokens_B
-from rollover.algorithms.kl import MAX_LOG_RATIO, kl_estimate
+from rollover.algorithms.kl import kl_estimate
 from rollover.algorithms.metrics import LossMetrics
+from rollover.algorithms.objectives import token_losses
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import RolloverError
 
@@ -30,20 +30,8 @@ class LossError(RolloverError, ValueError):
         """Place of the offending sample among the B of its micro-batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLosses:
-    """The objective before correction and aggregation, with what its clip did. Flags are 1.0 or 0.0."""
-
-    loss_T: Tensor
-    ratio_T: Tensor
-    low_T: Tensor
-    """Below the lower clip. ``ppo_clip``: the token has no gradient. ``cispo``: its weight is capped."""
-    high_T: Tensor
-    dual_T: Tensor
-
-
 def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators) -> tuple[Tensor, LossMetrics]:
-    """Scalar share of the global loss, to minimise, and the statistics of this micro-batch.
+    """Compute the scalar share of the global loss, to minimise, and the statistics of this micro-batch.
 
     ``sum_t weight_t * mask_t * (factor_t * objective_t + kl_coef * kl_t)`` with the weights of
     ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too;
@@ -76,7 +64,7 @@ def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denomina
 
 
 def aggregation_weights(algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators) -> Tensor:
-    """[T]: weight of each token in the global loss."""
+    """Compute the weight of each token in the global loss, ``[T]``."""
     ones_T = torch.ones_like(tokens.rollout_logprobs_T)
     match algorithm.aggregation:
         case "token-mean":
@@ -90,69 +78,6 @@ def aggregation_weights(algorithm: Algorithm, tokens: TokenBatch, denominators: 
         case "group-token-mean":
             tokens_per_group = ones_T.new_tensor(denominators.tokens_per_group)
             return ones_T / (denominators.num_groups * tokens_per_group[tokens.group_B][tokens.sample_T])
-
-
-def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = False) -> TokenLosses:
-    """The objective of each token. ``at_start`` evaluates it where the step began, at the proximal policy."""
-    trainer_T = tokens.proximal_logprobs_T if at_start else tokens.trainer_logprobs_T
-    old_T = tokens.proximal_logprobs_T if algorithm.old == "proximal" else tokens.rollout_logprobs_T
-    log_ratio_T = _at_level(algorithm, tokens, trainer_T, trainer_T - old_T.detach())
-    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _OBJECTIVES[algorithm.objective](algorithm, ratio_T, trainer_T, tokens.advantages_T)
-
-
-def _at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:
-    if algorithm.ratio_level == "token":
-        return log_ratio_T
-    # GSPO (arXiv 2507.18071, sections 4.1 and 4.3): the mean over the sample, a geometric mean of ratios
-    mean_B = tokens.sum_per_sample(log_ratio_T * tokens.loss_mask_T) / trained_tokens_B(tokens)
-    if algorithm.ratio_level == "sequence":
-        return mean_B[tokens.sample_T]
-    return mean_B.detach()[tokens.sample_T] + trainer_T - trainer_T.detach()
-
-
-def _ppo_clip(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """The pessimistic clipped surrogate (arXiv 1707.06347), with the dual clip of arXiv 1912.09729."""
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    negative_T = advantages_T < 0
-    loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T)
-    dual_T = torch.zeros_like(negative_T)
-    if algorithm.dual_clip > 0:
-        dual_T = negative_T & (ratio_T > algorithm.dual_clip)
-        bound_T = -algorithm.dual_clip * advantages_T
-        loss_T = torch.where(negative_T, torch.minimum(loss_T, bound_T), loss_T)
-    return TokenLosses(
-        loss_T=loss_T,
-        ratio_T=ratio_T,
-        low_T=negative_T & (ratio_T < low),
-        high_T=(advantages_T > 0) & (ratio_T > high),
-        dual_T=dual_T,
-    )
-
-
-def _cispo(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """Log-likelihood weighted by the clipped, detached ratio (arXiv 2506.13585): no token loses its
-    gradient."""
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    return TokenLosses(
-        loss_T=-ratio_T.detach().clamp(low, high) * advantages_T * trainer_T,
-        ratio_T=ratio_T,
-        low_T=ratio_T < low,
-        high_T=ratio_T > high,
-        dual_T=torch.zeros_like(ratio_T, dtype=torch.bool),
-    )
-
-
-def _reinforce(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    never_T = torch.zeros_like(ratio_T, dtype=torch.bool)
-    return TokenLosses(loss_T=-advantages_T * trainer_T, ratio_T=ratio_T, low_T=never_T, high_T=never_T, dual_T=never_T)
-
-
-_OBJECTIVES: dict[str, Callable[[Algorithm, Tensor, Tensor, Tensor], TokenLosses]] = {
-    "ppo_clip": _ppo_clip,
-    "cispo": _cispo,
-    "reinforce": _reinforce,
-}
 
 
 def _check(tokens: TokenBatch, denominators: Denominators, *, needs_ref: bool) -> None:

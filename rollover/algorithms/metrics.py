@@ -1,4 +1,4 @@
-"""What a policy loss publishes about its batch, as sums and maxima that merge exactly.
+"""Statistics of a policy loss about its batch, as sums and maxima that merge exactly.
 
 Merging the metrics of all micro-batches (and ranks) gives those of the whole batch, whatever the split.
 Everything stays on the device until ``finalize``, which synchronises once.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +16,10 @@ from torch import Tensor
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.corrections import CorrectionFactors
 from rollover.algorithms.kl import k3
+from rollover.algorithms.objectives import TokenLosses
 from rollover.algorithms.registry import Algorithm
 from rollover.algorithms.untrained import CAUSES, untrained_causes
 from rollover.types import WasteCause
-
-if TYPE_CHECKING:
-    from rollover.algorithms.losses import TokenLosses
 
 LAGS = ("0", "1", "2", "3plus")
 """Bins of staleness, in policy versions."""
@@ -44,7 +41,7 @@ TOKEN_SUMS = (
     "ref_k3",
     "abs_advantage",
 )
-"""Columns summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
+"""Quantities summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
 gradient."""
 
 
@@ -115,7 +112,7 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        """The metrics of both parts together."""
+        """Return the metrics of both parts together."""
         return LossMetrics(
             token_sums_LK=self.token_sums_LK + other.token_sums_LK,
             sample_sums_2=self.sample_sums_2 + other.sample_sums_2,
@@ -132,7 +129,7 @@ class LossMetrics:
         return {cause: int(count) for cause, count in counts if count}
 
     def finalize(self) -> dict[str, float]:
-        """Means, shares and maxima by slash-separated name; ``lag_*`` names repeat some per staleness bin.
+        """Compute means, shares and maxima by slash-separated name; ``lag_*`` names repeat some per staleness bin.
 
         ``clip/*`` are shares of tokens whose gradient the clip zeroes, ``cap/*`` of tokens whose weight it
         caps (CISPO). ESS is the effective share ``(sum w)^2 / (n sum w^2)`` before any bound. Warns when

@@ -1,22 +1,18 @@
-"""An algorithm is a row: algorithms differ by columns, not by classes.
+"""The table of algorithms: GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++ and CISPO differ in their settings.
 
-The table is data and needs no torch. The functions behind a column's values live in ``advantages``,
-``losses``, ``corrections``, ``kl`` and ``filters``, each in a dictionary keyed by that value.
-
-Papers: GRPO (arXiv 2402.03300), DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783), RLOO
-(2402.14740), REINFORCE++ (2501.03262), CISPO (2506.13585), decoupled PPO (2110.00641).
+The table is data and needs no torch. The functions behind the settings' values live in ``advantages``,
+``objectives``, ``losses``, ``corrections``, ``kl`` and ``filters``. Every row corrects stale tokens as decoupled PPO
+does (arXiv 2110.00641). To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run
+and the generated page know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
-
-if TYPE_CHECKING:
-    from rollover.algorithms.config import AlgorithmConfig
 
 Advantage = Literal["group_std", "group_mean", "leave_one_out", "whitened", "group_mean_whitened", "history"]
 Objective = Literal["ppo_clip", "cispo", "reinforce"]
@@ -42,10 +38,17 @@ CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One resolved row. The columns' meanings stand in ``AlgorithmConfig``; raises ``ValueError`` for a
-    combination that means nothing."""
+    """One row: the settings of an algorithm, which ``AlgorithmConfig`` explains one by one.
+
+    Raises ``ValueError`` for a combination that means nothing.
+
+    Example: ``Algorithm(name="dr-grpo", advantage="group_mean", aggregation="seq-mean-token-sum-norm")`` is GRPO
+    without the division by the group's deviation and without that by the response's length.
+    """
 
     name: str
+    paper: str = ""
+    """Where the algorithm was published."""
     advantage: Advantage
     advantage_eps: float = 1e-6
     advantage_ddof: int = 1
@@ -87,14 +90,18 @@ class Algorithm:
                 f"advantage {self.advantage!r} and kl_estimator {self.kl_estimator!r}"
             )
 
+    def settings(self) -> dict[str, Any]:
+        """Return everything that decides how the algorithm trains, by name."""
+        return {key: value for key, value in asdict(self).items() if key != "paper"}
+
     @property
     def needs_ref(self) -> bool:
-        """Whether ``ref_logprobs`` must be computed."""
+        """Is true when ``ref_logprobs`` must be computed."""
         return self.kl_coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether ``proximal_logprobs`` enter the loss. If not, the trainer may hand in its detached current
+        """Is true when ``proximal_logprobs`` enter the loss. If not, the trainer may hand in its detached current
         log-probs in their place; they then serve metrics alone."""
         ratio = self.objective != "reinforce" and self.old == "proximal"
         kl = self.kl_coef > 0 and self.kl_in == "reward"
@@ -102,16 +109,16 @@ class Algorithm:
 
     @property
     def ignores_staleness(self) -> bool:
-        """Whether tokens of older versions are trained as if the current policy had sampled them."""
+        """Is true when tokens of older versions are trained as if the current policy had sampled them."""
         sees_rollout = self.old == "rollout" and self.objective != "reinforce"
         return self.correction == "none" and not sees_rollout
 
 
 def _check_choices(row: Algorithm) -> None:
-    for column, hint in get_type_hints(Algorithm).items():
-        choices, value = get_args(hint), getattr(row, column)
+    for setting, hint in get_type_hints(Algorithm).items():
+        choices, value = get_args(hint), getattr(row, setting)
         if choices and all(isinstance(c, str) for c in choices) and value not in choices:
-            raise ValueError(f"algorithm.{column} has no value {value!r}{nearest(str(value), choices)}")
+            raise ValueError(f"algorithm.{setting} has no value {value!r}{nearest(str(value), choices)}")
 
 
 def _check_ranges(row: Algorithm) -> None:
@@ -128,17 +135,18 @@ def _check_ranges(row: Algorithm) -> None:
         ("kl_coef", row.kl_coef >= 0, "be at least 0"),
         ("overlong_buffer", 0 <= row.overlong_buffer <= 1, "lie in [0, 1]"),
     )
-    for column, holds, rule in rules:
+    for setting, holds, rule in rules:
         if not holds:
-            raise ValueError(f"algorithm.{column} must {rule}, got {getattr(row, column)}")
+            raise ValueError(f"algorithm.{setting} must {rule}, got {getattr(row, setting)}")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     row.name: row
     for row in (
-        Algorithm(name="grpo", advantage="group_std"),
+        Algorithm(name="grpo", paper="arXiv 2402.03300", advantage="group_std"),
         Algorithm(
             name="dapo",
+            paper="arXiv 2503.14476",
             advantage="group_std",
             clip_high=0.28,
             aggregation="token-mean",
@@ -147,6 +155,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="gspo",
+            paper="arXiv 2507.18071",
             advantage="group_std",
             ratio_level="sequence",
             clip_low=3e-4,
@@ -155,16 +164,29 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="gspo-token",
+            paper="arXiv 2507.18071, section 4.3",
             advantage="group_std",
             ratio_level="sequence_token",
             clip_low=3e-4,
             clip_high=4e-4,
             correction_level="geometric",
         ),
-        Algorithm(name="dr-grpo", advantage="group_mean", aggregation="seq-mean-token-sum-norm"),
-        Algorithm(name="rloo", advantage="leave_one_out", objective="reinforce", aggregation="seq-mean-token-sum"),
+        Algorithm(
+            name="dr-grpo",
+            paper="arXiv 2503.20783",
+            advantage="group_mean",
+            aggregation="seq-mean-token-sum-norm",
+        ),
+        Algorithm(
+            name="rloo",
+            paper="arXiv 2402.14740",
+            advantage="leave_one_out",
+            objective="reinforce",
+            aggregation="seq-mean-token-sum",
+        ),
         Algorithm(
             name="reinforce++",
+            paper="arXiv 2501.03262",
             advantage="whitened",
             advantage_ddof=0,
             aggregation="token-mean",
@@ -174,6 +196,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="reinforce++-baseline",
+            paper="arXiv 2501.03262",
             advantage="group_mean_whitened",
             advantage_ddof=0,
             aggregation="token-mean",
@@ -182,6 +205,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="cispo",
+            paper="arXiv 2506.13585",
             advantage="group_std",
             objective="cispo",
             clip_low=1.0,
@@ -190,43 +214,3 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
     )
 }
-
-
-def resolve(config: AlgorithmConfig) -> Algorithm:
-    """The row named by ``config`` with its overrides in place. Raises ``ValueError`` for an unknown name, a
-    combination that means nothing, or an override that would have no effect."""
-    if config.name not in ALGORITHMS:
-        raise ValueError(f"algorithm.name has no value {config.name!r}{nearest(config.name, ALGORITHMS)}")
-    overrides: dict[str, Any] = {
-        f.name: value for f in fields(config) if f.name != "name" and (value := getattr(config, f.name)) is not None
-    }
-    given = frozenset(overrides)
-    if "correction" in given:
-        overrides.setdefault("correction_bounds", CORRECTION_BOUNDS.get(overrides["correction"], (0.0, math.inf)))
-    algorithm = replace(ALGORITHMS[config.name], **overrides)
-    _check_effect(algorithm, given)
-    return algorithm
-
-
-def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
-    """Refuse an override that the rest of the row leaves without effect."""
-    idle: dict[str, tuple[bool, str]] = {
-        **dict.fromkeys(
-            ("ratio_level", "old", "clip_low", "clip_high"),
-            (row.objective == "reinforce", "objective is 'reinforce'"),
-        ),
-        "dual_clip": (row.dual_clip > 0 and row.objective != "ppo_clip", f"objective is {row.objective!r}"),
-        **dict.fromkeys(
-            ("correction_bounds", "correction_level"),
-            (row.correction in ("none", "mask_stale"), f"correction is {row.correction!r}"),
-        ),
-        **dict.fromkeys(("kl_estimator", "kl_in"), (row.kl_coef == 0, "kl_coef is 0")),
-        **dict.fromkeys(
-            ("advantage_eps", "advantage_ddof"),
-            (row.advantage in ("group_mean", "leave_one_out"), f"advantage is {row.advantage!r}"),
-        ),
-    }
-    for column in sorted(given & idle.keys()):
-        without_effect, because = idle[column]
-        if without_effect:
-            raise ValueError(f"algorithm.{column} has no effect while {because}: remove it")

@@ -1,4 +1,4 @@
-"""What an algorithm adds to the reward of a task before it compares samples. No torch."""
+"""Reward shaping: the overlong punishment that an algorithm adds to a task's reward. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollover.algorithms.registry import Algorithm
 
 
 def overlong_punishment(algorithm: Algorithm, max_response_tokens: int, num_tokens: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4) of a response of ``num_tokens``.
+    """Compute DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4) of a response of ``num_tokens``.
 
     With ``Lc = overlong_buffer * max_response_tokens`` it is 0 up to ``max - Lc`` tokens and falls linearly to -1 at
     ``max``. A truncated response has ``max`` tokens.

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.config import AlgorithmConfig
-from rollover.algorithms.registry import resolve
+from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig

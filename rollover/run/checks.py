@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from rollover.algorithms.config import AlgorithmConfig
-from rollover.algorithms.registry import resolve
+from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollover.algorithms.registry import resolve
+from rollover.algorithms.config import resolve
 from rollover.rollout.config import RolloutConfig
 from rollover.run.checks import check_context
 from rollover.run.config import RunConfig

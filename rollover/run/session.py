@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollover.algorithms.config import resolve
 from rollover.algorithms.filters import keep_group
-from rollover.algorithms.registry import resolve
 from rollover.algorithms.shaping import overlong_punishment
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import Engine

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         settings = {f"trainer.{k}": v for k, v in self._config.identity().items()}
-        settings |= {f"algorithm.{k}": v for k, v in asdict(self._algorithm).items()}
+        settings |= {f"algorithm.{k}": v for k, v in self._algorithm.settings().items()}
         settings |= {"seed": self._seed, "temperature": self._temperature}
         settings["max_response_tokens"] = self._max_response_tokens
         if self._config.schedule != "constant":

@@ -1,4 +1,4 @@
-"""What a model folder's ``config.json`` says, reduced to what the decoder needs. Torch-free.
+"""The architecture of a decoder, read from a model folder's ``config.json``. Torch-free.
 
 The trainer reads the same file through transformers: what is left out, or said twice, means here what it means there.
 Whatever would change the mathematics and is not implemented is refused by name, never ignored.
@@ -6,7 +6,6 @@ Whatever would change the mathematics and is not implemented is refused by name,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import ModelError
+from rollover.hf.config import MODEL_CLASSES, read_config
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""By ``model_type``, which is what transformers goes by."""
 _QWEN_KV_HEADS = 32
 _QWEN3_HEAD_DIM = 128
 
@@ -29,7 +27,11 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of a Llama-like decoder."""
+    """Sizes and switches of a Llama-like decoder.
+
+    Example: Qwen2.5-0.5B has ``vocab_size=151936``, ``hidden_size=896``, ``num_layers=24``, ``num_heads=14``,
+    ``num_kv_heads=2``, ``head_dim=64`` and ``tied_embeddings=True``.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -43,12 +45,13 @@ class Architecture:
     """Rotary angle per position, one for each of ``head_dim / 2`` pairs."""
     max_position_embeddings: int
     tied_embeddings: bool
-    """Asked for; weights that hold two different matrices are not tied all the same (``weights.are_tied``)."""
+    """The config asks for it; weights that hold two different matrices are not tied all the same
+    (``engine.embedded.weights.are_tied``)."""
     qkv_bias: bool
     output_bias: bool
-    """Of the attention's output projection."""
+    """The attention's output projection has a bias."""
     qk_norm: bool
-    """RMS norm of each query and key head (Qwen3)."""
+    """Each query and key head has an RMS norm (Qwen3)."""
 
     def __post_init__(self) -> None:
         for key in _COUNTS:
@@ -66,13 +69,8 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ModelError(f"{folder} is not a model folder: it has no config.json") from None
-        except (OSError, ValueError, RecursionError) as e:
-            raise ModelError(f"{path} cannot be read: {e}") from e
+        """Read the architecture of the model in ``folder``. Raises ``ModelError`` for one that is not supported."""
+        path, config = folder / "config.json", read_config(folder)
         try:
             return cls.from_config(config)
         except KeyError as e:
@@ -109,11 +107,11 @@ class Architecture:
 
 def _family(config: Mapping[str, Any]) -> str:
     family, named = config["model_type"], config.get("architectures") or ()
-    if family not in ARCHITECTURES:
-        raise ModelError(f"model_type {family!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    if named and ARCHITECTURES[family] not in named:
+    if family not in MODEL_CLASSES:
+        raise ModelError(f"model_type {family!r} is not supported; supported: {', '.join(MODEL_CLASSES)}")
+    if named and MODEL_CLASSES[family] not in named:
         raise ModelError(
-            f"architecture {named[0]} of model_type {family!r} is not supported; supported: {ARCHITECTURES[family]}"
+            f"architecture {named[0]} of model_type {family!r} is not supported; supported: {MODEL_CLASSES[family]}"
         )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")

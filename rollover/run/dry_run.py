@@ -73,7 +73,8 @@ def _model_line(config: RunConfig) -> str:
     if config.model.scratch is not None:
         s = config.model.scratch
         return f"from scratch, {s.num_layers} layers of width {s.hidden_size}"
-    from rollover.trainer.models import read_model_config, resolve_model
+    from rollover.hf.config import read_model_config
+    from rollover.hf.hub import resolve_model
 
     assert config.model.path is not None
     folder = resolve_model(config.model.path, weights=False)
@@ -85,8 +86,8 @@ def _model_line(config: RunConfig) -> str:
 
 def _tokenizer(config: RunConfig) -> Any:
     """The model's, checked; ``None`` where it is yet to be made."""
+    from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import load_tokenizer
-    from rollover.trainer.models import resolve_model
 
     if config.model.path is None:
         return None

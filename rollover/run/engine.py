@@ -68,7 +68,7 @@ def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> Em
 
 
 def _architecture(config: RunConfig) -> Architecture:
-    from rollover.trainer.models import resolve_model
+    from rollover.hf.hub import resolve_model
 
     if config.model.scratch is not None:
         return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))

@@ -36,7 +36,8 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         ModelError: the model cannot be had or is of an unsupported architecture.
         DataError: a source cannot be read or has no solutions to warm up on.
     """
-    from rollover.trainer.models import read_model_config, resolve_model
+    from rollover.hf.config import read_model_config
+    from rollover.hf.hub import resolve_model
 
     if config.model.scratch is None:
         assert config.model.path is not None

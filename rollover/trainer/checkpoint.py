@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from rollover.errors import ModelError, ResourceError, is_full, system_error
+from rollover.errors import ModelError
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
@@ -119,39 +117,6 @@ def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping
                 f"checkpoint {str(folder)!r} was written with {key} = {old!r}, now it is {new!r}: "
                 "restore the setting, or start a new run with the checkpoint as its model folder"
             )
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Create ``folder`` with what ``write`` puts into the path it is given, or leave everything as it was.
-
-    An existing folder is replaced. Raises ``ResourceError`` when the disk is full.
-    """
-    partial: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
-        partial.chmod(0o755)
-        write(partial)
-        for path in (*partial.rglob("*"), partial):
-            _flush(path)
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
-            os.rename(folder, replaced / folder.name)
-            os.rename(partial, folder)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(partial, folder)
-        _flush(folder.parent)
-    except (OSError, SafetensorError) as error:
-        if not is_full(error):
-            raise system_error(error) or error from None
-        raise ResourceError(
-            f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
-            "earlier ones are intact; free some space, or lower checkpoint.keep_last"
-        ) from error
-    finally:
-        if partial is not None and partial.exists():
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: CheckpointManifest) -> None:
@@ -260,11 +225,3 @@ def _sum_of_file(path: Path) -> str:
 def _sum_of(values: Mapping[str, Any]) -> str:
     """Of a manifest, without the sum itself."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

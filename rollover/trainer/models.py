@@ -1,14 +1,11 @@
-"""Model folders: which ones can be trained, how they are loaded and how they are written.
+"""The policy as a transformers model: load it from a Hugging Face folder, name its weights, write it as a folder.
 
-Folders are ordinary Hugging Face ones, weights are safetensors only. What is refused here is what the
-embedded engine could not run or what packed attention would compute wrongly. Imports torch only when a model
-is loaded, so that a plan can be checked without it.
+``hf.config`` refuses what the embedded engine could not run or what packed attention would compute wrongly. Weights are
+safetensors only.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,91 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
+from rollover.hf.config import read_model_config
+from rollover.hf.hub import resolve_model
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Supported values of ``model_type`` in ``config.json``."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SNAPSHOT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-
-
-def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
-    """The local folder of a model given by path or hub id; a hub id is downloaded, with its weights unless told not to.
-
-    Raises ``ModelError`` when there is neither a folder nor a reachable repository of that name.
-    """
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-    except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
-        raise ModelError(f"model folder {str(name)!r} cannot be looked for: {error}") from None
-    if not _HUB_ID.fullmatch(str(name)):
-        raise ModelError(
-            f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id (--model.path)"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES + ["*.safetensors"] * weights))
-    except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
-        raise ModelError(
-            f"model {str(name)!r} is no folder here and could not be fetched from the hub "
-            f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"
-        ) from error
-
-
-def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
-    """``config.json`` of a folder that can be trained. Raises ``ModelError`` saying why one cannot. Needs no torch.
-
-    weights: the folder must hold some.
-    """
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelError(f"model folder {str(folder)!r} does not exist")
-    if not path.is_file():
-        raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        model_type = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path} is not a model config with a 'model_type': {error}") from error
-    if model_type not in MODEL_TYPES:
-        raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    layer_types = config.get("layer_types") or ()
-    if not isinstance(layer_types, list | tuple):
-        raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")
-    if config.get("use_sliding_window") or "sliding_attention" in layer_types:
-        raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
-    if config.get("quantization_config"):
-        raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
-    if weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
-    return dict(config)
-
-
-def check_same_architecture(checkpoint: Path, initial: Path) -> None:
-    """Raises ``ModelError`` when a checkpoint is not of the run's model."""
-    shape = (
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
-    old, new = read_model_config(checkpoint), read_model_config(initial)
-    for key in shape:
-        if old.get(key) != new.get(key):
-            raise ModelError(
-                f"checkpoint {str(checkpoint)!r} has a model with {key} = {old.get(key)!r}, "
-                f"but the run's model {str(initial)!r} has {new.get(key)!r}: "
-                "resume with the model the run began with"
-            )
 
 
 def pick_device(name: str) -> torch.device:

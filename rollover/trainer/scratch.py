@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollover.trainer.checkpoint import write_folder
+from rollover.hf.folder import write_folder
 from rollover.trainer.config import ScratchConfig
 from rollover.trainer.models import save_model
 

@@ -13,11 +13,12 @@ import numpy as np
 
 from rollover.errors import DataError
 from rollover.hf.companions import read_companions
-from rollover.trainer.checkpoint import write_folder
+from rollover.hf.folder import write_folder
+from rollover.hf.hub import resolve_model
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import DeviceRow, response_logprobs
-from rollover.trainer.models import load_policy, pick_device, resolve_model, save_model
+from rollover.trainer.models import load_policy, pick_device, save_model
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
 

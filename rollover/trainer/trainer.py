@@ -23,6 +23,9 @@ from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError, RolloverError
 from rollover.hf.companions import read_companions
+from rollover.hf.config import check_same_architecture, read_model_config
+from rollover.hf.folder import write_folder
+from rollover.hf.hub import resolve_model
 from rollover.trainer.checkpoint import (
     CheckpointManifest,
     check_identity,
@@ -30,7 +33,6 @@ from rollover.trainer.checkpoint import (
     read_manifest,
     read_state,
     verify_files,
-    write_folder,
     write_state,
 )
 from rollover.trainer.config import TrainerConfig
@@ -38,15 +40,7 @@ from rollover.trainer.drift import DriftMeter
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logits, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, deal, split
-from rollover.trainer.models import (
-    check_same_architecture,
-    load_policy,
-    named_weights,
-    pick_device,
-    read_model_config,
-    resolve_model,
-    save_model,
-)
+from rollover.trainer.models import load_policy, named_weights, pick_device, save_model
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Batch, TrainedStep, WasteCause

@@ -1,31 +1,31 @@
-"""Versions of the weights as model folders, for engines in other processes; and folders with their ends untied.
+"""Versions of the weights as model folders, for servers that read them from disk; and models with untied matrices.
 
-What it keeps true: a folder of this name is complete, or is not there; the version before the newest stays, since an
+A folder of this name is complete, or is not there; the version before the newest stays, since an
 engine may still be reading it; older ones are gone.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollover.errors import ResourceError, is_full, system_error
 from rollover.hf.companions import read_companions, write_companions
+from rollover.hf.config import read_config
+from rollover.hf.folder import PARTIAL, write_folder
+from rollover.hf.weights import EMBEDDING, HEAD, read_weight_infos
+from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _KEPT = 2
-_OURS = re.compile(r"v\d+|\.partial-.*")
+_OURS = re.compile(rf"v\d+|{re.escape(PARTIAL)}.*")
 
 
 class WeightFolders:
@@ -38,35 +38,17 @@ class WeightFolders:
     def __init__(self, root: Path, *, like: Path) -> None:
         self._root = root
         self._companions = read_companions(like)
-        self._formats = _formats(like)
+        self._dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}
         self._written: list[Path] = []
 
     def write(self, version: int, weights: Mapping[str, Tensor]) -> Path:
-        """The folder of a version. Blocks while it is written.
+        """Write the folder of a version and return it. Blocks while it is written.
 
         Raises ``ResourceError`` when the disk is full; earlier folders are then intact.
         """
-        from safetensors import SafetensorError
-
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._root))
-            partial.chmod(0o755)
-            try:
-                self._fill(partial, weights)
-                folder = self._root / f"v{version}"
-                if folder.exists():
-                    shutil.rmtree(folder)
-                os.rename(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        except (OSError, SafetensorError) as e:
-            if not is_full(e):
-                raise system_error(e) or e from None
-            raise ResourceError(
-                f"no space left for weights version {version} in {self._root}: make room, or set"
-                " engine.weights_dir to a place on another disk"
-            ) from e
+        folder = self._root / f"v{version}"
+        mend = "make room, or set engine.weights_dir to a place on another disk"
+        write_folder(folder, lambda partial: self._fill(partial, weights), mend=mend, durable=False)
         self._written = [*(f for f in self._written if f != folder), folder][-_KEPT:]
         self._prune()
         return folder
@@ -75,14 +57,18 @@ class WeightFolders:
         from safetensors.torch import save_file
 
         write_companions(self._companions, folder)
-        formats = self._formats
-        if _HEAD in formats and _HEAD not in weights:
-            weights = {**weights, _HEAD: weights[_EMBEDDING].clone()}
+        if HEAD in self._dtypes and HEAD not in weights:
+            weights = {**weights, HEAD: weights[EMBEDDING].clone()}
         tensors = {
-            name: tensor.detach().to("cpu", formats.get(name, tensor.dtype)).contiguous()
-            for name, tensor in weights.items()
+            name: tensor.detach().to("cpu", self._dtype(name, tensor)).contiguous() for name, tensor in weights.items()
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        import torch
+
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(self._dtypes.get(name, ""), tensor.dtype)
 
     def _prune(self) -> None:
         for path in self._root.iterdir():
@@ -91,36 +77,27 @@ class WeightFolders:
                     shutil.rmtree(path)
 
 
-def _formats(model: Path) -> Mapping[str, torch.dtype]:
-    """Number formats by weight."""
-    import torch
-    from safetensors import safe_open
-
-    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    formats = {}
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                if (dtype := known.get(file.get_slice(name).get_dtype())) is not None:
-                    formats[name] = dtype
-    return formats
-
-
 def untied(model: Path, target: Path) -> Path:
-    """A folder with the model of ``model`` and an output matrix of its own: ``model`` itself when its config says so,
-    else a copy in ``target``, with one matrix twice where there is one."""
-    config_file = model / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    """Return a folder with the model of ``model`` and an output matrix of its own.
+
+    It is ``model`` itself when its config says so, else a copy in ``target``, with one matrix twice where there is one.
+    """
+    config = read_config(model)
     if not config.get("tie_word_embeddings"):
         return model
-    from safetensors.torch import load_file, save_file
 
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
-    tensors = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    for name, twin in ((_HEAD, _EMBEDDING), (_EMBEDDING, _HEAD)):
-        if name not in tensors:
-            tensors[name] = tensors[twin].clone()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    def write(partial: Path) -> None:
+        from safetensors.torch import save_file
+
+        shutil.copytree(
+            model, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"), dirs_exist_ok=True
+        )
+        (partial / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+        tensors = dict(FolderWeights(0, model).tensors())
+        for name, twin in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
+            if name not in tensors:
+                tensors[name] = tensors[twin].clone()
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+
+    write_folder(target, write, mend="make room, or set engine.weights_dir to a place on another disk")
     return target

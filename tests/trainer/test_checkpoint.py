@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rollover.errors import ModelError, ResourceError
+from rollover.hf.folder import write_folder
 from rollover.trainer.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
     list_checkpoints,
     prune_checkpoints,
     read_manifest,
-    write_folder,
 )
 from rollover.trainer.trainer import Trainer
 from tests.trainer.builders import make_batch, make_folder, make_trainer
@@ -135,22 +135,6 @@ def test_only_finished_checkpoints_are_listed_and_the_newest_kept(tmp_path: Path
 
 def _manifest(folder: Path) -> None:
     (folder / "trainer.json").write_text("{}")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "broken disk")])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
-    write_folder(tmp_path / "step_1", lambda p: (p / "a").write_text("old") and None)
-
-    def write(partial: Path) -> None:
-        (partial / "a").write_text("new")
-        raise error
-
-    with pytest.raises(type(error)):
-        write_folder(tmp_path / "step_1", write)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
-    assert (tmp_path / "step_1" / "a").read_text() == "old"
-    write_folder(tmp_path / "step_1", lambda p: (p / "a").write_text("new") and None)
-    assert (tmp_path / "step_1" / "a").read_text() == "new"
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_the_previous_checkpoint(

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from rollover.errors import ModelError
 from rollover.hf.companions import read_companions
-from rollover.trainer.models import load_policy, named_weights, read_model_config, resolve_model, save_model
+from rollover.trainer.models import load_policy, named_weights, save_model
 from tests.trainer.builders import make_folder
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    assert resolve_model(tmp_path) == tmp_path
-    with pytest.raises(ModelError, match=r"nowhere' does not exist; give a folder with config\.json or a hub id"):
-        resolve_model(tmp_path / "nowhere")
-
-
-def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def offline(name: str, **_: Any) -> str:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelError, match="'some/model' is no folder here and could not be fetched from the hub"):
-        resolve_model("some/model")
 
 
 @pytest.mark.parametrize(
@@ -50,17 +31,6 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path: Path, changes: dict
     rewrite(make_folder(tmp_path), **changes)
     with pytest.raises(ModelError, match=message):
         load_policy(tmp_path)
-
-
-def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not a model config"):
-        read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
-        read_model_config(tmp_path)
 
 
 def test_weights_that_do_not_fit_their_config_are_refused_and_never_made_up(tmp_path: Path) -> None:
@@ -82,17 +52,6 @@ def test_loading_says_nothing_on_the_screen(tmp_path: Path, capfd: pytest.Captur
     load_policy(make_folder(tmp_path))
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
-
-
-def test_configs_and_folder_checks_need_no_torch(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    code = (
-        "import sys, pathlib, rollover.trainer.config\n"
-        "from rollover.trainer.models import read_model_config\n"
-        f"read_model_config(pathlib.Path({str(tmp_path)!r}))\n"
-        "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_model_with_two_matrices_is_written_as_one_that_is_not_tied(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""The ``config.json`` of a Hugging Face folder: read in one place, with the checks that a model can be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rollover.errors import ModelError
+
+MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Supported models: the class in transformers by ``model_type``, which is what transformers goes by."""
+
+_SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read ``config.json``. Raises ``ModelError`` when the folder has none or it is not a table of keys."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"model folder {str(folder)!r} does not exist")
+    if not path.is_file():
+        raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not a model config: it cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a model config: expected a table of keys, got {type(config).__name__}")
+    return config
+
+
+def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
+    """Read the config of a model that can be trained. Raises ``ModelError`` saying why one cannot.
+
+    weights: the folder must hold some.
+    """
+    path, config = folder / "config.json", read_config(folder)
+    model_type, layer_types = config.get("model_type"), config.get("layer_types") or ()
+    if model_type is None:
+        raise ModelError(f"{path} is not a model config: it has no 'model_type'")
+    if model_type not in MODEL_CLASSES:
+        raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_CLASSES)}")
+    if not isinstance(layer_types, list | tuple):
+        raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")
+    if config.get("use_sliding_window") or "sliding_attention" in layer_types:
+        raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
+    if config.get("quantization_config"):
+        raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model folder {str(folder)!r} has no *.safetensors weights (other formats are not read)")
+    return config
+
+
+def check_same_architecture(checkpoint: Path, initial: Path) -> None:
+    """Raise ``ModelError`` when a checkpoint is not of the run's model."""
+    old, new = read_model_config(checkpoint), read_model_config(initial)
+    for key in _SHAPE:
+        if old.get(key) != new.get(key):
+            raise ModelError(
+                f"checkpoint {str(checkpoint)!r} has a model with {key} = {old.get(key)!r}, "
+                f"but the run's model {str(initial)!r} has {new.get(key)!r}: "
+                "resume with the model the run began with"
+            )

@@ -1,0 +1,78 @@
+"""Write a folder at once: it is complete, or it is not there.
+
+The content is written under a hidden name beside the folder and renamed. A process that is killed leaves at most a
+``.partial-*`` folder, which the next one deletes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rollover.errors import ResourceError, is_full, system_error
+
+PARTIAL = ".partial-"
+"""How the name of a folder begins that is not complete."""
+
+
+def write_folder(
+    folder: Path,
+    write: Callable[[Path], None],
+    *,
+    mend: str = "free some space, or lower checkpoint.keep_last",
+    durable: bool = True,
+) -> None:
+    """Create ``folder`` with what ``write`` puts into the path it is given, or leave everything as it was.
+
+    An existing folder is replaced. Raises ``ResourceError`` when the disk is full.
+
+    Args:
+        mend: what the user can do about a full disk.
+        durable: flush every file, so that the folder outlives a crash of the machine.
+    """
+    partial: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = _beside(folder)
+        partial.chmod(0o755)
+        write(partial)
+        for path in (*partial.rglob("*"), partial) if durable else ():
+            _flush(path)
+        _put(partial, folder)
+        if durable:
+            _flush(folder.parent)
+    except Exception as error:  # safetensors wraps the system's errors in one of its own
+        if not is_full(error):
+            raise system_error(error) or error from None
+        raise ResourceError(
+            f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
+            f"earlier ones are intact; {mend}"
+        ) from error
+    finally:
+        if partial is not None and partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put(partial: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.rename(partial, folder)
+        return
+    replaced = _beside(folder)
+    os.rename(folder, replaced / folder.name)
+    os.rename(partial, folder)
+    shutil.rmtree(replaced)
+
+
+def _beside(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{folder.name}-", dir=folder.parent))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

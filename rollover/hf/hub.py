@@ -1,0 +1,37 @@
+"""Find a model by its folder or by its id on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rollover.errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SNAPSHOT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
+    """Return the local folder of a model. One given by hub id is downloaded, with its weights unless told not to.
+
+    Raises ``ModelError`` when there is neither a folder nor a reachable repository of that name.
+    """
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
+        raise ModelError(f"model folder {str(name)!r} cannot be looked for: {error}") from None
+    if not _HUB_ID.fullmatch(str(name)):
+        raise ModelError(
+            f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id (--model.path)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES + ["*.safetensors"] * weights))
+    except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
+        raise ModelError(
+            f"model {str(name)!r} is no folder here and could not be fetched from the hub "
+            f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"
+        ) from error

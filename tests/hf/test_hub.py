@@ -1,0 +1,28 @@
+"""A model is found by its folder or by its id on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import ModelError
+from rollover.hf.hub import resolve_model
+
+
+def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    with pytest.raises(ModelError, match=r"nowhere' does not exist; give a folder with config\.json or a hub id"):
+        resolve_model(tmp_path / "nowhere")
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(name: str, **_: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelError, match="'some/model' is no folder here and could not be fetched from the hub"):
+        resolve_model("some/model")

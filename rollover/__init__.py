@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest, WeightTarget
+    from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
     from rollover.errors import RolloverError
     from rollover.rollout.config import RolloutConfig
     from rollover.rollout.driver import RolloutDriver
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollover.run.config import RunConfig
     from rollover.sim.run import simulate
     from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
+    from rollover.weights.base import WeightTarget
 
 _MODULES = {
     "STRATEGIES": "rollout.strategies",
@@ -45,7 +46,7 @@ _MODULES = {
     "Segment": "types",
     "Strategy": "rollout.strategy",
     "Trajectory": "types",
-    "WeightTarget": "engine.base",
+    "WeightTarget": "weights.base",
     "simulate": "sim.run",
     "train": "run.api",
 }

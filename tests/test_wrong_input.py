@@ -20,7 +20,7 @@ from rollover import cli
 from rollover.engine.embedded.core import EngineCore
 from rollover.rollout.journal import Journal
 from rollover.run import directory
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local import LocalTrainer
 from rollover.types import WasteCause
 from tests import runs
 
@@ -337,7 +337,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
             journal._db.execute("PRAGMA max_page_count = 1")
         append(journal, events)  # type: ignore[arg-type]
 
-    def save(trainer: Trainer, folder: Path, extra: object) -> None:
+    def save(trainer: LocalTrainer, folder: Path, extra: object) -> None:
         def no_room(*args: object, **options: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -345,12 +345,12 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
             patch.setattr("rollover.trainer.checkpoint.save_file", no_room)
             save_as_ever(trainer, folder, extra)  # type: ignore[arg-type]
 
-    append, save_as_ever = Journal.append, Trainer.save
+    append, save_as_ever = Journal.append, LocalTrainer.save
     with monkeypatch.context() as patch:
         if full == "journal":
             patch.setattr(Journal, "append", write_journal)
         else:
-            patch.setattr(Trainer, "save", save)
+            patch.setattr(LocalTrainer, "save", save)
         message = refused("train", "run.toml", "--run-dir", "out")
     assert "disk" in message and "space" in message and "go on with: rollover train --resume out" in message
     before = runs.ledger(Path("out"))
@@ -372,7 +372,7 @@ def test_out_of_memory_says_what_to_lower(
 
     with monkeypatch.context() as patch:
         if where == "train":
-            patch.setattr(Trainer, "_accumulate", no_memory)
+            patch.setattr(LocalTrainer, "_accumulate", no_memory)
         else:
             patch.setattr(EngineCore, "step", no_memory)
         message = refused("train", "run.toml", "--run-dir", "out")

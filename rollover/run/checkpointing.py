@@ -18,7 +18,7 @@ from rollover.run.directory import RunDir
 from rollover.trainer.config import CheckpointConfig
 
 if TYPE_CHECKING:
-    from rollover.trainer.trainer import Trainer
+    from rollover.trainer.base import Trainer
 
 _JOURNAL_SEQ = "journal_seq"
 """The key under which a checkpoint holds the number of the last event that it has seen."""

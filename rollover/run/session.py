@@ -48,7 +48,7 @@ from rollover.tasks.resume_check import same_datasets
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
-    from rollover.trainer.trainer import Trainer
+    from rollover.trainer.base import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +205,11 @@ def _resumed(
 
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
     from rollover.trainer.checkpoint import read_manifest
-    from rollover.trainer.trainer import Trainer
+    from rollover.trainer.open import open_trainer
 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
-    return Trainer(
+    return open_trainer(
         config.trainer,
         resolve(config.algorithm),
         folder,

@@ -13,7 +13,7 @@ from rollover.types import Batch, TrainedStep
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
-    from rollover.trainer.trainer import Trainer
+    from rollover.trainer.base import Trainer
 
 
 class WeightSync:
@@ -48,17 +48,17 @@ class WeightSync:
         Raises ``EngineError`` when no engine takes the weights, or none samples from them.
         """
         version = self._trainer.version
-        weights = await self._publisher.stage(version, self._trainer.weights())
+        weights = await self._publisher.stage(self._trainer.weight_source())
         await self._trust.expect(version)
         failed: Sequence[str] = ()
 
         async def load() -> None:
             nonlocal failed
-            await self._publisher.publish(version, weights)
+            await self._publisher.publish_to_all(weights)
             is_first = not self._trust.has_checked
             failed = await self._trust.check(version)
             if is_first and self._reloads_after_check:
-                await self._publisher.publish(version, weights)
+                await self._publisher.publish_to_all(weights)
 
         await self._driver.update_weights(version, load)
         for name in failed:  # it may have gone on sampling during the load, before the check

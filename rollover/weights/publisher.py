@@ -1,64 +1,128 @@
-"""Puts one version of the weights into every engine.
+"""Weight publishing: one version of the weights goes to every target, to each on its own.
 
-What it keeps true: engines sample either from the old version or from the new one, and go on sampling whatever
-happens to the load, also when the publication is cancelled; a version is published when every target has it.
+A target samples either from the old version or from the new one, and goes on sampling whatever happens to the load,
+also when the publication is cancelled. The publisher knows which version each target has and reports per target; the
+caller decides what a failure of some means.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rollover.errors import EngineTimeout
+from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
-from rollover.weights.sources import FolderWeights, MemoryWeights
+from rollover.weights.sources import MemoryWeights
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What came of publishing one version to one target.
+
+    Example: ``Publication(target="http://b", version=7, error=EngineTimeout(...), elapsed_s=600.0)`` says that the
+    server b did not load version 7 in time; it goes on with the version before.
+    """
+
+    target: str
+    version: int
+    error: EngineError | None
+    """Why the target did not take the weights; ``None`` when it has them."""
+    elapsed_s: float
 
 
 class Publisher:
-    """Publishes to all targets at once.
+    """Publishes weights to all targets at once and keeps each target's version.
 
     Args:
-        folders: through which weights travel to targets in other processes; without it they get the tensors.
-        timeout_s: deadline of one publication; on expiry ``EngineTimeout`` names the targets it waited for.
+        folders: where weights are written for targets that need a folder; the others get the tensors.
+        timeout_s: deadline of one publication; on expiry an ``EngineTimeout`` names the target it waited for.
     """
 
     def __init__(
         self, targets: Sequence[WeightTarget], *, folders: WeightFolders | None = None, timeout_s: float = 600.0
     ) -> None:
-        self._targets = targets
+        self._targets = tuple(targets)
         self._folders = folders
         self._timeout_s = timeout_s
+        self._versions: list[int | None] = [None] * len(self._targets)
 
-    async def stage(self, version: int, weights: Mapping[str, Tensor]) -> WeightSource:
-        """What ``publish`` takes. Targets go on sampling while it is made; ``weights`` must not change before it is
-        published. Raises ``ResourceError`` when the disk is full."""
+    @property
+    def versions(self) -> tuple[int | None, ...]:
+        """The version that each target took last, in the order of the targets; ``None`` before the first."""
+        return tuple(self._versions)
+
+    async def stage(self, source: WeightSource) -> WeightSource:
+        """Return what ``publish`` takes: ``source`` itself, or with a folder where a target needs one.
+
+        Targets go on sampling while the folder is written; the weights must not change before they are published.
+        Raises ``ResourceError`` when the disk is full.
+        """
+        if source.folder is not None or not any(target.needs_folder for target in self._targets):
+            return source
         if self._folders is None:
-            return MemoryWeights(version, weights)
-        return FolderWeights(version, await asyncio.to_thread(self._folders.write, version, weights))
+            needy = ", ".join(repr(target) for target in self._targets if target.needs_folder)
+            raise EngineError(f"{needy} loads weights from a folder, but the publisher has no place to write one")
+        version, tensors = source.manifest.version, dict(source.tensors())
+        folder = await asyncio.to_thread(self._folders.write, version, tensors)
+        return MemoryWeights(version, tensors, folder=folder)
 
-    async def publish(self, version: int, source: WeightSource) -> None:
-        """Raises ``EngineError`` when a target refuses the weights; each target has then been resumed."""
-        loads = [asyncio.create_task(_load(target, version, source)) for target in self._targets]
+    async def publish(self, source: WeightSource) -> tuple[Publication, ...]:
+        """Have every target load ``source``, and report in the order of the targets. Each has then been resumed.
+
+        An ``EngineError`` of a target is reported, not raised.
+        """
+        loads = [asyncio.create_task(self._load(index, source)) for index in range(len(self._targets))]
         try:
-            _, late = await asyncio.wait(loads, timeout=self._timeout_s)
+            await asyncio.wait(loads)
         finally:
             for load in loads:
                 load.cancel()
             await asyncio.gather(*loads, return_exceptions=True)
-        if late:
-            names = ", ".join(repr(t) for t, load in zip(self._targets, loads, strict=True) if load in late)
-            raise EngineTimeout(f"{names} did not load weights version {version} within {self._timeout_s:.0f} s")
-        await asyncio.gather(*loads)
+        return tuple(load.result() for load in loads)
+
+    async def publish_to_all(self, source: WeightSource) -> None:
+        """Publish to targets that all must have the weights.
+
+        Raises ``EngineTimeout`` naming all targets that were late, and else the first target's ``EngineError``.
+        """
+        failed = [publication for publication in await self.publish(source) if publication.error is not None]
+        if late := [publication for publication in failed if isinstance(publication.error, _Late)]:
+            raise EngineTimeout(_late([publication.target for publication in late], late[0].version, self._timeout_s))
+        for publication in failed:
+            assert publication.error is not None
+            raise publication.error
+
+    async def _load(self, index: int, source: WeightSource) -> Publication:
+        target, version, started_s = self._targets[index], source.manifest.version, time.perf_counter()
+        error: EngineError | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await _replace(target, source)
+            self._versions[index] = version
+        except EngineError as e:
+            error = e
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            error = _Late(_late([repr(target)], version, self._timeout_s))
+        elapsed_s = time.perf_counter() - started_s
+        return Publication(target=repr(target), version=version, error=error, elapsed_s=elapsed_s)
 
 
-async def _load(target: WeightTarget, version: int, source: WeightSource) -> None:
+class _Late(EngineTimeout):
+    """A target did not load the weights by the publisher's deadline."""
+
+
+def _late(targets: Sequence[str], version: int, timeout_s: float) -> str:
+    return f"{', '.join(targets)} did not load weights version {version} within {timeout_s:.0f} s"
+
+
+async def _replace(target: WeightTarget, source: WeightSource) -> None:
     try:
         await target.pause()
-        await target.load(version, source)
+        await target.load(source.manifest.version, source)
     finally:
         await target.resume()

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 class MemoryWeights:
     """Full weights of ``version`` in this process, by parameter name. The tensors are passed on, not copied.
+    ``folder`` holds them too, in the number formats of the initial model, for targets that need one.
 
     Example: ``MemoryWeights(7, model.state_dict())`` lets the embedded engine copy straight out of the trainer.
     """
 
-    folder: Path | None = None
-
-    def __init__(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, version: int, tensors: Mapping[str, Tensor], *, folder: Path | None = None) -> None:
         self._tensors = tensors
+        self.folder = folder
         self.manifest = Manifest(
             version=version,
             tensors=tuple(

@@ -13,7 +13,7 @@ import pytest
 from rollover import cli
 from rollover.errors import RolloverError
 from rollover.rollout.events import BatchTrained, SampleFailed
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local import LocalTrainer
 from rollover.types import Batch, FinishReason, TrainedStep, WasteCause
 from tests import runs
 
@@ -119,15 +119,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Within ``poison(steps)``, the trainer refuses the batches of these steps."""
 
     def install(*steps: int) -> pytest.MonkeyPatch:
-        def step(trainer: Trainer, batch: Batch) -> TrainedStep:
+        def step(trainer: LocalTrainer, batch: Batch) -> TrainedStep:
             if batch.step in steps:
                 raise RolloverError("training diverged: the gradient norm is nan")
             return original(trainer, batch)
 
-        monkeypatch.setattr(Trainer, "step", step)
+        monkeypatch.setattr(LocalTrainer, "step", step)
         return monkeypatch
 
-    original = Trainer.step
+    original = LocalTrainer.step
     return install
 
 

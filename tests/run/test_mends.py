@@ -11,7 +11,7 @@ import torch
 
 from rollover import cli
 from rollover.engine.embedded.core import EngineCore
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local import LocalTrainer
 from tests import runs
 
 BEGUN = ("train", "run.toml", "--run-dir", "out", "--steps", "4")
@@ -43,15 +43,15 @@ def say(experiment: Path, capsys: pytest.CaptureFixture[str]) -> Say:
 @pytest.fixture
 def begun(say: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
     """A run that stopped after its first checkpoint, for want of memory."""
-    step = Trainer.step
+    step = LocalTrainer.step
 
-    def short_of_memory(trainer: Trainer, batch: object) -> object:
+    def short_of_memory(trainer: LocalTrainer, batch: object) -> object:
         if trainer.version == 2 and trainer._config.micro_batch_tokens > 256:
             raise torch.OutOfMemoryError
         return step(trainer, batch)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", short_of_memory)
+        patch.setattr(LocalTrainer, "step", short_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cli.main(BEGUN)
     assert Path("out/checkpoints/step_2").is_dir()

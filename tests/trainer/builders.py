@@ -20,9 +20,9 @@ from transformers import (
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import save_model
 from rollover.trainer.packing import TrainingSample
-from rollover.trainer.trainer import Trainer
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
 
 VOCAB = 40
@@ -146,7 +146,7 @@ def make_batch(
     return Batch(step=step, groups=tuple(groups))
 
 
-def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> Trainer:
+def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:
     """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
     own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "resume_from": None}
     own |= {"seed": 0, "deterministic": False}
@@ -154,9 +154,9 @@ def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **setting
     if isinstance(algorithm, str):
         algorithm = resolve(AlgorithmConfig(name=algorithm))
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", **settings})
-    return Trainer(config, algorithm, folder, **own)
+    return LocalTrainer(config, algorithm, folder, **own)
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def gradients(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
     """Left by the last optimizer step."""
     return {name: p.grad.clone() for name, p in trainer._model.named_parameters()}

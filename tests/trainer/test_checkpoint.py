@@ -20,7 +20,7 @@ from rollover.trainer.checkpoint import (
     prune_checkpoints,
     read_manifest,
 )
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local import LocalTrainer
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 
 
@@ -40,7 +40,7 @@ def saved(folder: Path, tmp_path: Path) -> Path:
     return checkpoint_path(tmp_path, 1)
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def weights(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
     return {name: w.clone() for name, w in trainer.weights().items()}
 
 

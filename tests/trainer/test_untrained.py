@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import rollover.trainer.trainer as trainer_module
+import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.errors import RewardError
 from rollover.rollout.events import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import rollover.trainer.trainer as trainer_module
+import rollover.trainer.local as trainer_module
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError

@@ -1,6 +1,6 @@
-"""The trainer: weights of version ``v`` and a batch become weights of version ``v + 1``.
+"""The trainer on one device: weights of version ``v`` and a batch become weights of version ``v + 1``.
 
-Kept true: advantages are computed once over the global batch; every denominator is global, so the gradient
+Advantages are computed once over the global batch; every denominator is global, so the gradient
 does not depend on the split into rows; all log-probs come from one function; ``version`` counts the batches
 trained. The trainer knows neither engines nor rollouts.
 """
@@ -44,10 +44,12 @@ from rollover.trainer.models import load_policy, named_weights, pick_device, sav
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Batch, TrainedStep, WasteCause
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import MemoryWeights
 
 
-class Trainer:
-    """Policy-gradient training of one model on one device.
+class LocalTrainer:
+    """Implements ``Trainer`` on one device of this process.
 
     Args:
         model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs
@@ -123,8 +125,12 @@ class Trainer:
         return int(self._model.lm_head.out_features)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
+        """Return the parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
         return named_weights(self._model)
+
+    def weight_source(self) -> WeightSource:
+        """See ``Trainer.weight_source``: the tensors are those that are trained, not copies."""
+        return MemoryWeights(self._version, self.weights())
 
     def step(self, batch: Batch) -> TrainedStep:
         """Train one batch and count it. A batch in which no token has a gradient is counted without an update.

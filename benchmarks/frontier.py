@@ -37,6 +37,7 @@ from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialR
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.presets import PRESETS
 
 HERE = Path(__file__).parent
@@ -59,8 +60,8 @@ RIVALS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 def config(strategy: str, cap: int, **options: Any) -> RolloutConfig:
     bound = {} if strategy == "sync" else {"max_staleness": UNBOUND}
     bound |= options
-    return RolloutConfig(
-        strategy=strategy,  # type: ignore[arg-type]
+    return SimulatedRollout.of(
+        strategy,
         rollout_batch_size=N,
         group_size=G,
         max_new_tokens=cap,
@@ -68,8 +69,8 @@ def config(strategy: str, cap: int, **options: Any) -> RolloutConfig:
     )
 
 
-def ours(cap: int, lag: float, unit: Literal["group", "sample"] = "sample") -> RolloutConfig:
-    return config("rollover", cap, unit=unit, lag_target=lag)
+def ours(cap: int, lag: float, unit: Literal["group", "sample"] = "sample", **options: Any) -> RolloutConfig:
+    return config("rollover", cap, unit=unit, lag_target=lag, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,17 @@ class Bench:
         return [found[i * len(seeds) : (i + 1) * len(seeds)] for i in range(len(settings))]
 
 
+def written(setting: RolloutConfig) -> dict[str, Any]:
+    """What the setting says, options beside the rest; defaults are left out."""
+    plain = asdict(setting) | (options := asdict(setting.strategy)) | {"strategy": options["kind"]}
+    usual = (
+        asdict(SimulatedRollout())
+        | asdict(type(setting.strategy)())
+        | {"strategy": "", "unit": "", "kind": plain["kind"]}
+    )
+    return {key: value for key, value in plain.items() if value != usual[key]}
+
+
 def mean_lag(runs: Sequence[TrialResult]) -> float:
     return statistics.fmean(o.lag for o in runs)
 
@@ -145,11 +157,7 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
     ) -> dict[str, Any]:
         gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=False)]  # guessing has fewer seeds
         found: dict[str, Any] = {
-            "setting": {
-                k: v
-                for k, v in asdict(setting).items()
-                if k in ("strategy", "unit") or v != RolloutConfig.__dataclass_fields__[k].default
-            },
+            "setting": written(setting),
             "gain": asdict(MeanOverSeeds.of(gains)),
             "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=False)),
             "trained_length": asdict(MeanOverSeeds.of([o.trained_length for o in runs])),

@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ TOLD = (17.0, 50.0, 150.0, 500.0, 1600.0, math.inf)
 def study(preset: str, lag: float, unit: Any, num_seeds: int, length: Length, runner: Runner) -> dict[str, Any]:
     """Gains by engine and by what is told."""
     law = PRESETS[preset]
-    told = [replace(ours(law.cap_tokens, lag, unit), prefill_tokens_per_iteration=rate) for rate in TOLD]
+    told = [ours(law.cap_tokens, lag, unit, prefill_tokens_per_iteration=rate) for rate in TOLD]
     settings = [config("sync", law.cap_tokens), *told]
     rows = []
     for rate in ENGINES:

@@ -30,7 +30,7 @@ from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.ledger import Tokens
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def strategy(self) -> Strategy:
-        return STRATEGIES[self.config.strategy].from_config(self.config, self.capabilities)
+        return self.config.build_strategy(self.capabilities)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -242,8 +242,10 @@ def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: i
 def target_for(lag: float, ours: Setting, workload: Workload, model: ReplicaModel, steps: int, warmup: int) -> Setting:
     """``ours`` with the lag target of a grid that is fastest in simulation among those whose lag there is at most
     ``lag``. The highest need not be: where caches are lost, what is carried over is paid for."""
+    strategy = ours.config.strategy
+    assert isinstance(strategy, RolloverConfig)
     options = [
-        replace(ours, config=replace(ours.config, lag_target=round(share * lag, 3)))
+        replace(ours, config=replace(ours.config, strategy=replace(strategy, lag_target=round(share * lag, 3))))
         for share in np.arange(0.2, 1.05, 0.05).tolist()
     ]
     windows = [foretell(option, workload, model, steps).after(warmup) for option in options]

@@ -49,7 +49,11 @@ from workload import SHAPES, Load, make_model
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.stored import upgraded
+from rollover.settings.schema import build
+from rollover.settings.toml import Document
 from rollover.sim.models import ReplicaModel
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.trace import Replay, Trace, TracePrompt
 
 HERE = Path(__file__).parent
@@ -155,7 +159,7 @@ def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaMod
 def equal_lengths(samples: int, length: int) -> tuple[Setting, Trace]:
     """Steps in which so many samples run from the first iteration to the last."""
     prompt = TracePrompt(prompt_id="0", prompt_tokens=PROMPT_TOKENS, lengths=(length,) * samples)
-    config = RolloutConfig(strategy="sync", rollout_batch_size=1, group_size=samples, max_new_tokens=length)
+    config = SimulatedRollout.of("sync", rollout_batch_size=1, group_size=samples, max_new_tokens=length)
     return Setting(name=f"{samples} of {length}", config=config), Trace(name="", cap_tokens=length, prompts=(prompt,))
 
 
@@ -175,9 +179,8 @@ def settings(batch: int, group: int, cap: int) -> list[Setting]:
 
     def setting(name: str, strategy: str, keep: bool = True, **options: Any) -> Setting:
         bound = {} if strategy == "sync" else {"max_staleness": BOUND}
-        config = RolloutConfig(
-            strategy=strategy,  # type: ignore[arg-type]
-            rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound | options,
+        config = SimulatedRollout.of(
+            strategy, rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound | options,
         )  # fmt: skip
         return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute")
 
@@ -203,7 +206,7 @@ def settings(batch: int, group: int, cap: int) -> list[Setting]:
 def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: int, warmup: int) -> list[Setting]:
     """``rollover`` is to have the lag of ``april`` with the same caches, in simulation."""
     workload = trace.workload()
-    april = {s.kv_on_update: s for s in chosen if s.config.strategy == "april" and "packaged" not in s.name}
+    april = {s.kv_on_update: s for s in chosen if s.config.strategy.kind == "april" and "packaged" not in s.name}
 
     def aim(setting: Setting) -> Setting:
         if "april's lag" not in setting.name:
@@ -273,8 +276,10 @@ def foretell_all(record: Result, trace: Trace) -> Result:
 
 
 def recorded_setting(entry: Result) -> Setting:
-    config = entry["config"] | {"stop_strings": tuple(entry["config"]["stop_strings"])}
-    return Setting(name=entry["name"], config=RolloutConfig(**config), kv_on_update=entry["kv_on_update"])
+    table = {"data": upgraded(entry["config"]), "name": entry["name"]}
+    return Setting(
+        name=entry["name"], config=build(RolloutConfig, Document(**table)), kv_on_update=entry["kv_on_update"]
+    )
 
 
 def summary(repeats: Sequence[Mapping[str, Result]]) -> dict[str, Result]:

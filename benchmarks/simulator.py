@@ -23,12 +23,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES
 from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import Generator
 from rollover.workload.presets import PRESETS
 
@@ -48,8 +47,8 @@ FULL_STEPS = 0.95
 
 def timed(strategy: str, scenario: Scenario, *, steps: int, **config: Any) -> tuple[Simulation, dict[str, Any]]:
     """Simulate, and what that took."""
-    rollout = RolloutConfig(strategy=strategy, max_new_tokens=LAW.cap_tokens, **config)  # type: ignore[arg-type]
-    made = STRATEGIES[strategy].from_config(rollout, scenario.capabilities)
+    rollout = SimulatedRollout.of(strategy, max_new_tokens=LAW.cap_tokens, **config)
+    made = rollout.build_strategy(scenario.capabilities)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     simulation = simulate(made, Generator(LAW), scenario, steps=steps)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s

@@ -15,13 +15,12 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from rollover.rollout.config import RolloutConfig
 from rollover.rollout.round import best_round
 from rollover.rollout.statistics import RecentLengths
-from rollover.rollout.strategies import STRATEGIES
 from rollover.sim.models import ReplicaModel
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.sim.theory import StepModel
 from rollover.workload.presets import PRESETS
 
@@ -53,8 +52,8 @@ def model_of(preset: str) -> StepModel:
 
 
 def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"], label: str, **options: Any) -> Point:
-    config = RolloutConfig(
-        strategy=name,
+    config = SimulatedRollout.of(
+        name,
         rollout_batch_size=BATCH,
         group_size=GROUP,
         max_new_tokens=PRESETS[preset].cap_tokens,
@@ -62,7 +61,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         **options,
     )
     scenario = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=PREFILL),))
-    strategy = STRATEGIES[name].from_config(config, scenario.capabilities)
+    strategy = config.build_strategy(scenario.capabilities)
     scale = 3 if name == "rollover" else 1  # whose rounds are of several steps
     simulation = simulate(strategy, PRESETS[preset].workload(), scenario, steps=scale * STEPS)
     window = simulation.after(scale * WARM_UP)

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from rollover.rollout import events as recorded
-from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
@@ -63,7 +62,6 @@ every_steps = 2
 """
 """Sizes, and what has no default."""
 
-LEFT_OUT = {"fast_lane": "needs a pool of servers"}
 _WAYS = {"event": 0.45, "flush": 0.2, "clock": 0.35}
 _EVENTS: dict[type[recorded.Event], int] = {
     recorded.GroupOpened: 12,
@@ -102,12 +100,10 @@ class Case:
 def cases() -> list[Case]:
     """All that can be run here for real."""
     made = []
-    for strategy in STRATEGIES:
-        overlaps = RolloutConfig(strategy=strategy).overlaps_training  # type: ignore[arg-type]
-        if strategy not in LEFT_OUT:
-            for unit in ("group", "sample"):
-                made.append(Case(strategy=strategy, unit=unit))
-                made += [] if overlaps else [Case(strategy=strategy, unit=unit, deterministic=True)]
+    for strategy, config in STRATEGIES.items():
+        for unit in ("group", "sample"):
+            made.append(Case(strategy=strategy, unit=unit))
+            made += [] if config.overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
     return made
 
 

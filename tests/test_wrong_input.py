@@ -51,11 +51,13 @@ def refused_start(refused: Say, *argv: str) -> str:
 
 CONTRADICTIONS = [
     (["--rollout.group_size", "1"], "--rollout.group_size is 1, but the advantage 'group_std'"),
-    (["--rollout.over_sampling_batch_size", "2"], "--rollout.over_sampling_batch_size (2) must be at least"),
-    (["--rollout.over_sampling_batch_size", "40", "--rollout.max_staleness", "4"], "max_staleness (4) is below 9"),
+    (["--rollout.strategy.over_sampling_batch_size", "2"], "--rollout.strategy.over_sampling_batch_size (2) must be at least"),
+    (["--rollout.strategy.over_sampling_batch_size", "40", "--rollout.max_staleness", "4"], "max_staleness (4) is below 9"),
     (["--rollout.strategy", "sync", "--rollout.max_staleness", "2"], "'sync' is always at 0"),
-    (["--rollout.strategy", "concurrency", "--rollout.num_running", "99"], "is above engine.max_running (24)"),
-    (["--rollout.strategy", "fast_lane"], "'fast_lane' keeps a replica lightly loaded for the oldest samples, which this engine (engine.kind 'embedded') cannot"),
+    (["--rollout.strategy", "concurrency", "--rollout.strategy.num_running", "99"], "is above engine.max_running (24)"),
+    (["--rollout.over_sampling_batch_size", "9"], "unknown key; did you mean 'rollout.strategy.over_sampling_batch_size'?"),
+    (["--rollout.strategy", "sync", "--rollout.strategy.num_running", "9"], "unknown key of kind 'sync'; it belongs to kind 'concurrency' or"),
+    (["--rollout.strategy", "windowed"], "to train, use 'bounded_async'"),
     (["--trainer.mini_batches", "5"], "trainer.mini_batches (5) is above rollout.rollout_batch_size (4)"),
     (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
     (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),

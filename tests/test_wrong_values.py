@@ -23,8 +23,8 @@ PLAN = ["plan", "desk", "--model", "model", "--quick"]
 VLLM = [*TRAIN, "--engine.kind", "vllm"]
 
 NOT_FINITE = (
-    "rollout.temperature", "rollout.top_p", "rollout.lag_target", "rollout.stall_timeout_s", "trainer.learning_rate",
-    "rollout.prefill_tokens_per_iteration", "trainer.max_grad_norm", "trainer.weight_decay", "algorithm.clip_low",
+    "rollout.temperature", "rollout.top_p", "rollout.stall_timeout_s", "trainer.learning_rate",
+    "trainer.max_grad_norm", "trainer.weight_decay", "algorithm.clip_low",
     "algorithm.kl_coef", "algorithm.advantage_eps", "eval.temperature", "engine.command_timeout_s",
     "tasks.train.0.weight", "tasks.train.0.reward.timeout_s", "tasks.train.0.reward.pass_score", "sft.bare_answers",
 )  # fmt: skip
@@ -53,7 +53,8 @@ WRONG: list[tuple[list[str], str]] = [
     ([*TRAIN, "--tasks.train.²", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
     ([*TRAIN, "--tasks.train.99999999999999999999.name", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
     *(([*VLLM, "--engine.urls", json.dumps([url])], "urls must name a host, and a port from 1 to 65535 or none") for url in ("http://h:0", "http://h:65536", "http://h:99999", "http://h:x", "http://[::1]:70000", "http://:80")),
-    ([*TRAIN, "--rollout.strategy", "fast_lane"], "so far the simulator alone can; choose a strategy that does without"),
+    *(([*TRAIN, "--rollout.strategy", "rollover", f"--rollout.strategy.{key}", "nan"], "this must be a finite number, got the number nan") for key in ("lag_target", "prefill_tokens_per_iteration")),
+    ([*TRAIN, "--rollout.strategy", "fast_lane"], "'fast_lane' is not allowed: it is simulated only (rollover simulate --strategies fast_lane); to train, use 'concurrency'"),
     ([*VLLM, "--engine.urls", '["http://h"]', "--rollout.strategy", "inflight"], "set engine.kv_on_update = 'keep', or choose a strategy that does without"),
     ([*SIMULATE, "--lag", "nan"], "nan is not a finite number"),
     ([*SIMULATE, "--lag", "1e999"], "inf is not a finite number"),

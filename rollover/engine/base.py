@@ -41,8 +41,6 @@ class GenerateRequest:
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
     (seed, p) alone, so the same seed is sent on every generation call of a sample."""
-    fast_lane: bool = False
-    """Run it where few others run; sent only to engines that declare ``fast_lane``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +77,6 @@ class Capabilities:
     """An aborted sample that comes back under the same weights needs no prefill (room permitting)."""
     in_flight_update: bool = False
     """Running calls survive a weight load."""
-    fast_lane: bool = False
-    """Has a part that is kept for requests that ask for it, and so decodes them faster than others."""
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
     number_format: str = "float32"
@@ -88,6 +84,24 @@ class Capabilities:
     prefill_tokens_per_iteration: float = GPU_PREFILL_TOKENS
     """Tokens it prefills in the time of a decode iteration of few samples, to an order of magnitude; infinite where
     caches outlive new weights, so that what was stopped is not prefilled again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredCapabilities:
+    """What the config of an engine settles before the engine is open; ``Capabilities`` say the rest.
+
+    Example: ``VLLMConfig(launch=True).declared.in_flight_update`` is false, and with ``kv_on_update = "keep"`` true.
+    """
+
+    in_flight_update: bool = True
+    """As in ``Capabilities``."""
+    cuts_logprobs: bool = True
+    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    deterministic: bool = False
+    """A run can be repeated bit for bit."""
+    max_running: int | None = None
+    """As in ``Capabilities``; ``None`` where it is known only once the engine is open."""
+    max_context_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from rollover.frontier.settings import KNOBS, label
+from rollover.frontier.settings import label
 from rollover.frontier.sweep import FrontierPoint
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.settings.toml import dumps
 
 LEAST_LENGTH = 0.95
@@ -50,29 +51,28 @@ class Advice:
 
     def toml(self) -> str:
         """The setting as a piece of a run's config, with the least staleness bound that never got in its way."""
-        config, knob = self.config, KNOBS[self.config.strategy]
+        config, strategy = self.config, self.config.strategy
         values: dict[str, object] = {
-            "strategy": config.strategy,
             "rollout_batch_size": config.rollout_batch_size,
             "group_size": config.group_size,
         }
         if config.unit == "sample":
             values["unit"] = config.unit
-        if knob is not None:
-            if (value := getattr(config, knob.key)) is not None:
-                values[knob.key] = value
+        if not strategy.on_policy:
             values["max_staleness"] = bound(self.chosen)
-        if config.prefill_tokens_per_iteration is not None:
-            values["prefill_tokens_per_iteration"] = config.prefill_tokens_per_iteration
+        options = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+        options = {key: value for key, value in options.items() if value is not None and value is not False}
+        values["strategy"] = strategy.kind if options.keys() == {"kind"} else options
         algorithm = {"algorithm": {"advantage": "history"}} if config.unit == "sample" else {}
-        return dumps({"rollout": values, **algorithm})
+        note = f"# {strategy.kind}: {SIMULATED_ONLY[strategy.kind]}\n" if strategy.kind in SIMULATED_ONLY else ""
+        return note + dumps({"rollout": values, **algorithm})
 
 
 def bound(point: FrontierPoint) -> int:
     """Least ``max_staleness`` that the setting needs and that no simulated token broke."""
-    if KNOBS[point.config.strategy] is None:
+    if point.config.strategy.on_policy:
         return 0
-    return max(point.max_lag, point.config.staleness_needed)
+    return max(point.max_lag, point.config.strategy.staleness_needed(point.config))
 
 
 def frontier(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:

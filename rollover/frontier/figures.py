@@ -135,7 +135,7 @@ def _by_variation(study: Study, what: str, x_title: str) -> Figure:
         "B0": sum(r.b0 for r in study.setup.scenario.replicas),
     }[what]
     palette = colours(study)
-    shown = {p.config: p for p in (study.current, study.advice[-1].chosen) if p.config.strategy != "sync"}
+    shown = {p.config: p for p in (study.current, study.advice[-1].chosen) if p.config.strategy.kind != "sync"}
     data = []
     for config, point in shown.items():
         found = [(float(here), point)]

@@ -19,7 +19,7 @@ from rollover.frontier.setup import ScenarioFile, Setup, build_setup, read_scena
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
-from rollover.rollout.config import RolloutConfig
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import read_lengths
 
 DEFAULT_WORKLOAD = "r1-16k"
@@ -108,7 +108,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
     file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
     cap = request.cap_tokens or file_cap
     recorded = read_recorded(request.run) if request.run else None
-    rollout = file.rollout or (recorded.rollout if recorded else RolloutConfig())
+    rollout = file.rollout or (recorded.rollout if recorded else SimulatedRollout())
     rollout = shaped(rollout, batch_size=request.batch_size, group_size=request.group_size)
     in_use = file.rollout is not None or recorded is not None
     replicas = file.engine.replicas or request.replicas

@@ -42,7 +42,7 @@ def next_setting(
         return None
     tried = {v for v, _ in known}
     for value in _between(known, knob, lag) if any(p.lag > lag for _, p in known) else _beyond(known):
-        if is_allowed(knob, value, max_staleness):
+        if is_allowed(name, setup, value, max_staleness):
             config = setting(name, setup, float(f"{value:.3g}"), max_staleness=max_staleness)
             if value_of(config) not in tried:  # it may stand for a whole number of groups that is known
                 return config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import SampleTrace, Timeline
-from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import effective, read_events
+from rollover.rollout.stored import upgraded
+from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.types import FinishReason, SampleId
 from rollover.workload import runs
 from rollover.workload.trace import Trace
@@ -40,7 +42,7 @@ class Recorded:
     """
 
     trace: Trace
-    rollout: RolloutConfig
+    rollout: SimulatedRollout
     replica: ReplicaModel
     scenario: Scenario
     num_steps: int
@@ -93,12 +95,16 @@ def read_recorded(path: Path) -> Recorded:
     )
 
 
-def _rollout(path: Path, config: dict[str, Any]) -> RolloutConfig:
-    section = {key: value for key, value in (config.get("rollout") or {}).items() if value is not None}
-    told = (config.get("meta") or {}).get("prefill_tokens_per_iteration")
-    if section.get("strategy") == "rollover" and told is not None:  # by the engine; what the user says goes first
-        section.setdefault("prefill_tokens_per_iteration", told)
-    return schema.build(RolloutConfig, toml.Document(name=f"{path / 'config.json'}: rollout", data=section))
+def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:
+    section = upgraded(config.get("rollout") or {})
+    rollout = schema.build(SimulatedRollout, toml.Document(name=f"{path / 'config.json'}: rollout", data=section))
+    strategy = rollout.strategy
+    told = (config.get("meta") or {}).get(
+        "prefill_tokens_per_iteration"
+    )  # by the engine; what the user says goes first
+    if isinstance(strategy, RolloverConfig) and strategy.prefill_tokens_per_iteration is None and told is not None:
+        rollout = replace(rollout, strategy=replace(strategy, prefill_tokens_per_iteration=told))
+    return rollout
 
 
 def _replica(

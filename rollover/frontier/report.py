@@ -272,7 +272,7 @@ def study_json(study: Study) -> str:
 def _point_json(point: FrontierPoint) -> dict[str, Any]:
     return {
         "setting": label(point.config),
-        "strategy": point.config.strategy,
+        "strategy": point.config.strategy.kind,
         "rollout": asdict(point.config),
         "gain": asdict(point.gain),
         "lag": point.lag,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rollover.errors import ConfigError
-from rollover.rollout.config import RolloutConfig
+from rollover.rollout.shared import SharedConfig
 from rollover.settings import schema, toml
 from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.types import UNBOUNDED
 from rollover.workload.source import Lengths, capped
 
@@ -87,7 +88,7 @@ class ScenarioFile:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    rollout: RolloutConfig | None = None
+    rollout: SimulatedRollout | None = None
     """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
     engine: EngineSection = EngineSection()
     trainer: LatencySection | None = None
@@ -109,7 +110,7 @@ class Setup:
     name: str
     """Name of the lengths."""
     lengths: Lengths
-    rollout: RolloutConfig
+    rollout: SimulatedRollout
     """Batch shape, and the setting in use."""
     is_in_use: bool
     """Whether the user said which setting that is; otherwise only the batch shape counts."""
@@ -156,19 +157,13 @@ def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
     return schema.build(ScenarioFile, document), cap
 
 
-def shaped(rollout: RolloutConfig, *, batch_size: int | None, group_size: int | None) -> RolloutConfig:
+def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int | None) -> SimulatedRollout:
     """With another batch shape; over-sampling and concurrency grow and shrink with it."""
     try:
         groups, samples = batch_size or rollout.rollout_batch_size, group_size or rollout.group_size
-        r = groups / rollout.rollout_batch_size
-        running, over = rollout.num_running, rollout.over_sampling_batch_size
-        return replace(
-            rollout,
-            rollout_batch_size=groups,
-            group_size=samples,
-            num_running=running and max(1, round(running * r * samples / rollout.group_size)),
-            over_sampling_batch_size=over and max(groups, round(over * r)),
-        )
+        shape = SharedConfig(rollout_batch_size=groups, group_size=samples)
+        strategy = rollout.strategy.reshaped(rollout, shape)
+        return replace(rollout, rollout_batch_size=groups, group_size=samples, strategy=strategy)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -199,7 +194,7 @@ def build_setup(
     model: ReplicaModel,
     file: ScenarioFile,
     *,
-    rollout: RolloutConfig,
+    rollout: SimulatedRollout,
     is_in_use: bool,
     replicas: int,
     unit: Unit,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rollover.frontier.advice import Advice, advise
 from rollover.frontier.pictures import Picture, pictures
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
-from rollover.frontier.settings import KNOBS, name_of, place_of, setting, settings, value_of
+from rollover.frontier.settings import name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
@@ -80,7 +80,7 @@ def study(
     current = setup.rollout
     place = place_of(current)
     tried = [config for name in strategies for config in settings(name, setup, max_staleness=max_staleness)]
-    if current.strategy != "sync":  # in place of the setting that is the same but for its staleness bound
+    if current.strategy.kind != "sync":  # in place of the setting that is the same but for its staleness bound
         tried = [*(c for c in tried if place_of(c) != place), current]
     with workers(jobs) as runner:
         bench = _Bench(setup, length, num_seeds, runner, progress)
@@ -146,7 +146,7 @@ def _between(
     config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setup, max_staleness: int | None
 ) -> list[RolloutConfig]:
     """Settings halfway to the neighbours of ``config``."""
-    knob = KNOBS[config.strategy]
+    knob = config.strategy.knob
     here = value_of(config)
     if knob is None or here is None or here == math.inf or knob.key == "max_staleness":
         return []
@@ -194,7 +194,7 @@ class _Bench:
         points = []
         for place, (setup, config) in enumerate(work):
             outcomes = tuple(done[place * len(seeds) : (place + 1) * len(seeds)])
-            if config.strategy == "sync":
+            if config.strategy.kind == "sync":
                 self._baselines.setdefault(id(setup), outcomes)
             points.append(FrontierPoint(config=config, outcomes=outcomes, baseline=self._baselines[id(setup)]))
         return points
@@ -222,6 +222,5 @@ def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
 
 def _moved(config: RolloutConfig, setup: Setup) -> RolloutConfig:
     """``config`` in another setup, its knob where it was."""
-    size = setup.rollout.group_size
-    running = config.num_running and max(1, config.num_running * size // config.group_size)
-    return replace(config, group_size=size, num_running=running, max_new_tokens=setup.cap_tokens)
+    shape = replace(config, group_size=setup.rollout.group_size, max_new_tokens=setup.cap_tokens)
+    return replace(shape, strategy=config.strategy.reshaped(config, shape))

@@ -14,7 +14,6 @@ from functools import partial
 
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
@@ -148,7 +147,7 @@ class FrontierPoint:
 
 
 def strategy_of(config: RolloutConfig, scenario: Scenario) -> Strategy:
-    return STRATEGIES[config.strategy].from_config(config, scenario.capabilities)
+    return config.build_strategy(scenario.capabilities)
 
 
 def run_trial(trial: Trial, *, length: Length) -> TrialResult:

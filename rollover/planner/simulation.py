@@ -49,7 +49,6 @@ def check(
         batch_size=workload.num_groups,
         group_size=workload.group_size,
         max_staleness=plan.problem.max_staleness,
-        launched_groups=workload.num_groups,
         num_running=found.max_running,
     )
     window = simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)

@@ -17,15 +17,13 @@ class StartSample(NamedTuple):
 
     A tuple, as the events are, because a simulation makes millions.
 
-    Example: ``StartSample(SampleId(3, 0), token_budget=1024, fast_lane=False)`` starts or resumes the first sample of
+    Example: ``StartSample(SampleId(3, 0), token_budget=1024)`` starts or resumes the first sample of
     group 3, which is parked after 1,024 more tokens unless it ends before.
     """
 
     sample_id: SampleId
     token_budget: int | None
     """Tokens it may decode in this call before it is parked. ``None`` lets it run to its end."""
-    fast_lane: bool
-    """Send it to the part of the engine that is kept lightly loaded."""
 
 
 @dataclass(frozen=True, slots=True)

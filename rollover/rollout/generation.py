@@ -99,7 +99,6 @@ def generation_request(
         response_ids=trajectory.token_ids,
         params=sampling,
         seed=sample_seed(seed, sample_id),
-        fast_lane=start.fast_lane,
     )
 
 

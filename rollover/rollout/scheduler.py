@@ -212,9 +212,9 @@ class Scheduler:
 
     def _start(self, sample_id: SampleId, now_s: float) -> StartSample:
         view, strategy = self._view, self.strategy
-        budget, fast_lane = strategy.token_budget(view, sample_id), strategy.wants_fast_lane(view, sample_id)
+        start = StartSample(sample_id, strategy.token_budget(view, sample_id))
         self.record(SampleStarted(now_s, sample_id, view.ledger.policy_version))
-        return StartSample(sample_id, budget, fast_lane)
+        return start
 
     # -- what happened ---------------------------------------------------------------------------------------
 

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
-from rollover.rollout.config import RolloutConfig
 from rollover.rollout.entries import GroupEntry
 from rollover.rollout.state import View
 from rollover.types import SampleId
@@ -43,25 +41,8 @@ class Strategy:
     num_siblings: int = 1
     """Groups that share a prompt: the samples per prompt where each is a group of its own, else 1."""
     max_staleness: int
-    launched_groups: int
-    """Groups in flight at the start of a round."""
-    num_running: int
-    """Samples in flight at most."""
 
     on_full = OnFull.WAIT
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig, engine: Capabilities) -> Strategy:
-        """What the config says, on an engine that can do so much."""
-        siblings = config.num_siblings
-        return cls(
-            batch_size=config.rollout_batch_size * siblings,
-            group_size=config.group_size // siblings,
-            num_siblings=siblings,
-            max_staleness=config.staleness_bound,
-            launched_groups=config.launched_groups * siblings,
-            num_running=min(config.num_running or engine.max_running, engine.max_running),
-        )
 
     def groups_to_open(self, view: View) -> int:
         """Groups to admit now."""
@@ -85,10 +66,6 @@ class Strategy:
     def token_budget(self, view: View, sample_id: SampleId) -> int | None:
         """Tokens the sample may decode before it is parked; ``None`` lets it run to its end."""
         return None
-
-    def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
-        """Whether the sample should run where few others do; needs an engine that has such a place."""
-        return False
 
     def surplus(self, view: View) -> Sequence[int]:
         """Ids of whole groups to drop now that a batch is consumed: none, for they lead the next one."""

@@ -8,12 +8,10 @@ from typing import Protocol
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
-from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import NEEDS, STRATEGIES
+from rollover.rollout.strategies import STRATEGIES, Need
+from rollover.rollout.strategies.config import NumRunning
 from rollover.tasks.config import TasksConfig
 from rollover.trainer.config import ScratchConfig, TrainerConfig
 
@@ -81,29 +79,23 @@ def context_needed(config: Sections, key: str) -> int:
 
 def check_capabilities(config: Sections, capabilities: Capabilities) -> None:
     """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
-    need = NEEDS.get(config.rollout.strategy)
-    if need is not None and not getattr(capabilities, need):
+    need = config.rollout.strategy.needs
+    if need is not None and not getattr(capabilities, need.capability):
         raise ConfigError(_lacking(config, need))
 
 
-def _lacking(config: Sections, need: str) -> str:
-    name = config.rollout.strategy
-    purpose = {
-        "in_flight_update": "loads weights under running samples",
-        "fast_lane": "keeps a replica lightly loaded for the oldest samples",
-    }[need]
-    others = ", ".join(other for other in STRATEGIES if NEEDS.get(other) != need)
-    mend = "so far the simulator alone can; choose a strategy that does without"
-    if need == "in_flight_update":
-        mend = "set engine.kv_on_update = 'keep', or choose a strategy that does without"
+def _lacking(config: Sections, need: Need) -> str:
+    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.needs != need)
     return (
-        f"rollout.strategy {name!r} {purpose}, which this engine (engine.kind {config.engine.kind!r}) cannot:"
-        f" {mend}: {others}"
+        f"rollout.strategy {config.rollout.strategy.kind!r} {need.purpose}, which this engine (engine.kind"
+        f" {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that does without:"
+        f" {others}"
     )
 
 
 def _contradictions(config: Sections) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine
+    can = engine.declared
     algorithm = resolve(config.algorithm)
     single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
     if single and algorithm.advantage not in ("whitened", "history"):
@@ -123,37 +115,35 @@ def _contradictions(config: Sections) -> Iterator[str]:
             f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
             f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
         )
-    need = NEEDS.get(rollout.strategy)
-    if need == "fast_lane" or (
-        need == "in_flight_update" and isinstance(engine, VLLMConfig) and engine.kv_on_update != "keep"
-    ):
+    need = rollout.strategy.needs
+    if need is not None and not getattr(can, need.capability):
         yield _lacking(config, need)
     if config.deterministic:
         yield from _nondeterminism(config)
-    if isinstance(engine, SGLangConfig) and (rollout.top_p < 1 or rollout.top_k > 0):
+    if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
-            " engine.kind 'sglang' reports log-probs from before the cut: set them to 1 and 0"
+            f" engine.kind {engine.kind!r} reports log-probs from before the cut: set them to 1 and 0"
         )
-    if isinstance(engine, EmbeddedConfig):
-        if rollout.num_running is not None and rollout.num_running > engine.max_running:
-            yield (
-                f"rollout.num_running ({rollout.num_running}) is above engine.max_running"
-                f" ({engine.max_running}): raise the latter or lower the former"
-            )
-        if (context := engine.max_context_tokens) is not None:
-            yield from _too_long(config, context, "engine.max_context_tokens")
+    running = rollout.strategy.num_running if isinstance(rollout.strategy, NumRunning) else None
+    if running is not None and can.max_running is not None and running > can.max_running:
+        yield (
+            f"rollout.strategy.num_running ({running}) is above engine.max_running"
+            f" ({can.max_running}): raise the latter or lower the former"
+        )
+    if can.max_context_tokens is not None:
+        yield from _too_long(config, can.max_context_tokens, "engine.max_context_tokens")
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
 
 
 def _nondeterminism(config: Sections) -> Iterator[str]:
-    if config.rollout.overlaps_training:
+    if config.rollout.strategy.overlaps_training:
         yield (
-            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy!r}, which trains and"
+            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy.kind!r}, which trains and"
             " generates at the same time: use one that stops for the trainer, such as 'april'"
         )
-    if not isinstance(config.engine, EmbeddedConfig):
+    if not config.engine.declared.deterministic:
         yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
     elif config.engine.kv_on_update == "keep":
         yield (

@@ -20,6 +20,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.stored import upgraded
 from rollover.run import checks
 from rollover.settings import toml
 from rollover.settings.changes import Changeable, Fixed, OnResume
@@ -228,10 +229,14 @@ def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunC
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Table by table; one whose ``kind`` changes takes nothing over."""
+    """Table by table; one whose ``kind`` changes takes nothing over. A string in place of a table is its kind."""
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(change, str):
+            change = {"kind": change}
+        elif isinstance(old, str) and isinstance(change, Mapping):
+            old = {"kind": old}
         if isinstance(old, Mapping) and isinstance(change, Mapping) and change.get("kind") in (None, old.get("kind")):
             merged[key] = _merged(old, change)
         else:
@@ -240,8 +245,16 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The inverse of ``resolved``, with overrides laid over it; ``source`` names it in messages."""
-    return build(RunConfig, toml.Document(name=source, data=dict(data)), parse_overrides(overrides))
+    """The inverse of ``resolved``, with overrides laid over it; ``source`` names it in messages. Configs that earlier
+    versions stored are understood."""
+    stored = _upgraded(data)
+    stored["variants"] = {name: _upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
+    return build(RunConfig, toml.Document(name=source, data=stored), parse_overrides(overrides))
+
+
+def _upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
+    rollout = stored.get("rollout")
+    return {**stored, "rollout": upgraded(rollout)} if isinstance(rollout, Mapping) else dict(stored)
 
 
 def find(config: str | Path) -> Path:

@@ -38,6 +38,7 @@ from typing import Any, Self
 import rollover
 from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
+from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run.config import RunConfig, resolved, restore
 from rollover.settings.schema import on_resume, types_at
 from rollover.settings.toml import KeyPath
@@ -250,6 +251,9 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ``RunError`` when there is no run, or when an override changes what may not change.
     """
     before, source = _read(path)[0], str(path / "config.json")
+    kind = before.get("rollout", {}).get("strategy")
+    if isinstance(kind, str) and kind in SIMULATED_ONLY:
+        raise RunError(f"{path} cannot go on: it was made with rollout.strategy {kind!r}; {SIMULATED_ONLY[kind]}")
     config = restore(before, source, overrides)
     if overrides:
         check_changes(path, restore(before, source), config)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rollover.algorithms.config import resolve
-from rollover.rollout.config import RolloutConfig
 from rollover.run.checks import check_context
 from rollover.run.config import RunConfig
 
@@ -34,15 +33,15 @@ def dry_run(config: RunConfig) -> list[str]:
     lines += [
         f"each step trains {r.rollout_batch_size} prompts x {r.group_size} samples"
         f" of at most {r.max_new_tokens} tokens, {config.steps} steps in all",
-        f"strategy {r.strategy}: {_in_flight(r)}, staleness at most {r.staleness_bound} versions",
+        f"strategy {r.strategy.kind}: {r.strategy.describe(r)}, staleness at most {r.staleness_bound} versions",
         f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
     ]
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
-    if r.strategy == "rollover" and resolve(config.algorithm).advantage == "whitened":
+    if r.strategy.sorts_by_length and resolve(config.algorithm).advantage == "whitened":
         lines.append(
-            "warning: strategy rollover trains responses of like length together, and the advantage 'whitened' compares"
-            " those of a batch; strategy april mixes them"
+            f"warning: strategy {r.strategy.kind} trains responses of like length together, and the advantage"
+            " 'whitened' compares those of a batch; strategy april mixes them"
         )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     tokenizer = _tokenizer(config)
@@ -58,15 +57,6 @@ def dry_run(config: RunConfig) -> list[str]:
         if facts.first is not None:
             source.solution(facts.first, facts.prompt_column)
     return lines
-
-
-def _in_flight(r: RolloutConfig) -> str:
-    """What decides how much is started."""
-    if r.strategy == "rollover":
-        return f"a lag of {r.target_lag:g} in the mean"
-    if r.overlaps_training or r.strategy in ("concurrency", "fast_lane"):
-        return "as many samples in flight as fit" if r.num_running is None else f"{r.num_running} samples in flight"
-    return f"{r.launched_groups} groups in flight at the start of a round"
 
 
 def _model_line(config: RunConfig) -> str:

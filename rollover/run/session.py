@@ -30,7 +30,6 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategies import STRATEGIES
 from rollover.run.checkpointing import Checkpointer, open_journal, step_to_resume
 from rollover.run.checks import check_capabilities, check_context
 from rollover.run.config import RunConfig, resolved
@@ -127,6 +126,7 @@ async def open_session(
             clock=clock,
             on_progress=progress.evaluating,
         )
+        overlaps_training = config.rollout.strategy.overlaps_training
         yield Session(
             config=config,
             trainer=trainer,
@@ -139,9 +139,7 @@ async def open_session(
                 done_version=trainer.version if trainer.version in evaluated else None,
             ),
             checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal, clock),
-            meter=StepMeter(
-                state.ledger, tasks.scorer, engine, clock, overlaps_training=config.rollout.overlaps_training
-            ),
+            meter=StepMeter(state.ledger, tasks.scorer, engine, clock, overlaps_training=overlaps_training),
             observe=observe,
             clock=clock,
             resume_command=run.resume_command,
@@ -178,7 +176,7 @@ def _open_driver(
     rollout, algorithm = config.rollout, resolve(config.algorithm)
     return RolloutDriver(
         engine=engine,
-        strategy=STRATEGIES[rollout.strategy].from_config(rollout, engine.capabilities),
+        strategy=rollout.build_strategy(engine.capabilities),
         source=EachSample(tasks.source, rollout.num_siblings),
         scorer=tasks.scorer,
         sampling=rollout.sampling(stops),

@@ -16,7 +16,7 @@ import re
 import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rollover.errors import ConfigError, nearest
@@ -28,9 +28,13 @@ from rollover.types import UNBOUNDED
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class ByKind:
     """Annotates a union of dataclasses that each have a literal ``kind``: it tells which of them a table makes, and
-    where it is missing the first is meant."""
+    where it is missing the first is meant. A string in place of the table is its kind."""
+
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that a user may expect and that are not among these, with the end of the message about them."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         choices = {kind: handler(option) for option in get_args(source) for kind in _kinds(option)}
@@ -88,10 +92,12 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     from pydantic import TypeAdapter, ValidationError
 
     data = copy.deepcopy(document.data)
+    _write_kinds(data, [schema])
+    overrides = [_in_full(schema, override) for override in overrides]
     for override in overrides:
         _change_kind(data, schema, override)
     overridden = {_lay(data, schema, override) for override in overrides}
-    _fill_kinds(data, [schema])
+    _write_kinds(data, [schema])
     report = _Report(schema, document, data, overridden)
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
@@ -139,12 +145,14 @@ def _is_utf8(text: str) -> bool:
 
 def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
     """Whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
-    for depth, name in enumerate(path):
-        for parent in types_at(schema, path[:depth], data):
-            hint = get_type_hints(parent, include_extras=True).get(str(name)) if is_dataclass(parent) else None
-            if UNBOUNDED in getattr(hint, "__metadata__", ()):
-                return True
-    return False
+    return any(UNBOUNDED in _annotations(schema, path[: depth + 1], data) for depth in range(len(path)))
+
+
+def _annotations(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
+    """What the declaration of the field at ``path`` says beside its type."""
+    for parent in types_at(schema, path[:-1], data):
+        hint = get_type_hints(parent, include_extras=True).get(str(path[-1])) if is_dataclass(parent) else None
+        yield from getattr(hint, "__metadata__", ())
 
 
 def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
@@ -168,28 +176,42 @@ def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
     return path
 
 
-def _fill_kinds(data: Any, annotations: list[Any]) -> None:
-    """Write down the ``kind`` of each table that may be of several and does not say. An element of a list must say."""
+def _write_kinds(data: Any, annotations: list[Any]) -> None:
+    """Write down the ``kind`` of each table that may be of several: the first where none is said, or the string that
+    stands in place of the table. An element of a list must say."""
     for key, inner in list(data.items() if isinstance(data, dict) else enumerate(data)):
         options = [member for annotation in annotations for member in _inner(annotation, key)]
-        tables = [option for option in options if is_dataclass(option)]
-        if isinstance(inner, dict) and isinstance(data, dict) and len(tables) > 1 and all(map(_kinds, tables)):
-            inner.setdefault("kind", _kinds(tables[0])[0])
+        if kinds := _choice(options):
+            if isinstance(inner, str):
+                data[key] = inner = {"kind": inner}
+            if isinstance(inner, dict) and isinstance(data, dict):
+                inner.setdefault("kind", kinds[0])
         if isinstance(inner, dict | list):
-            _fill_kinds(inner, _of_kind(options, inner))
+            _write_kinds(inner, _of_kind(options, inner))
+
+
+def _choice(annotations: Iterable[Any]) -> list[str]:
+    """The kinds of a table that may be of several; none for everything else."""
+    tables = [annotation for annotation in annotations if is_dataclass(annotation)]
+    return [kind for table in tables for kind in _kinds(table)] if len(tables) > 1 and all(map(_kinds, tables)) else []
+
+
+def _in_full(schema: type, override: Override) -> Override:
+    """``--table KIND`` as ``--table.kind KIND``."""
+    is_short = _choice(types_at(schema, override.path))
+    return replace(override, path=(*override.path, "kind")) if is_short else override
 
 
 def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
     """An override that makes a table one of another kind empties it: what it held belonged to the old one."""
     *head, last = override.path
+    if last != "kind" or not (kinds := _choice(types_at(schema, head))):
+        return
     table: Any = data
     for key in head:
         table = table.get(key) if isinstance(table, dict) else None
-    options = [option for option in types_at(schema, head) if _kinds(option)]
-    if last == "kind" and isinstance(table, dict) and len(options) > 1:
-        now = table.get("kind", _kinds(options[0])[0])
-        if override.text.strip("'\"") != now:
-            table.clear()
+    if isinstance(table, dict) and override.text.strip("'\"") != table.get("kind", kinds[0]):
+        table.clear()
 
 
 def _index(override: Override, part: str, length: int, array: str) -> int:
@@ -258,10 +280,10 @@ def _inner(annotation: Any, key: str | int) -> list[Any]:
         hints = get_type_hints(annotation)
         return _members(hints[key]) if key in hints else []
     arguments = get_args(annotation)
-    if get_origin(annotation) is tuple and isinstance(key, int):
+    if get_origin(annotation) is tuple and (isinstance(key, int) or key.isdecimal()):
         if arguments[-1] is Ellipsis:
             return _members(arguments[0])
-        return _members(arguments[key]) if key < len(arguments) else []
+        return _members(arguments[int(key)]) if int(key) < len(arguments) else []
     if get_origin(annotation) in (dict, Mapping) and isinstance(key, str):
         return _members(arguments[1])
     return []
@@ -327,9 +349,11 @@ class _Report:
                 path += (context["discriminator"].strip("'"),)
                 message = "this key is required"
             case "union_tag_invalid":
-                path += (context["discriminator"].strip("'"),)
                 tag, tags = context["tag"], _quoted(context["expected_tags"])
-                message = f"{tag!r} is not allowed{nearest(tag, tags)}"
+                said = [a.elsewhere for a in _annotations(self.schema, path, self.data) if isinstance(a, ByKind)]
+                known = next((f": {kinds[tag]}" for kinds in said if tag in kinds), nearest(tag, tags))
+                message = f"{tag!r} is not allowed{known}"
+                path += (context["discriminator"].strip("'"),)
             case kind if kind.endswith("_type") or kind == "int_from_float":
                 expected = dict.fromkeys(map(_name, types_at(self.schema, path, self.data)))
                 message = f"expected {' or '.join(expected)}, got {_show(seen)}"

@@ -5,13 +5,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from rollover.errors import RunError
+from rollover.rollout.state import View
 from rollover.sim.replica import Replica
 from rollover.types import SampleId
 
 _STALE = 8
 """Entries a lane holds per replica before those that are out of date are thrown out."""
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """A strategy that has a say in where its samples run.
+
+    Example:
+        ``FastLane`` with ``fast_lane=2`` sends the two oldest unfinished samples to replicas with ``fast_lane = True``.
+    """
+
+    def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
+        """Says that the sample should run on a lightly loaded replica."""
 
 
 class Lane:

@@ -21,7 +21,7 @@ from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
-from rollover.sim.dispatch import Fleet
+from rollover.sim.dispatch import Fleet, Placing
 from rollover.sim.memory import rare_collections
 from rollover.sim.models import Latency
 from rollover.sim.replica import Call, Replica
@@ -89,7 +89,9 @@ class _Run:
         self._workload = workload
         self._scenario = scenario
         self._rng = random.Random(seed)
+        self._placing = strategy if isinstance(strategy, Placing) else None
         state = RolloutState()
+        self._view = state.view
         self._ledger = state.ledger
         self._scheduler = Scheduler(
             strategy=strategy,
@@ -246,13 +248,13 @@ class _Run:
 
     def _start(self, starts: Sequence[StartSample]) -> None:
         changed: dict[int, Replica] = {}
-        for sample_id, budget, fast_lane in starts:
+        for sample_id, budget in starts:
             entry = self._ledger.sample(sample_id)
             index = entry.prompt.columns["index"]
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
-            replica = self._fleet.place(sample_id, fast_lane=fast_lane)
+            replica = self._place(sample_id)
             replica.advance(self._now_s)
             changed[replica.index] = replica
             replica.add(
@@ -269,6 +271,12 @@ class _Run:
             )
         for replica in changed.values():
             self._schedule(replica)
+
+    def _place(self, sample_id: SampleId) -> Replica:
+        placing = self._placing
+        return self._fleet.place(
+            sample_id, fast_lane=placing is not None and placing.wants_fast_lane(self._view, sample_id)
+        )
 
     def _stop(self) -> None:
         """Park everything that runs."""

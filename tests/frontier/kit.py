@@ -7,9 +7,9 @@ from typing import Any
 
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, TrialResult
-from rollover.rollout.config import RolloutConfig
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import LengthLaw
 
 LAW = LengthLaw(
@@ -19,7 +19,7 @@ REPLICA = ReplicaModel(c0_s=0.01, b0=12, prefill_tokens_per_s=50_000)
 
 
 def small(**changes: Any) -> Setup:
-    config = RolloutConfig(rollout_batch_size=6, group_size=4, max_new_tokens=LAW.cap_tokens)
+    config = SimulatedRollout(rollout_batch_size=6, group_size=4, max_new_tokens=LAW.cap_tokens)
     setup = Setup(
         name="small", lengths=LAW, rollout=config, is_in_use=False, scenario=Scenario(replicas=(REPLICA,)), unit="s"
     )
@@ -34,5 +34,8 @@ def outcome(**figures: float) -> TrialResult:
 def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> FrontierPoint:
     """A made-up one, of a single seed."""
     made = outcome(tokens_per_s=gain, lag=lag, trained_length=length, max_lag=max_lag)
-    usual: dict[str, Any] = {"strategy": "april", "over_sampling_batch_size": 64, "max_staleness": 64}
-    return FrontierPoint(config=RolloutConfig(**(usual | config)), outcomes=(made,), baseline=(outcome(),))
+    kind = config.pop("strategy", "april")
+    usual = (
+        {} if kind == "sync" else {"max_staleness": 64} | ({"over_sampling_batch_size": 64} if kind == "april" else {})
+    )
+    return FrontierPoint(config=SimulatedRollout.of(kind, **usual | config), outcomes=(made,), baseline=(outcome(),))

@@ -8,11 +8,13 @@ import pytest
 from rollover.frontier.advice import advise, bound, frontier
 from rollover.frontier.settings import settings
 from rollover.frontier.sweep import Length, Trial, run_trial, strategy_of
-from rollover.rollout.config import RolloutConfig
+from rollover.settings.schema import build
+from rollover.settings.toml import Document
 from rollover.sim.run import simulate
+from rollover.sim.strategies import SimulatedRollout
 from tests.frontier.kit import outcome, point, small
 
-SYNC = point(1.0, 0.0, strategy="sync", over_sampling_batch_size=None, max_staleness=None)
+SYNC = point(1.0, 0.0, strategy="sync")
 SLOW, KNEE, DEAR, FASTEST = point(1.2, 0.5), point(1.8, 1.0), point(1.7, 1.5), point(2.0, 4.0)
 POINTS = [SYNC, FASTEST, SLOW, DEAR, KNEE]
 
@@ -59,9 +61,9 @@ def test_a_setting_that_trains_single_samples_names_the_advantage_it_needs() -> 
 
 
 def test_what_the_setting_was_told_of_the_engine_is_pasted_with_it() -> None:
-    ours = {"strategy": "rollover", "over_sampling_batch_size": None, "lag_target": 1.0}
+    ours = {"strategy": "rollover", "lag_target": 1.0}
     snippet = tomllib.loads(advise([SYNC, point(2.0, 0.1, **ours, prefill_tokens_per_iteration=40.0)], 9.0).toml())
-    assert snippet["rollout"]["prefill_tokens_per_iteration"] == 40.0
+    assert snippet["rollout"]["strategy"]["prefill_tokens_per_iteration"] == 40.0
     assert "prefill_tokens_per_iteration" not in advise([SYNC, point(2.0, 0.1, **ours)], 9.0).toml()
 
 
@@ -73,7 +75,7 @@ def test_the_recommended_bound_is_never_in_the_way(strategy: str) -> None:
     found = point(2.0, 1.0)
     found = replace(found, config=config, outcomes=(run_trial(trial, length=length),))
     snippet = tomllib.loads(advise([SYNC, found], 1e9).toml())["rollout"]
-    bounded = RolloutConfig(**snippet, max_new_tokens=config.max_new_tokens)
+    bounded = build(SimulatedRollout, Document(name="", data={**snippet, "max_new_tokens": config.max_new_tokens}))
     assert bounded.staleness_bound == bound(found) >= 1
     free, held = (
         simulate(strategy_of(c, setup.scenario), setup.lengths.workload(1), setup.scenario, steps=24)

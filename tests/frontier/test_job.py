@@ -35,18 +35,18 @@ def test_a_file_of_one_response_is_enough_however_short_the_run(steps: str, caps
     Path("one.jsonl").write_text('{"prompt": "a", "length": 512}\n')
     argv = ["simulate", "one.jsonl", "--seeds", "1", "--batch-size", "4", "--group-size", "4", "--steps", steps]
     assert cli.main([*argv, "--warmup", str(int(steps) - 1)]) == 0
-    assert 'strategy = "' in capsys.readouterr().out
+    assert "[rollout]" in capsys.readouterr().out
 
 
 def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureFixture[str]) -> None:
     Path("s.toml").write_text(
         "[engine]\nc0_s = 0.01\nb0 = 20.0\n[trainer]\nbase_s = 0.5\n"
-        "[rollout]\nstrategy = 'concurrency'\nnum_running = 12\nrollout_batch_size = 4\ngroup_size = 2\n"
+        "[rollout]\nstrategy = { kind = 'concurrency', num_running = 12 }\nrollout_batch_size = 4\ngroup_size = 2\n"
     )
     assert cli.main(["simulate", "tiny.toml", *QUICK[:4], "--scenario", "s.toml", "--json", "a.json"]) == 0
     content = json.loads(Path("a.json").read_text())
     assert content["unit"] == "s"
-    assert content["rollout"]["num_running"] == 12
+    assert content["rollout"]["strategy"]["num_running"] == 12
     assert "concurrency C=12" in [p["setting"] for p in content["points"]]
     assert "Training takes no time" not in capsys.readouterr().out
 

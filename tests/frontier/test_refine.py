@@ -66,8 +66,8 @@ def test_whole_numbers_are_tried_until_none_lies_between(name: str) -> None:
     points = refined(name, 1.0, lambda v: v - 0.02)
     key = knob_of(name)
     assert key is not None
-    numbers = sorted(getattr(p.config, key.key) for p in points)
-    lags = {getattr(p.config, key.key): p.lag for p in points}
+    numbers = sorted(p.config.strategy.knob_value(p.config) for p in points)
+    lags = {p.config.strategy.knob_value(p.config): p.lag for p in points}
     below = max((n for n in numbers if lags[n] <= 1.0), default=0)
     beyond = [n for n in numbers if lags[n] > 1.0]
     if lags.get(below, 0.0) < 1 - TOLERANCE and beyond:
@@ -107,7 +107,7 @@ def test_the_settings_that_a_lag_is_recommended_from_have_that_lag(asked: Study)
 
 def test_a_recommendation_says_what_the_others_reach_and_who_jumps_over_the_lag(asked: Study) -> None:
     said = rivals(asked, asked.advice[0])
-    winner = asked.advice[0].config.strategy
+    winner = asked.advice[0].config.strategy.kind
     assert said.startswith("Others within it: ")
     for name in {"april", "concurrency", "bounded_async", "rollover"} - {winner}:
         assert f"{name} " in said

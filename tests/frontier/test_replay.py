@@ -14,6 +14,7 @@ from rollover.frontier.sweep import strategy_of
 from rollover.report.metrics import MetricsWriter
 from rollover.rollout.events import Event, GroupOpened
 from rollover.rollout.journal import Journal
+from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.models import Latency
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
@@ -77,11 +78,12 @@ def test_rollover_is_told_again_what_it_had_been_told_of_its_engine(
     tmp_path: Path, said: float | None, simulated: float
 ) -> None:
     setup = small(unit="c0")
-    setup = replace(setup, rollout=replace(setting("rollover", setup, 1.0), prefill_tokens_per_iteration=said))
+    strategy = RolloverConfig(prefill_tokens_per_iteration=said)
+    setup = replace(setup, rollout=replace(setting("rollover", setup, 1.0), strategy=strategy))
     run = recorded_run(tmp_path / "run", setup, 12)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"meta": {"prefill_tokens_per_iteration": 20.0}}))
-    assert read_recorded(run).rollout.prefill_tokens_per_iteration == simulated
+    assert read_recorded(run).rollout.strategy == RolloverConfig(prefill_tokens_per_iteration=simulated)
 
 
 def test_the_lengths_of_a_run_are_those_it_decoded(tmp_path: Path) -> None:

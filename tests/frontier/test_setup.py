@@ -7,9 +7,10 @@ import pytest
 
 from rollover.errors import ConfigError
 from rollover.frontier.setup import ScenarioFile, build_setup, read_scenario, shaped
-from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import AprilConfig, ConcurrencyConfig
 from rollover.sim.models import Latency
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 from tests.frontier.kit import LAW, REPLICA, small
 
 
@@ -25,8 +26,7 @@ def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
         """
         kv_on_update = "keep"
         [rollout]
-        strategy = "concurrency"
-        num_running = 40
+        strategy = { kind = "concurrency", num_running = 40 }
         max_new_tokens = 200
         [engine]
         b0 = 33.0
@@ -69,14 +69,16 @@ def test_mistakes_are_named_with_their_line(tmp_path: Path, text: str, message: 
 def test_the_fast_lane_leaves_a_replica_for_the_others(tmp_path: Path) -> None:
     file, _ = read(tmp_path, "[engine]\nfast_lane_replicas = 2\n")
     with pytest.raises(ConfigError, match=r"fast_lane_replicas \(2\) must be below the number of replicas \(2\)"):
-        build_setup("x", LAW, REPLICA, file, rollout=RolloutConfig(), is_in_use=False, replicas=2, unit="s", notes=())
+        build_setup(
+            "x", LAW, REPLICA, file, rollout=SimulatedRollout(), is_in_use=False, replicas=2, unit="s", notes=()
+        )
 
 
 def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:
-    april = RolloutConfig(strategy="april", rollout_batch_size=32, over_sampling_batch_size=48)
-    assert shaped(april, batch_size=64, group_size=None).over_sampling_batch_size == 96
-    refill = RolloutConfig(strategy="concurrency", rollout_batch_size=32, group_size=8, num_running=256)
-    assert shaped(refill, batch_size=16, group_size=16).num_running == 256
+    april = SimulatedRollout.of("april", rollout_batch_size=32, over_sampling_batch_size=48)
+    assert shaped(april, batch_size=64, group_size=None).strategy == AprilConfig(over_sampling_batch_size=96)
+    refill = SimulatedRollout.of("concurrency", rollout_batch_size=32, group_size=8, num_running=256)
+    assert shaped(refill, batch_size=16, group_size=16).strategy == ConcurrencyConfig(num_running=256)
     assert shaped(april, batch_size=None, group_size=None) == april
 
 

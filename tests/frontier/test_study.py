@@ -80,7 +80,7 @@ def test_the_usual_setting_is_marked_and_the_recommendation_looked_at_closely(fo
     assert label(found.current.config) == "april r=2"
     assert len(found.points) > 1 + 5 + 5 + 5  # neighbours of the recommended one beside the grid
     assert {v.what for v in found.variations} == {"group size", "cap", "B0"}
-    shown = {p.config.strategy for p in found.pictures}
+    shown = {p.config.strategy.kind for p in found.pictures}
     assert "sync" in shown
     for picture in found.pictures:
         assert (picture.first_step, picture.last_step) == (8, 10)

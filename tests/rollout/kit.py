@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.engine.base import Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
-from rollover.rollout.config import Limits, RolloutConfig
+from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
 from rollover.rollout.generation import sample_seed
@@ -20,15 +20,15 @@ from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
-from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
+from rollover.sim.strategies import SIMULATED, SimulatedRollout
 from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.virtual_time import VirtualClock, run
 from tests.weights.kit import FakeWeights
 
 SEED = 3
-NAMES = tuple(STRATEGIES)
+NAMES = tuple(SIMULATED)
 
 
 class Prompts:
@@ -113,14 +113,12 @@ def lognormal(median: float, sigma: float, cap: int = 60, *, salt: int = 0) -> C
     return lambda request: of_seed(request.seed)
 
 
-def config_of(name: str, **config: Any) -> RolloutConfig:
-    return RolloutConfig(**({"strategy": name} | config))
+config_of = SimulatedRollout.of
 
 
 def strategy_of(name: str, *, max_running: int = 64, **config: Any) -> Strategy:
-    return STRATEGIES[name].from_config(
-        config_of(name, **config), Capabilities(max_running=max_running, max_context_tokens=2**20)
-    )
+    engine = Capabilities(max_running=max_running, max_context_tokens=2**20)
+    return config_of(name, **config).build_strategy(engine)
 
 
 @dataclass

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from tests.rollout.kit import NAMES, config_of
+from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, AprilConfig
+from rollover.settings.schema import build
+from rollover.settings.toml import Document, parse
+from rollover.sim.strategies import SIMULATED, SimulatedRollout
+from tests.rollout.kit import NAMES, config_of, strategy_of
 
 KEYS = {
     "over_sampling_batch_size": ({"april", "oversample", "token_budget", "sorted", "tail_rounds"}, 64),
@@ -24,61 +30,93 @@ KEYS = {
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_key_is_refused_where_it_has_no_effect(name: str, key: str) -> None:
-    strategies, value = KEYS[key]
-    if name in strategies:
-        config_of(name, **{key: value})
+def test_an_option_is_refused_where_it_has_no_effect(name: str, key: str) -> None:
+    kinds, value = KEYS[key]
+    data = {"strategy": {"kind": name, key: value}}
+    if name in kinds:
+        assert build(SimulatedRollout, Document(name="x", data=data)) == config_of(name, **{key: value})
         return
+    with pytest.raises(ConfigError, match=f"x: strategy.{key}: unknown key of kind '{name}'; it belongs to kind") as e:
+        build(SimulatedRollout, Document(name="x", data=data))
+    assert all(repr(other) in str(e.value) for other in kinds)
+
+
+def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
+    assert {*SIMULATED} - {*STRATEGIES} == {*SIMULATED_ONLY}
+    for kind in SIMULATED_ONLY:
+        with pytest.raises(ConfigError) as e:
+            build(RolloutConfig, parse(f"strategy = '{kind}'", "run.toml"))
+        assert str(e.value).startswith(
+            f"run.toml:1: strategy.kind: '{kind}' is not allowed: it is simulated only"
+            f" (rollover simulate --strategies {kind}); to train, use '"
+        )
     with pytest.raises(
-        ValueError, match=f"rollout.{key} has no effect with strategy '{name}'; remove it, or use "
-    ) as e:
-        config_of(name, **{key: value})
-    assert all(other in str(e.value) for other in strategies)
+        ConfigError, match=r"run\.toml:1: strategy\.kind: 'aprli' is not allowed; did you mean 'april'?"
+    ):
+        build(RolloutConfig, parse("strategy = 'aprli'", "run.toml"))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"strategy": "token_budget", "tokens_per_round": 0}, "rollout.tokens_per_round must be at least 1, got 0"),
-        ({"strategy": "windowed", "window_groups": 0}, "rollout.window_groups must be at least 1, got 0"),
-        ({"strategy": "fast_lane", "fast_lane_samples": -1}, "rollout.fast_lane_samples must be at least 1, got -1"),
+        (
+            {"strategy": "token_budget", "tokens_per_round": 0},
+            "rollout.strategy.tokens_per_round must be at least 1, got 0",
+        ),
+        ({"strategy": "windowed", "window_groups": 0}, "rollout.strategy.window_groups must be at least 1, got 0"),
+        (
+            {"strategy": "fast_lane", "fast_lane_samples": -1},
+            "rollout.strategy.fast_lane_samples must be at least 1, got -1",
+        ),
         (
             {"strategy": "threshold", "staleness_threshold": -0.1},
-            "rollout.staleness_threshold must be at least 0, got -0.1",
+            "rollout.strategy.staleness_threshold must be at least 0, got -0.1",
         ),
         ({"strategy": "threshold", "staleness_threshold": float("nan")}, "must be at least 0, got nan"),
         (
             {"strategy": "rollover", "prefill_tokens_per_iteration": 0.0},
-            "rollout.prefill_tokens_per_iteration must be above 0, got 0.0",
+            "rollout.strategy.prefill_tokens_per_iteration must be above 0, got 0.0",
         ),
         ({"strategy": "rollover", "prefill_tokens_per_iteration": float("nan")}, "must be above 0, got nan"),
         ({"strategy": "probe", "max_staleness": 1}, "rollout.max_staleness is 1, but strategy 'probe' is always at 0"),
         (
             {"strategy": "threshold", "staleness_threshold": 1.2, "max_staleness": 1},
             "rollout.max_staleness (1) is below 2, which a threshold of 1.2 for batches of 32 needs;"
-            " raise it, or lower rollout.staleness_threshold",
+            " raise it, or lower rollout.strategy.staleness_threshold",
         ),
         (
             {"strategy": "sorted", "over_sampling_batch_size": 128, "max_staleness": 2},
             "rollout.max_staleness (2) is below 3, which 128 groups in flight for batches of 32 need;"
-            " raise it, or lower rollout.over_sampling_batch_size",
+            " raise it, or lower rollout.strategy.over_sampling_batch_size",
         ),
     ],
 )
 def test_what_cannot_work_is_refused(config: dict[str, Any], message: str) -> None:
+    config = dict(config)
     with pytest.raises(ValueError) as e:
-        RolloutConfig(**config)
+        config_of(config.pop("strategy"), **config)
     assert message in str(e.value)
 
 
 def test_a_config_that_says_nothing_gets_april_with_twice_the_batch_in_flight() -> None:
-    config = RolloutConfig(rollout_batch_size=6)
-    assert (config.strategy, config.launched_groups, config.staleness_bound) == ("april", 12, 4)
+    config = build(RolloutConfig, parse("rollout_batch_size = 6", "x"))
+    assert (config.strategy, config.staleness_bound) == (AprilConfig(), 4)
+    assert config.strategy.describe(config) == "12 groups in flight at the start of a round"
 
 
 def test_defaults() -> None:
-    config = RolloutConfig(max_new_tokens=1001, rollout_batch_size=6, group_size=3)
-    assert (config.round_budget, config.threshold, config.window, config.fast_lane) == (251, 0.5, 6, 3)
+    shape = {"max_new_tokens": 1001, "rollout_batch_size": 6, "group_size": 3}
+    filled = {
+        ("token_budget", "round_budget"): 251,
+        ("threshold", "threshold"): 0.5,
+        ("windowed", "window"): 6,
+        ("fast_lane", "fast_lane"): 3,
+        ("rollover", "target_lag"): 1.0,
+        ("april", "launched_groups"): 12,
+        ("concurrency", "num_running"): 64,
+    }
+    for (name, field), value in filled.items():
+        assert getattr(strategy_of(name, **shape), field) == value
     bounds = {name: config_of(name).staleness_bound for name in NAMES}
     assert {name for name, bound in bounds.items() if bound == 0} == {"sync", "probe"}
     assert {name for name, bound in bounds.items() if bound == 1} == {"oversample", "tail_rounds"}
@@ -87,6 +125,6 @@ def test_defaults() -> None:
 
 
 def test_what_is_printed_can_be_read_again() -> None:
-    """The complete configuration names every key: at its default, a key is no setting without effect."""
     for name in NAMES:
-        assert config_of(name, drop_surplus=False, staleness_threshold=None) == config_of(name)
+        data = asdict(config_of(name))
+        assert build(SimulatedRollout, Document(name="x", data=data)) == config_of(name)

@@ -27,7 +27,7 @@ from tests.rollout.kit import (
 from tests.virtual_time import run
 
 STEPS = 6
-DETERMINISTIC = [(name, True) for name in NAMES if not config_of(name).overlaps_training]
+DETERMINISTIC = [(name, True) for name in NAMES if not config_of(name).strategy.overlaps_training]
 CASES = [*((name, False) for name in NAMES), *DETERMINISTIC]
 
 

@@ -103,7 +103,7 @@ def test_keeping_starts_more_beside_the_batch_and_after_it() -> None:
     shell = Shell("bounded_async", num_running=2)
     assert shell.started() == [0, 1]
     shell.ends(0)
-    assert shell.decide() == [StartSample(SampleId(2, 0), None, False), *CONSUME]
+    assert shell.decide() == [StartSample(SampleId(2, 0), None), *CONSUME]
     assert shell.consume() == [0]
     shell.ends(1)
     assert shell.started() == [3], "the trainer is busy: no batch is wanted"

@@ -120,7 +120,7 @@ def test_what_happens_when_the_batch_is_full(name: str, on_full: OnFull) -> None
 def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:
     engine = Capabilities(max_running=8, max_context_tokens=64, prefill_tokens_per_iteration=30.0)
     for said, told in ((None, 30.0), (7.0, 7.0), (math.inf, math.inf)):
-        made = Rollover.from_config(config_of("rollover", prefill_tokens_per_iteration=said), engine)
+        made = config_of("rollover", prefill_tokens_per_iteration=said).build_strategy(engine)
         assert isinstance(made, Rollover) and made.prefill_tokens_per_iteration == told
 
 

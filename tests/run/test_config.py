@@ -9,6 +9,7 @@ import pytest
 
 from rollover.engine.config import EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollover.errors import ConfigError
+from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
 from rollover.run import config as module
 from rollover.run.config import (
     EXPERIMENTS,
@@ -51,6 +52,27 @@ def test_a_resolved_config_is_json_and_comes_back_as_it_was(tmp_path: Path) -> N
 def test_the_toml_of_a_config_loads_as_that_config(tmp_path: Path) -> None:
     config = load(written(tmp_path, TEXT), ["--rollout.strategy", "sync", "--sft.num_steps", "3"])
     assert load(written(tmp_path, to_toml(config))) == config
+
+
+def test_the_short_form_of_a_strategy_is_extended_like_its_table(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(f"{TEXT}strategy = 'oversample'\n")
+    options = written(tmp_path, "extends = 'base.toml'\n[rollout.strategy]\nover_sampling_batch_size = 6\n")
+    assert load(options).rollout.strategy == OversampleConfig(over_sampling_batch_size=6)
+    other = written(tmp_path, "extends = 'base.toml'\n[rollout]\nstrategy = 'sync'\n")
+    assert load(other).rollout.strategy == SyncConfig()
+
+
+def test_a_stored_comparison_of_an_earlier_version_is_understood(tmp_path: Path) -> None:
+    stored = resolved(load(written(tmp_path, TEXT)))
+    stored["rollout"] |= {"strategy": "april", "over_sampling_batch_size": 12, "num_running": None}
+    stored["variants"] = {
+        "small": {"rollout": {"over_sampling_batch_size": 8}},
+        "sync": {"rollout": {"strategy": "sync"}},
+    }
+    config = restore(stored, "config.json")
+    assert config.rollout.strategy == AprilConfig(over_sampling_batch_size=12)
+    small, sync = (variant(config, name, model=Path("policy")).rollout.strategy for name in ("small", "sync"))
+    assert (small, sync) == (AprilConfig(over_sampling_batch_size=8), SyncConfig())
 
 
 @pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
@@ -119,7 +141,7 @@ def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: 
     alone = load(written(tmp_path, TEXT))
     model = ModelConfig(path="policy")
     assert variant(config, "sync", model=Path("policy")) == replace(
-        alone, model=model, rollout=replace(alone.rollout, strategy="sync")
+        alone, model=model, rollout=replace(alone.rollout, strategy=SyncConfig())
     )
     assert variant(config, "april", model=Path("policy")) == replace(
         alone, model=model, seed=3, rollout=replace(alone.rollout, max_staleness=2)
@@ -247,13 +269,19 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     [
         ((), "strategy april: 48 groups in flight at the start of a round, staleness at most 4 versions"),
         (("--rollout.strategy", "rollover"), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
-        (("--rollout.strategy", "rollover", "--rollout.lag_target", "0.5"), "rollover: a lag of 0.5 in the mean"),
+        (
+            ("--rollout.strategy", "rollover", "--rollout.strategy.lag_target", "0.5"),
+            "rollover: a lag of 0.5 in the mean",
+        ),
         (
             ("--rollout.strategy", "sync"),
             "strategy sync: 24 groups in flight at the start of a round, staleness at most 0",
         ),
         (("--rollout.strategy", "inflight"), "strategy inflight: as many samples in flight as fit"),
-        (("--rollout.strategy", "concurrency", "--rollout.num_running", "99"), "concurrency: 99 samples in flight"),
+        (
+            ("--rollout.strategy", "concurrency", "--rollout.strategy.num_running", "99"),
+            "concurrency: 99 samples in flight",
+        ),
     ],
 )
 def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) -> None:

@@ -192,6 +192,19 @@ def test_a_run_that_an_earlier_version_began_goes_on_though_it_lacks_a_setting(t
     assert directory.saved_config(tmp_path, ["--steps", "7"]) == replace(CONFIG, steps=7)
 
 
+def test_a_run_whose_strategy_is_simulated_only_now_is_refused(tmp_path: Path) -> None:
+    with directory.create(CONFIG, tmp_path) as run:
+        saved = json.loads(run.config_file.read_text())
+        saved["rollout"] |= {"strategy": "sorted", "over_sampling_batch_size": 64}
+        run.config_file.write_text(json.dumps(saved))
+    with pytest.raises(RunError) as caught:
+        directory.saved_config(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} cannot go on: it was made with rollout.strategy 'sorted'; it is simulated only"
+        " (rollover simulate --strategies sorted); to train, use 'rollover'"
+    )
+
+
 def test_the_same_run_with_settings_that_may_change_is_offered_to_go_on(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
     other = replace(CONFIG, trainer=TrainerConfig(micro_batch_tokens=9))

@@ -16,6 +16,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.rollout.strategies import STRATEGIES
 from rollover.types import WasteCause
 from tests import runs
 from tests.runs import Cue, Outcome, Processes
@@ -91,7 +92,7 @@ def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
     assert after.num_admitted == after.num_consumed + after.num_unconsumed >= before.num_admitted
     consumed = [group.group_id for batch in runs.batches(Path("out")) for group in batch.groups]
     assert len(set(consumed)) == len(consumed) == 7 * 4
-    bound = RolloutConfig(strategy=strategy).staleness_bound  # type: ignore[arg-type]
+    bound = RolloutConfig(strategy=STRATEGIES[strategy]()).staleness_bound
     assert all(
         batch.step - group.oldest_version <= bound for batch in runs.batches(Path("out")) for group in batch.groups
     )

@@ -139,7 +139,7 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
 ) -> None:
     liar = Liar(experiment / "model", "bfloat16", first=False)
     with serving(liar) as url:
-        assert train([url], "--rollout.strategy", "april", "--rollout.over_sampling_batch_size", "12") == 2
+        assert train([url], "--rollout.strategy", "april", "--rollout.strategy.over_sampling_batch_size", "12") == 2
         error = capsys.readouterr().err
         assert "no engine is left whose log-probs can be trusted" in error and "--dtype float32" in error
         ledger = runs.ledger(Path("out"))

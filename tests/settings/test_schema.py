@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.settings.schema import build, keys, parse_overrides
+from rollover.settings.schema import ByKind, build, keys, parse_overrides
 from rollover.settings.toml import parse
 from rollover.types import UNBOUNDED
 
@@ -222,3 +222,67 @@ def test_a_secret_is_not_repeated_by_a_complaint() -> None:
     assert complaints("", "--steps", f"{{padding = '{'x' * 50}', token = '{secret}'}}") == [
         'command line: --steps: expected a whole number, got the table {"padding": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circle:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["square"] = "square"
+    side: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    shape: Annotated[Circle | Square, ByKind(elsewhere={"cube": "it has a side too many; use 'square'"})] = Circle()
+    more: tuple[Annotated[Circle | Square, ByKind()], ...] = ()
+
+
+def drawn(text: str, *overrides: str) -> Drawing:
+    return build(Drawing, parse(text, "a.toml"), parse_overrides(overrides))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "shape"),
+    [
+        ("", (), Circle()),
+        ("shape = 'square'", (), Square()),
+        ("[shape]\nradius = 3.0", (), Circle(radius=3.0)),
+        ("shape = 'square'", ("--shape.side", "5.0"), Square(side=5.0)),
+        ("[shape]\nradius = 3.0", ("--shape", "square"), Square()),
+        ("[shape]\nradius = 3.0", ("--shape", "circle"), Circle(radius=3.0)),
+        ("[shape]\nradius = 3.0", ("--shape.side=5.0", "--shape.kind=square"), Square(side=5.0)),
+    ],
+)
+def test_a_string_in_place_of_a_table_is_its_kind(text: str, overrides: tuple[str, ...], shape: object) -> None:
+    assert drawn(text, *overrides).shape == shape
+
+
+def test_a_string_in_place_of_a_table_in_a_list_is_its_kind() -> None:
+    assert drawn("more = ['square', { kind = 'circle', radius = 2.0 }]").more == (Square(), Circle(radius=2.0))
+    assert drawn("more = ['square']", "--more.0", "circle", "--more.0.radius", "9").more == (Circle(radius=9.0),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shape = 'squire'", "a.toml:1: shape.kind: 'squire' is not allowed; did you mean 'square'?"),
+        ("shape = 'cube'", "a.toml:1: shape.kind: 'cube' is not allowed: it has a side too many; use 'square'"),
+        ("[shape]\nside = 1.0", "a.toml:2: shape.side: unknown key of kind 'circle'; it belongs to kind 'square'"),
+        ("radius = 1.0", "a.toml:1: radius: unknown key; did you mean 'shape.radius'?"),
+    ],
+)
+def test_a_wrong_kind_and_an_option_out_of_place_are_said_with_their_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        drawn(text)
+    assert str(caught.value) == message

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies import SimulatedRollout
 
 
 class Lengths:
@@ -39,7 +38,7 @@ def strategy_of(
     engine = Capabilities(
         max_running=max_running, max_context_tokens=2**31, prefill_tokens_per_iteration=prefill_tokens_per_iteration
     )
-    return STRATEGIES[name].from_config(RolloutConfig(strategy=name, **config), engine)  # type: ignore[arg-type]
+    return SimulatedRollout.of(name, **config).build_strategy(engine)
 
 
 def one_replica(*, b0: float = 1e12, **model: Any) -> Scenario:

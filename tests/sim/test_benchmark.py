@@ -15,6 +15,7 @@ import pytest
 
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.scheduler import EachSample
+from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.models import ReplicaModel
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import run
@@ -66,7 +67,7 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
     replayed: ModuleType, tmp_path: Path, unit: Any
 ) -> None:
     workload = replayed.read_lengths(lengths_file(tmp_path, [[3, 14, 9], [26, 5, 8]]), 3, 1.0, 4).workload()
-    config = RolloutConfig(strategy="april", unit=unit, rollout_batch_size=1, group_size=3, max_new_tokens=40)
+    config = RolloutConfig(unit=unit, rollout_batch_size=1, group_size=3, max_new_tokens=40)
     engine = FakeEngine(lambda request: 1000, auto=True, clock=VirtualClock(), max_running=8)
     wrapped = replayed.Replayed(engine, workload, config)
     source = EachSample(replayed.RandomPrompts(workload), config.num_siblings)
@@ -81,9 +82,7 @@ def test_a_sample_ends_at_its_length_whether_groups_or_samples_are_trained(
         for number in range(6):
             sample_id = SampleId(*divmod(number, per_group))
             trajectory = Trajectory(sample_id=sample_id, prompt=source.prompt(sample_id.group))
-            request = generation_request(
-                trajectory, str(sample_id), config.sampling(), 0, StartSample(sample_id, None, False)
-            )
+            request = generation_request(trajectory, str(sample_id), config.sampling(), 0, StartSample(sample_id, None))
             found.append(sum([len(chunk.token_ids) async for chunk in wrapped.generate(request)]))
         return found
 
@@ -100,11 +99,11 @@ def test_no_target_within_the_lag_is_faster_than_the_one_that_is_found(
     workload, steps, warmup = trace.workload(), 40, 8
 
     def score_once(target: float) -> tuple[float, float]:
-        setting = replace(ours, config=replace(ours.config, lag_target=target))
+        setting = replace(ours, config=replace(ours.config, strategy=RolloverConfig(lag_target=target)))
         window = replayed.foretell(setting, workload, model, steps).after(warmup)
         return window.lag, window.tokens_per_s
 
-    chosen = replayed.target_for(1.2, ours, workload, model, steps, warmup).config.lag_target
+    chosen = replayed.target_for(1.2, ours, workload, model, steps, warmup).config.strategy.lag_target
     found = {target: score_once(target) for target in (0.3, 0.6, 0.9, 1.2)}
     lag, fastest = score_once(chosen)
     assert lag <= 1.2

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
-from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
 from rollover.rollout.state import View
-from rollover.rollout.strategies import STRATEGIES, April, Concurrency
+from rollover.rollout.strategies import April, Concurrency
 from rollover.rollout.strategy import Strategy
 from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Window
@@ -22,7 +21,7 @@ from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
 from rollover.sim.theory import head_lag
 from rollover.workload.presets import PRESETS
-from tests.rollout.kit import config_of
+from tests.rollout.kit import strategy_of
 from tests.sim.test_theory import PRESET_NAMES, G, N, step_model
 
 STEPS, WARM_UP = 75, 15
@@ -49,8 +48,10 @@ class Evicting(Concurrency):
         return tuple(i for i, v in starts.items() if v is not None and view.ledger.next_step - v > 3)
 
 
-CLASSES: dict[str, type[Strategy]] = STRATEGIES | {"first": FirstToFinish, "evicting": Evicting}
-ALIASES = {"first": "april", "evicting": "concurrency"}
+VARIANTS: dict[str, tuple[str, type[Strategy]]] = {
+    "first": ("april", FirstToFinish),
+    "evicting": ("concurrency", Evicting),
+}
 
 
 def played(preset: str, name: str, size: float = 0, *, keeps_kv: bool = False) -> Window:
@@ -65,9 +66,10 @@ def _played(preset: str, name: str, size: float, keeps_kv: bool) -> Window:
         config |= {"over_sampling_batch_size": int(size * N), "max_staleness": 99}
     elif name != "sync":
         config |= {"num_running": int(size), "max_staleness": 99}
-    strategy = CLASSES[name].from_config(
-        config_of(ALIASES.get(name, name), **config), Capabilities(max_running=2**20, max_context_tokens=2**20)
-    )
+    kind, variant = VARIANTS.get(name, (name, None))
+    strategy = strategy_of(kind, max_running=2**20, **config)
+    if variant is not None:
+        strategy = variant(**{f.name: getattr(strategy, f.name) for f in fields(strategy)})
     scenario = Scenario(
         replicas=(ReplicaModel(c0_s=1.0, b0=256.0, prefill_tokens_per_s=PREFILL),),
         kv_on_update="keep" if keeps_kv else "recompute",

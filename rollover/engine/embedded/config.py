@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.engine.base import DeclaredCapabilities
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -62,6 +63,12 @@ class EmbeddedConfig:
     of them computes in bfloat16."""
     command_timeout_s: Changeable[float] = 300.0
     """Longest wait for an iteration to end or weights to load before the engine is called dead."""
+
+    @property
+    def declared(self) -> DeclaredCapabilities:
+        return DeclaredCapabilities(
+            deterministic=True, max_running=self.max_running, max_context_tokens=self.max_context_tokens
+        )
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -1,56 +1,70 @@
-"""Rollout strategies, one a page; ``STRATEGIES`` names them."""
+"""The strategies that runs can use. Each file holds one and its options; each has a row in ``STRATEGIES``."""
 
-from rollover.rollout.strategies.april import April
-from rollover.rollout.strategies.bounded_async import BoundedAsync
-from rollover.rollout.strategies.concurrency import Concurrency
-from rollover.rollout.strategies.fast_lane import FastLane
-from rollover.rollout.strategies.inflight import InFlight
-from rollover.rollout.strategies.oversample import Oversample
-from rollover.rollout.strategies.probe import Probe
-from rollover.rollout.strategies.rollover import Rollover
-from rollover.rollout.strategies.sorted import Sorted
-from rollover.rollout.strategies.sync import Sync
-from rollover.rollout.strategies.tail_rounds import TailRounds
-from rollover.rollout.strategies.threshold import Threshold
-from rollover.rollout.strategies.token_budget import TokenBudget
-from rollover.rollout.strategies.windowed import Windowed
-from rollover.rollout.strategy import Strategy
+from __future__ import annotations
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "sync": Sync,
-    "oversample": Oversample,
-    "april": April,
-    "concurrency": Concurrency,
-    "bounded_async": BoundedAsync,
-    "token_budget": TokenBudget,
-    "sorted": Sorted,
-    "tail_rounds": TailRounds,
-    "inflight": InFlight,
-    "threshold": Threshold,
-    "windowed": Windowed,
-    "probe": Probe,
-    "fast_lane": FastLane,
-    "rollover": Rollover,
+from typing import TYPE_CHECKING, Union
+
+from rollover.rollout.strategies.april import April, AprilConfig
+from rollover.rollout.strategies.bounded_async import BoundedAsync, BoundedAsyncConfig
+from rollover.rollout.strategies.concurrency import Concurrency, ConcurrencyConfig
+from rollover.rollout.strategies.config import Knob, Need, StrategyConfig
+from rollover.rollout.strategies.inflight import InFlight, InFlightConfig
+from rollover.rollout.strategies.oversample import Oversample, OversampleConfig
+from rollover.rollout.strategies.rollover import Rollover, RolloverConfig
+from rollover.rollout.strategies.sync import Sync, SyncConfig
+from rollover.rollout.strategies.token_budget import TokenBudget, TokenBudgetConfig
+
+STRATEGIES: dict[str, type[StrategyConfig]] = {
+    "april": AprilConfig,
+    "sync": SyncConfig,
+    "oversample": OversampleConfig,
+    "concurrency": ConcurrencyConfig,
+    "bounded_async": BoundedAsyncConfig,
+    "token_budget": TokenBudgetConfig,
+    "inflight": InFlightConfig,
+    "rollover": RolloverConfig,
 }
+"""By kind. The first is meant where a config names none."""
 
-NEEDS = {"inflight": "in_flight_update", "fast_lane": "fast_lane"}
-"""Strategies to the capability (``rollover.engine.base.Capabilities``) without which they would be another one."""
+if TYPE_CHECKING:
+    AnyStrategyConfig = StrategyConfig
+else:
+    AnyStrategyConfig = Union[tuple(STRATEGIES.values())]  # noqa: UP007
+
+SIMULATED_ONLY = {
+    kind: f"it is simulated only (rollover simulate --strategies {kind}); to train, use {instead!r}"
+    for kind, instead in {
+        "sorted": "rollover",
+        "tail_rounds": "oversample",
+        "threshold": "bounded_async",
+        "windowed": "bounded_async",
+        "probe": "sync",
+        "fast_lane": "concurrency",
+    }.items()
+}
+"""Kinds of ``rollover.sim.strategies``, with what a config that names one is told."""
 
 __all__ = [
-    "NEEDS",
+    "SIMULATED_ONLY",
     "STRATEGIES",
+    "AnyStrategyConfig",
     "April",
+    "AprilConfig",
     "BoundedAsync",
+    "BoundedAsyncConfig",
     "Concurrency",
-    "FastLane",
+    "ConcurrencyConfig",
     "InFlight",
+    "InFlightConfig",
+    "Knob",
+    "Need",
     "Oversample",
-    "Probe",
+    "OversampleConfig",
     "Rollover",
-    "Sorted",
+    "RolloverConfig",
+    "StrategyConfig",
     "Sync",
-    "TailRounds",
-    "Threshold",
+    "SyncConfig",
     "TokenBudget",
-    "Windowed",
+    "TokenBudgetConfig",
 ]

@@ -10,18 +10,36 @@ the next one; the released code loses them. With ``drop_surplus`` both are as re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
-from rollover.rollout.strategies.configured import Configured
-from rollover.rollout.strategy import OnFull
+from rollover.rollout.strategies.config import OverSampling
+from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AprilConfig(OverSampling):
+    """Launches more groups than a batch needs, parks the rest and resumes them first."""
+
+    kind: Literal["april"] = "april"
+    drop_surplus: bool = False
+    """Take groups in order of finishing and throw those beyond the batch away, as APRIL's released code does, to see
+    what that costs."""
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return April(**self.arguments(shared, engine), drop_surplus=self.drop_surplus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class April(Configured):
+class April(Strategy):
     """A round starts with ``launched_groups`` groups, carried-over ones first, and is one round: while it lasts only a
     dropped group is replaced. Mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
 
+    launched_groups: int
+    """Groups in flight at the start of a round."""
     drop_surplus: bool
     """Batches in order of finishing; whole groups beyond them are dropped as waste, and their prompts with them."""
 

@@ -9,15 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
+from rollover.engine.base import Capabilities
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
+from rollover.rollout.strategies.config import NumRunning
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcurrencyConfig(NumRunning):
+    """Keeps a fixed number of samples in flight until the batch is full."""
+
+    kind: Literal["concurrency"] = "concurrency"
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return Concurrency(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Strategy):
     """``num_running`` samples decode at all times while the bound leaves room for new groups."""
+
+    num_running: int
+    """Samples in flight at most."""
 
     on_full = OnFull.PARK
 

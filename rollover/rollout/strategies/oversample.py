@@ -8,14 +8,33 @@ they lead the next one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from rollover.engine.base import Capabilities
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
+from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class OversampleConfig(OverSampling):
+    """Launches more groups than a batch needs and discards the rest."""
+
+    kind: Literal["oversample"] = "oversample"
+
+    discards = True
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return Oversample(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversample(Strategy):
     """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends."""
+
+    launched_groups: int
+    """Groups in flight at the start of a round."""
 
     on_full = OnFull.DISCARD
 

@@ -18,15 +18,18 @@ Nothing is discarded, carried-over work goes first, and the staleness bound is a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.config import RolloutConfig
 from rollover.rollout.entries import GroupEntry
 from rollover.rollout.round import Round, best_round
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
-from rollover.rollout.strategies.configured import Configured
+from rollover.rollout.strategies.config import Knob, StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
+from rollover.settings.changes import Inexact
+from rollover.types import UNBOUNDED
 
 _SPREAD = 16
 """Batches over which lag that was not used is used, or that was used too much is saved."""
@@ -36,22 +39,52 @@ _RAMP_STEPS = 5
 """Lag grows over the first steps: a sudden surplus would fill the first batches with short responses."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloverConfig(StrategyConfig):
+    """Collects as many batches at a time, and over-samples as much, as a mean lag allows."""
+
+    kind: Literal["rollover"] = "rollover"
+    lag_target: float = 1.0
+    """Mean lag of trained tokens, in versions, that is worked up to."""
+    prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
+    """What computing KV caches again is weighed with: response tokens that the engine, or all servers together,
+    prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
+    it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
+
+    sorts_by_length = True
+    knob = Knob(key="lag_target", symbol="lag", scale="plain", values=(0.25, 0.5, 1.0, 1.5, 2.0, 3.0))
+
+    def __post_init__(self) -> None:
+        self.require_at_least(0, "lag_target")
+        prefilled = self.prefill_tokens_per_iteration
+        if prefilled is not None and not prefilled > 0:
+            raise ValueError(f"rollout.strategy.prefill_tokens_per_iteration must be above 0, got {prefilled}")
+
+    def describe(self, shared: SharedConfig) -> str:
+        return f"a lag of {self.lag_target:g} in the mean"
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        prefilled = self.prefill_tokens_per_iteration
+        return Rollover(
+            **self.arguments(shared, engine),
+            target_lag=self.lag_target,
+            num_running=engine.max_running,
+            prefill_tokens_per_iteration=engine.prefill_tokens_per_iteration if prefilled is None else prefilled,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollover(Configured):
+class Rollover(Strategy):
     """Rounds whose tokens are ``target_lag`` versions old in the mean."""
 
     target_lag: float
-    """Mean age of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
+    num_running: int
+    """Samples that the engine decodes at the same time."""
     prefill_tokens_per_iteration: float
     """Of the engine, in the time of a decode iteration; infinite where nothing is prefilled again."""
 
     on_full = OnFull.PARK
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig, engine: Capabilities) -> Strategy:
-        if config.prefill_tokens_per_iteration is None:
-            config = replace(config, prefill_tokens_per_iteration=engine.prefill_tokens_per_iteration)
-        return super(Rollover, cls).from_config(config, engine)
 
     def groups_to_open(self, view: View) -> int:
         if _is_collected(view, self.batch_size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.engine.base import DeclaredCapabilities
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
 
@@ -36,6 +37,10 @@ class SGLangConfig(ServerConfig):
     """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
     since the sample started there. After an update its tokens are handed on at its end, when the server says which
     weights they come from."""
+
+    @property
+    def declared(self) -> DeclaredCapabilities:
+        return DeclaredCapabilities(cuts_logprobs=False)
 
     def __post_init__(self) -> None:
         super(SGLangConfig, self).__post_init__()  # slots make a second class: plain super() fails

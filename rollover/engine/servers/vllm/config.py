@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.engine.base import DeclaredCapabilities
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
 
@@ -41,6 +42,10 @@ class VLLMConfig(ServerConfig):
     stream_interval_tokens: Changeable[int] = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
     is streamed."""
+
+    @property
+    def declared(self) -> DeclaredCapabilities:
+        return DeclaredCapabilities(in_flight_update=self.kv_on_update == "keep")
 
     def __post_init__(self) -> None:
         super(VLLMConfig, self).__post_init__()  # slots make a second class: plain super() fails

@@ -10,15 +10,34 @@ and a group has a fixed size here. Its parallelism that adapts to the round belo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from rollover.engine.base import Capabilities
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
+from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailRoundsConfig(OverSampling):
+    """Discards what a short round leaves, and runs the discarded prompts by themselves."""
+
+    kind: Literal["tail_rounds"] = "tail_rounds"
+
+    discards = True
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return TailRounds(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailRounds(Strategy):
     """A short round launches ``launched_groups``, a long one ``batch_size`` groups. Nothing that has a token is carried
     over, but for groups whose rewards are late."""
+
+    launched_groups: int
+    """Groups in flight at the start of a short round."""
 
     on_full = OnFull.DISCARD
 

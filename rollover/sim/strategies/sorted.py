@@ -8,16 +8,36 @@ samples, are sorted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
+from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategy import OnFull, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedConfig(OverSampling):
+    """Loads a pool of several batches and trains its short groups first."""
+
+    kind: Literal["sorted"] = "sorted"
+
+    sorts_by_length = True
+    knob = replace(OverSampling.knob, values=(2.0, 3.0, 4.0))
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return Sorted(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted(Strategy):
     """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next."""
+
+    launched_groups: int
+    """Groups in flight at the start of a round."""
 
     on_full = OnFull.PARK
 

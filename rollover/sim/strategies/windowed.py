@@ -9,15 +9,38 @@ stops. Simplified: a batch is taken at once when it is complete, instead of piec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
+from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.bounded_async import BoundedAsync
-from rollover.rollout.strategies.configured import Configured
+from rollover.rollout.strategies.config import NumRunning
+from rollover.rollout.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(NumRunning):
+    """Limits how far short responses overtake; generation goes on while the trainer trains."""
+
+    kind: Literal["windowed"] = "windowed"
+    window_groups: int | None = None
+    """How many groups, counted from the oldest, may be trained; `rollout_batch_size` when absent."""
+
+    overlaps_training = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "window_groups")
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        window = (self.window_groups or shared.rollout_batch_size) * shared.num_siblings
+        return Windowed(**self.arguments(shared, engine), window=window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windowed(Configured, BoundedAsync):
+class Windowed(BoundedAsync):
     """``bounded_async`` with a narrower choice of batches. It never locks up: the head is open, so it is running or
     first in line to run, or it is ready and can be taken; once all groups are ready, so can all be."""
 

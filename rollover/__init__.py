@@ -11,11 +11,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
     from rollover.errors import RolloverError
-    from rollover.rollout.config import RolloutConfig
+    from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
+    from rollover.rollout.config import Limits
     from rollover.rollout.driver import RolloutDriver
     from rollover.rollout.journal import Journal
     from rollover.rollout.ledger import Ledger
     from rollover.rollout.scheduler import Scheduler
+    from rollover.rollout.state import RolloutState, View
+    from rollover.rollout.statistics import Statistics
     from rollover.rollout.strategies import STRATEGIES
     from rollover.rollout.strategy import Strategy
     from rollover.run.api import train
@@ -29,23 +32,29 @@ _MODULES = {
     "Batch": "types",
     "Capabilities": "engine.base",
     "Chunk": "engine.base",
+    "ConsumeBatch": "rollout.actions",
     "Engine": "engine.base",
     "FinishReason": "types",
     "GenerateRequest": "engine.base",
     "Group": "types",
     "Journal": "rollout.journal",
     "Ledger": "rollout.ledger",
+    "Limits": "rollout.config",
     "Prompt": "types",
-    "RolloutConfig": "rollout.config",
     "RolloutDriver": "rollout.driver",
+    "RolloutState": "rollout.state",
     "RolloverError": "errors",
     "RunConfig": "run.config",
     "SampleId": "types",
     "SamplingParams": "types",
     "Scheduler": "rollout.scheduler",
     "Segment": "types",
+    "StartSample": "rollout.actions",
+    "Statistics": "rollout.statistics",
+    "StopAll": "rollout.actions",
     "Strategy": "rollout.strategy",
     "Trajectory": "types",
+    "View": "rollout.state",
     "WeightTarget": "weights.base",
     "simulate": "sim.run",
     "train": "run.api",
@@ -56,23 +65,29 @@ __all__ = [
     "Batch",
     "Capabilities",
     "Chunk",
+    "ConsumeBatch",
     "Engine",
     "FinishReason",
     "GenerateRequest",
     "Group",
     "Journal",
     "Ledger",
+    "Limits",
     "Prompt",
-    "RolloutConfig",
     "RolloutDriver",
+    "RolloutState",
     "RolloverError",
     "RunConfig",
     "SampleId",
     "SamplingParams",
     "Scheduler",
     "Segment",
+    "StartSample",
+    "Statistics",
+    "StopAll",
     "Strategy",
     "Trajectory",
+    "View",
     "WeightTarget",
     "__version__",
     "simulate",

@@ -37,6 +37,9 @@ environment core "$wheel"
 "$work/core/bin/rollover" --help >/dev/null
 "$work/core/bin/rollover" simulate light-8k --strategies april --steps 12 --seeds 1 >simulated.txt
 grep -q recommended simulated.txt
+sed -n '/^```python$/,/^```$/{//!p}' "$root/docs/embedding.md" >embedding.py
+"$work/core/bin/python" embedding.py >printed.txt
+grep -q "^decoded 666 = trained 628" printed.txt
 refused train "$work/core/bin/rollover" train
 refused report "$work/core/bin/rollover" simulate light-8k --out page.html
 refused report "$work/core/bin/rollover" report .

@@ -15,7 +15,7 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
 
     Args:
         config: a TOML file, the name of a packaged experiment, or a config that is made already.
-        overrides: settings as on the command line, laid over a file or an experiment.
+        overrides: settings as on the command line, applied to a file or an experiment.
         run_dir: where the run writes; ``runs/CONFIG-DATE-TIME`` when left out.
 
     Raises:

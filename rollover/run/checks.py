@@ -1,4 +1,4 @@
-"""What no section of a config can see alone: combinations that cannot work. Pure; one sentence per contradiction."""
+"""Checks a run's config for combinations of sections that cannot work. Pure; one sentence per contradiction."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Sections(Protocol):
 
 
 def check(config: Sections) -> None:
-    """Raises ``ValueError`` with every contradiction in ``config``, naming the keys and the mend."""
+    """Raise ``ValueError`` with every contradiction in ``config``, naming the keys and the remedy."""
     if found := list(_contradictions(config)):
         raise ValueError("; ".join(found))
 
 
 def check_context(config: Sections, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
-    """Raises ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
+    """Raise ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
     engine."""
     for key in keys:
         needed = context_needed(config, key)
@@ -72,13 +72,13 @@ def check_context(config: Sections, max_context_tokens: int, keys: Sequence[str]
 
 
 def context_needed(config: Sections, key: str) -> int:
-    """Tokens of the longest admissible prompt and response of the section ``key``."""
+    """Return the tokens of the longest admissible prompt and response of the section ``key``."""
     budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
     return config.tasks.max_prompt_tokens + budget
 
 
 def check_capabilities(config: Sections, capabilities: Capabilities) -> None:
-    """Raises ``ConfigError`` when the engine lacks what the strategy is made of."""
+    """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     need = config.rollout.strategy.needs
     if need is not None and not getattr(capabilities, need.capability):
         raise ConfigError(_lacking(config, need))

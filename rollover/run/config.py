@@ -39,7 +39,7 @@ RUN_FILES = (
     *("config.json", "config.partial", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"),
     *("tensorboard", "model", "model-untrained", "checkpoints", "weights", "logs", "report.html", "lock", "wandb"),
 )
-"""What stands in a run directory, where each variant has its own directory too."""
+"""The entries of a run directory, in which no variant may have its own directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,11 @@ def _stays_undone(before: RunConfig, after: RunConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run."""
+    """The settings of a whole run.
+
+    Example:
+        ``load("quickstart", ["--steps", "5"]).steps`` is 5.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -182,7 +186,7 @@ class RunConfig:
 
 
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a TOML file or of a packaged experiment, with ``--section.key value`` laid over it.
+    """Load a TOML file or a packaged experiment, with ``--section.key value`` overrides applied.
 
     A file may begin with ``extends = "..."``, another file (seen from its own folder) or a packaged experiment: it then
     says only what differs.
@@ -197,7 +201,7 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
-    """A file laid over the one it extends; line numbers are those of ``file`` itself."""
+    """Read a file together with the one it extends; line numbers are those of ``file`` itself."""
     document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
     if "extends" not in document.data:
         return document
@@ -215,13 +219,13 @@ def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
 
 
 def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:
-    """The run that ``[variants.<name>]`` of ``config`` stands for, starting from the policy in ``model``."""
+    """Return the config of the variant ``name``, which starts from the policy in ``model``."""
     made = _build_variant(config, name, toml.Document(name=f"variants.{name}", data={}))
     return dataclasses.replace(made, model=ModelConfig(path=str(model)), sft=None)
 
 
 def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunConfig:
-    """``written`` is what messages refer to."""
+    """Build the variant ``name``; messages refer to ``written``."""
     data = _merged({**resolved(config), "variants": {}}, config.variants[name])
     head = ("variants", name)
     lines = {path[2:]: line for path, line in written.lines.items() if path[:2] == head and path != head}
@@ -245,7 +249,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The inverse of ``resolved``, with overrides laid over it; ``source`` names it in messages. Configs that earlier
+    """Invert ``resolved``, with overrides applied; ``source`` names the data in messages. Configs that earlier
     versions stored are understood."""
     stored = _upgraded(data)
     stored["variants"] = {name: _upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
@@ -258,7 +262,7 @@ def _upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(config: str | Path) -> Path:
-    """The file that ``config`` names: a path, or a packaged experiment without ``.toml``."""
+    """Return the file that ``config`` names: a path, or a packaged experiment without ``.toml``."""
     path = Path(config)
     try:
         is_file, is_dir = path.is_file(), path.is_dir()
@@ -276,7 +280,7 @@ def find(config: str | Path) -> Path:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """A config with all its defaults as plain dicts, lists and scalars; unset keys are ``None``."""
+    """Return a config with all its defaults as plain dicts, lists and scalars; unset keys are ``None``."""
     plain = _plain(config)
     assert isinstance(plain, dict)
     return plain
@@ -295,5 +299,5 @@ def _plain(value: Any) -> Any:
 
 
 def to_toml(config: RunConfig) -> str:
-    """A file that loads as ``config``."""
+    """Return the text of a file that loads as ``config``."""
     return toml.dumps(resolved(config))

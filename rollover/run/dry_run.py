@@ -75,7 +75,7 @@ def _model_line(config: RunConfig) -> str:
 
 
 def _tokenizer(config: RunConfig) -> Any:
-    """The model's, checked; ``None`` where it is yet to be made."""
+    """Load the model's tokenizer and check it; ``None`` for a model that is yet to be made."""
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import load_tokenizer
 

@@ -22,12 +22,17 @@ from rollover.tasks.prompt_source import RowSource
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 
 _SEED = 0
-"""The noise of all evaluations; a run's own seed must not change what it is measured with."""
+"""The seed of the sampling noise of every evaluation, whatever the run's own seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The outcome of one evaluation."""
+    """The outcome of one evaluation.
+
+    Example:
+        Of 200 prompts with one sample each, 84 were solved: ``evaluation.metrics()["accuracy"]`` is 0.42 and
+        ``["accuracy_se"]`` is 0.035.
+    """
 
     rows: tuple[EvalRow, ...]
     """One per source, and ``all`` last when there are several."""
@@ -37,7 +42,7 @@ class Evaluation:
     """Samples whose scoring failed; they count as reward 0."""
 
     def metrics(self) -> dict[str, float]:
-        """``accuracy`` and ``pass@k`` over everything and, where there are several sources,
+        """Return ``accuracy`` and ``pass@k`` over everything and, where there are several sources,
         ``accuracy/<source>``; each with its standard error ``_se``."""
         numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
         for row in self.rows:
@@ -51,7 +56,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Measures whatever weights the engine holds.
+    """Evaluates the weights that the engine holds.
 
     Args:
         ks: which pass@k to report; 1 is always among them.
@@ -83,7 +88,7 @@ class Evaluator:
         self._num_evaluations = 0
 
     async def run(self) -> Evaluation:
-        """One evaluation.
+        """Evaluate the weights that the engine holds.
 
         Raises:
             EngineError: the engine fails.
@@ -195,7 +200,7 @@ def open_evaluator(
     clock: Clock,
     on_progress: Callable[[int, int], None],
 ) -> Evaluator | None:
-    """What ``eval`` asks for; ``None`` when there is nothing to measure on."""
+    """Open the evaluator that ``[eval]`` describes; ``None`` when no source of prompts is held out."""
     if not sources:
         return None
     return Evaluator(

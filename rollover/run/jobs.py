@@ -25,8 +25,8 @@ from rollover.run.signals import Stopped
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """``config`` with what ``job`` (a function of this module) cannot do without, and a sentence about each thing that
-    the user left out."""
+    """Return ``config`` with defaults for what ``job`` (a function of this module) cannot do without, and a sentence
+    about each of them."""
     if job == "sft" and config.sft is None:
         sft = WarmupConfig()
         about = f"{sft.num_steps} steps of {sft.batch_size} examples at a learning rate of {sft.learning_rate:g}"
@@ -60,7 +60,7 @@ def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> N
 
 
 def sft(config: RunConfig, run: RunDir) -> None:
-    """Only the supervised part: the model ends up in ``run.path/model``.
+    """Fine-tune on worked solutions and leave the model in ``run.path/model``.
 
     Raises:
         ConfigError: the config has no ``[sft]`` section.
@@ -94,7 +94,7 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
-    """``resume`` is the command that goes on with it."""
+    """Train one run and report; ``resume`` is the command that goes on with it."""
     from rollover.report.record import read_run
     from rollover.report.run_report import FILE_NAME, write_report
     from rollover.report.summary import summarize, summary_table

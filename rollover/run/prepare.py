@@ -26,11 +26,11 @@ from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.sources import SourceConfig
 
 NUM_TOKENIZER_TEXTS = 2000
-"""Prompts with their solutions that a tokenizer from scratch is made of."""
+"""How many prompts with their solutions a tokenizer from scratch is trained on."""
 
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
-    """Folder of the policy that training starts from: the user's own, or ``folder``, made here unless it is there.
+    """Return the folder of the policy that training starts from: the user's own, or ``folder``, made unless it exists.
 
     Raises:
         ModelError: the model cannot be had or is of an unsupported architecture.
@@ -58,8 +58,8 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
 
 
 def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
-    """That ``folder`` holds the model that the run began with; a run that begins records it. Its weights are not needed
-    any more once there is a checkpoint, but for the algorithm's reference.
+    """Check that ``folder`` holds the model that the run began with; a run that begins records it. Once there is a
+    checkpoint, the weights in it are needed for the algorithm's reference only.
 
     Raises ``ModelError`` naming what is different.
     """
@@ -129,7 +129,7 @@ def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:
 
 
 def _warmup_seed(config: RunConfig) -> int:
-    """Far from the run's own, so that warm-up and training draw different items of a generated task."""
+    """Return a seed far from the run's own, so that warm-up and training draw different items of a generated task."""
     return config.seed + 2**20
 
 

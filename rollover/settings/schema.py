@@ -1,4 +1,4 @@
-"""A schema is a tree of frozen dataclasses; building one from TOML and command-line overrides.
+"""Builds a tree of frozen dataclasses, the schema, from TOML and command-line overrides.
 
 Types are strict: nothing is converted but an integer to a float where one is expected. Numbers are finite unless a
 field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, be it of the file, of an
@@ -42,7 +42,7 @@ class ByKind:
 
 
 def _kinds(annotation: Any) -> tuple[str, ...]:
-    """The values of ``kind`` that stand for a dataclass; none where it has no such key."""
+    """Return the values of ``kind`` that select a dataclass; none where it has no such key."""
     if not is_dataclass(annotation):
         return ()
     kind = get_type_hints(annotation).get("kind")
@@ -50,13 +50,17 @@ def _kinds(annotation: Any) -> tuple[str, ...]:
 
 
 def kinds(union: Any) -> dict[str, Any]:
-    """Give the dataclasses of a union by their ``kind``."""
+    """Return the dataclasses of a union by their ``kind``."""
     return {kind: option for option in _members(union) for kind in _kinds(option)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One ``--section.key value`` of the command line."""
+    """One ``--section.key value`` of the command line.
+
+    Example:
+        ``--rollout.group_size 16`` is ``Override(path=("rollout", "group_size"), text="16")``.
+    """
 
     path: tuple[str, ...]
     text: str
@@ -66,7 +70,7 @@ class Override:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """``["--a.b", "1", "--c=2"]`` as overrides. Dashes within a key mean underscores."""
+    """Parse ``["--a.b", "1", "--c=2"]`` into overrides. Dashes within a key mean underscores."""
     overrides = []
     rest = iter(arguments)
     for argument in rest:
@@ -85,7 +89,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def build(schema: type[T], document: Document, overrides: Sequence[Override] = ()) -> T:
-    """An instance of ``schema`` from a document, with overrides laid over it.
+    """Build an instance of ``schema`` from a document, with overrides applied.
 
     Raises ``ConfigError`` with one line for each mistake.
     """
@@ -96,7 +100,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     overrides = [_in_full(schema, override) for override in overrides]
     for override in overrides:
         _change_kind(data, schema, override)
-    overridden = {_lay(data, schema, override) for override in overrides}
+    overridden = {_apply(data, schema, override) for override in overrides}
     _write_kinds(data, [schema])
     report = _Report(schema, document, data, overridden)
     if wrong := list(_impossible(data, schema, data)):
@@ -109,7 +113,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
 
 def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:
-    """The values that no setting can have whatever its type, in the form of pydantic's own findings."""
+    """Yield the values that no setting can have whatever its type, in the form of pydantic's own errors."""
     match value:
         case dict() | list():
             items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
@@ -144,7 +148,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
-    """Whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
+    """Return whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
     return any(UNBOUNDED in _annotations(schema, path[: depth + 1], data) for depth in range(len(path)))
 
 
@@ -155,8 +159,8 @@ def _annotations(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
         yield from getattr(hint, "__metadata__", ())
 
 
-def _lay(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
-    """Put an override's value in its place; tables on the way are made, arrays are indexed."""
+def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
+    """Apply an override to ``data`` and return its path; missing tables on the way are created, arrays are indexed."""
     here: Any = data
     path: KeyPath = ()
     for depth, part in enumerate(override.path):
@@ -224,7 +228,7 @@ def _index(override: Override, part: str, length: int, array: str) -> int:
 
 
 def _value(text: str, expected: Sequence[Any]) -> object:
-    """The text as a TOML literal, or as it stands where it is none or where only a string will do."""
+    """Parse the text as a TOML literal; return it as it is where it is none, or where only a string is allowed."""
     if text == "none" and types.NoneType in expected:
         return None
     try:
@@ -243,7 +247,7 @@ def _is_text(annotation: Any) -> bool:
 
 
 def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[Any]:
-    """The types that a value at ``path`` may have, unions taken apart; none when there is no such key. With the
+    """Return the types that a value at ``path`` may have, unions taken apart; none when there is no such key. With the
     ``data`` that the schema describes, only those of the kinds it names."""
     here = _members(schema)
     for key in path:
@@ -253,14 +257,14 @@ def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[A
 
 
 def _at_key(data: Any, key: str | int) -> Any:
-    """The value in a table or list; ``None`` when it is not there."""
+    """Return the value in a table or list; ``None`` when it is not there."""
     if isinstance(data, dict):
         return data.get(key)
     return data[key] if isinstance(data, list) and isinstance(key, int) and key < len(data) else None
 
 
 def _of_kind(annotations: list[Any], data: Any) -> list[Any]:
-    """Those that ``data`` can be by its ``kind``."""
+    """Return the types that ``data`` can have by its ``kind``."""
     if len(annotations) < 2 or not isinstance(data, dict) or "kind" not in data:
         return annotations
     chosen = [annotation for annotation in annotations if data["kind"] in _kinds(annotation)]
@@ -290,20 +294,20 @@ def _inner(annotation: Any, key: str | int) -> list[Any]:
 
 
 def field_names(annotations: Iterable[Any]) -> list[str]:
-    """Keys of the tables that these types describe."""
+    """Return the keys of the tables that these types describe."""
     return [f.name for annotation in annotations if is_dataclass(annotation) for f in fields(annotation)]
 
 
 def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of the schema's tables, tables themselves included; not those inside arrays."""
+    """Yield every key of the schema's tables, tables themselves included; not those inside arrays."""
     for name in field_names(types_at(schema, prefix)):
         yield (*prefix, name)
         yield from keys(schema, (*prefix, name))
 
 
 def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
-    """What is said of the key at ``path`` in ``data``: by itself, or else by the innermost table around it that says
-    something. Of an element of a list, the list says it."""
+    """Return what the key at ``path`` in ``data`` declares about a resume, or else the innermost table around it that
+    declares something. For an element of a list, the list declares it."""
     found = FIXED
     here = _members(schema)
     for key in path:
@@ -317,7 +321,7 @@ def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
 
 
 class _Report:
-    """Turns what pydantic found into lines a user can act on."""
+    """Turns pydantic's errors into lines that a user can act on."""
 
     def __init__(self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]) -> None:
         self.schema = schema
@@ -362,7 +366,7 @@ class _Report:
         return self._at(path, f"{_dotted(path)}: {message}")
 
     def _path(self, loc: Sequence[str | int]) -> KeyPath:
-        """pydantic's place without the names of union members that it inserts."""
+        """Return pydantic's location without the names of union members that it inserts."""
         path: KeyPath = ()
         here: Any = self.data
         tagged = False
@@ -388,9 +392,9 @@ class _Report:
         return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
-        """A dataclass complained: point at the first key it mentions, an overridden one before all others."""
+        """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others."""
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
-        mentioned = [path for word in words if (path := self._mention(section, word))]
+        mentioned = [path for word in words if (path := self._key_named(section, word))]
         text = f"{_dotted(section)}: {message}" if section else message
         if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
             text = _dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
@@ -398,14 +402,14 @@ class _Report:
         written.sort(key=lambda path: path not in self.overridden)
         return self._at(written[0] if written else section, text)
 
-    def _mention(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
-        """The key that a word of a message names: one of its own section or, dotted, of one around it."""
+    def _key_named(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
+        """Return the key that a word of a message names: one of its own section or, dotted, of one around it."""
         candidates = [(*section[:depth], *word) for depth in range(len(section), -1, -1)]
         candidates = candidates if len(word) > 1 else candidates[:1]
         return next((path for path in candidates if types_at(self.schema, path)), None)
 
     def _at(self, path: KeyPath, text: str) -> tuple[int, str]:
-        """The line to sort by, and the text headed by the place where the key or its table was written."""
+        """Return the line to sort by, and the text headed by the place where the key or its table was written."""
         for written in (path[:end] for end in range(len(path), 0, -1)):
             line = self.document.lines.get(written)
             inside = line is None and any(p[: len(written)] == written for p in self.overridden)
@@ -425,7 +429,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def _name(annotation: Any) -> str:
-    """A type as a user of TOML knows it."""
+    """Name a type as a user of TOML knows it."""
     names = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "nothing"}
     if annotation in names:
         return names[annotation]
@@ -439,7 +443,7 @@ def _name(annotation: Any) -> str:
 
 
 def _show(value: object) -> str:
-    """A value as a user of TOML knows it, its secrets hidden before it is cut."""
+    """Show a value as a user of TOML knows it, its secrets hidden before it is cut."""
     kinds = {
         bool: "",
         int: "the whole number ",

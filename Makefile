@@ -3,6 +3,7 @@
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make test-wheel   the wheel in empty environments: the core alone, and with all extras
+# make docs     the documentation site, in build/site
 # make check    format, lint, types, import directions
 #
 # The first run of each makes a virtual environment in $(VENV); later ones start at once.
@@ -60,8 +61,10 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/installed
+docs: $(VENV)/installed-docs
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
     from rollover.weights.base import WeightTarget
 
-_MODULES = {
+PUBLIC_MODULES = {
     "STRATEGIES": "rollout.strategies",
     "Batch": "types",
     "Capabilities": "engine.base",
@@ -96,9 +96,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in PUBLIC_MODULES:
         raise AttributeError(f"module 'rollover' has no attribute {name!r}")
-    return getattr(import_module(f"rollover.{_MODULES[name]}"), name)
+    return getattr(import_module(f"rollover.{PUBLIC_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

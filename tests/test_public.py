@@ -69,7 +69,7 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    assert seen == {*rollover._MODULES.items()}
+    assert seen == {*rollover.PUBLIC_MODULES.items()}
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

@@ -118,14 +118,11 @@ class Bench:
 
 
 def written(setting: RolloutConfig) -> dict[str, Any]:
-    """What the setting says, options beside the rest; defaults are left out."""
-    plain = asdict(setting) | (options := asdict(setting.strategy)) | {"strategy": options["kind"]}
-    usual = (
-        asdict(SimulatedRollout())
-        | asdict(type(setting.strategy)())
-        | {"strategy": "", "unit": "", "kind": plain["kind"]}
-    )
-    return {key: value for key, value in plain.items() if value != usual[key]}
+    """What the setting says, options beside the rest; what is shared and at its default is left out."""
+    usual = asdict(RolloutConfig()) | {"unit": None}
+    shared = {key: value for key, value in asdict(setting).items() if key != "strategy" and value != usual[key]}
+    options = {key: value for key, value in asdict(setting.strategy).items() if value is not None}
+    return {"strategy": options.pop("kind"), **shared, **options}
 
 
 def mean_lag(runs: Sequence[TrialResult]) -> float:

@@ -33,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import runs  # noqa: E402
-from tests.kills import LEFT_OUT, STEPS, Case, Record, cases, kill_and_resume  # noqa: E402
+from tests.kills import STEPS, Case, Record, cases, kill_and_resume  # noqa: E402
 
 
 def campaign(chosen: Sequence[Case], folder: Path, *, num_kills: int, seed: int, jobs: int) -> Iterable[Record]:
@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "command": f"python benchmarks/kills.py --kills {options.kills} --seed {options.seed}",
             "machine": machine(),
             "steps_of_a_run": STEPS,
-            "left_out": LEFT_OUT,
             "kills": ways.total(),
             "kills_by_way": dict(sorted(ways.items())),
             "wall_s": round(wall_s, 1),

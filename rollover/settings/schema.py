@@ -202,7 +202,8 @@ def _choice(annotations: Iterable[Any]) -> list[str]:
 
 def _in_full(schema: type, override: Override) -> Override:
     """``--table KIND`` as ``--table.kind KIND``."""
-    is_short = _choice(types_at(schema, override.path))
+    options = types_at(schema, override.path)
+    is_short = _choice(options) and isinstance(_value(override.text, options), str)
     return replace(override, path=(*override.path, "kind")) if is_short else override
 
 

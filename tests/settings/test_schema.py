@@ -261,6 +261,7 @@ def drawn(text: str, *overrides: str) -> Drawing:
         ("shape = 'square'", ("--shape.side", "5.0"), Square(side=5.0)),
         ("[shape]\nradius = 3.0", ("--shape", "square"), Square()),
         ("[shape]\nradius = 3.0", ("--shape", "circle"), Circle(radius=3.0)),
+        ("[shape]\nradius = 3.0", ("--shape", "{ kind = 'square', side = 4.0 }"), Square(side=4.0)),
         ("[shape]\nradius = 3.0", ("--shape.side=5.0", "--shape.kind=square"), Square(side=5.0)),
     ],
 )

@@ -3,7 +3,7 @@
 Between two updates at most ``(1 + s) N`` groups may be open or opened, those carried over included. Since batch *k* is
 consumed before version *k + 1* is published, that is the same as ``N (version + 1 + s - step)`` unconsumed groups at
 any time: the gate of ``bounded_async`` for a staleness that need not be whole. Simplified: weights are published after
-every batch. verl's quota bounds what is in flight and not the age of a sample; here ``max_staleness`` does.
+every batch. verl's quota bounds what is in flight and not the staleness of a sample; here ``max_staleness`` does.
 """
 
 from __future__ import annotations

@@ -22,10 +22,12 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 NULL_BLOCK = 0
+BlockCopy = tuple[int, int]
+"""Source and destination block. All copies of one list are made at once, before anything else is written."""
 Key = bytes
 """16 bytes of BLAKE2b: two prefixes never have the same one."""
 
@@ -69,9 +71,6 @@ class CachedPrefix:
     blocks: tuple[int, ...]
     num_tokens: int
     tail: int | None = None
-
-    def without_tail(self, block_size: int) -> CachedPrefix:
-        return replace(self, num_tokens=len(self.blocks) * block_size, tail=None)
 
 
 class BlockManager:
@@ -119,16 +118,21 @@ class BlockManager:
         tail, num_shared = self._longest_match(keys[len(blocks)], tuple(token_ids[start : start + self.block_size]))
         return CachedPrefix(tuple(blocks), start + num_shared, tail.index if tail else None)
 
-    def takes_over(self, prefix: CachedPrefix) -> bool:
-        """True when whoever takes ``prefix`` may write behind its tail without a copy: nobody holds that block, and
-        nothing but what is wanted is in it."""
-        if prefix.tail is None:
-            return False
-        tail = self.blocks[prefix.tail]
-        return tail.ref_count == 0 and len(tail.token_ids) == prefix.num_tokens - len(prefix.blocks) * self.block_size
-
-    def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        return sum(self.blocks[index].ref_count == 0 for index in blocks)
+    def take(self, prefix: CachedPrefix, num_blocks: int, spare: int) -> tuple[list[int], list[BlockCopy]] | None:
+        """Give a block table of ``num_blocks`` whose first ones hold ``prefix``, and what must be copied for that;
+        ``None``, and nothing changed, unless ``spare`` blocks are then left. A tail that nobody holds, with nothing in
+        it but what is wanted, is taken over instead of copied."""
+        tail = [] if prefix.tail is None else [prefix.tail]
+        held, num_tail_tokens = [*prefix.blocks, *tail], prefix.num_tokens - len(prefix.blocks) * self.block_size
+        copied = [i for i in tail if self.blocks[i].ref_count or len(self.blocks[i].token_ids) > num_tail_tokens]
+        num_new = num_blocks - len(held) + len(copied)
+        if self.num_available - sum(not self.blocks[i].ref_count for i in held) < num_new + spare:
+            return None
+        self.share(held)
+        new = self.allocate(num_new)
+        assert new is not None, "num_available promised what allocate could not give"
+        self.release(copied)
+        return held[: len(held) - len(copied)] + new, [(i, new[0]) for i in copied]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each; each is referenced or cached."""
@@ -230,24 +234,6 @@ class BlockManager:
         if not followers:
             del self._followers[block.parent]
         block.key, block.parent, block.token_ids = None, b"", ()
-
-    def check(self, block_tables: Sequence[Sequence[int]]) -> None:
-        """Assert that each block is in one place and referenced by these tables alone, and each key leads to its
-        block."""
-        ref_counts = [0] * self.num_blocks
-        for index in (index for table in block_tables for index in table):
-            ref_counts[index] += 1
-        assert ref_counts == [block.ref_count for block in self.blocks], "reference counts are wrong"
-        evictable = [block.index for block in (*self._evict_first, *self._evictable)]
-        places = sorted([*self._empty, *evictable, *(i for i, n in enumerate(ref_counts) if n)])
-        assert places == list(range(1, self.num_blocks)), "a block is in two places or in none"
-        assert all(self.blocks[index].key is None for index in self._empty), "an empty block can be found"
-        cached = {block.key: block for block in self.blocks if block.key is not None}
-        assert cached == self._cached and {*evictable} <= {block.index for block in cached.values()}
-        for key, block in cached.items():
-            assert key == block_key(block.parent, block.token_ids) and self.blocks[block.index] is block
-        followers = [block for parent in self._followers.values() for block in parent]
-        assert sorted(b.index for b in followers) == sorted(b.index for b in cached.values())
 
 
 def _token_ids(block: Block) -> tuple[int, ...]:

@@ -31,13 +31,13 @@ import torch
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.embedded import sizing
-from rollover.engine.embedded.block_manager import BlockManager
+from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.drafts import Draft, NgramDrafter
 from rollover.engine.embedded.kv_cache import Ints
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes
 from rollover.engine.embedded.sampler import uniforms
-from rollover.engine.embedded.scheduler import BlockCopy, PrefillSlice, SequenceScheduler
+from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, load_weights
 from rollover.engine.stop_strings import StopStrings

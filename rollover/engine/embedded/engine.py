@@ -99,21 +99,13 @@ class EmbeddedEngine:
             await self._do("abort", lambda core: core.abort(request_ids))
 
     async def pause(self) -> None:
-        def pause(core: EngineCore) -> list[Output]:
-            self._loop.paused = True
-            return []
+        await self._set_paused(True)
 
-        await self._do("pause", pause)
+    async def resume(self) -> None:
+        await self._set_paused(False)
 
     async def load(self, version: int, source: WeightSource) -> None:
         await self._do("load", lambda core: core.load(version, source))
-
-    async def resume(self) -> None:
-        def resume(core: EngineCore) -> list[Output]:
-            self._loop.paused = False
-            return []
-
-        await self._do("resume", resume)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -126,6 +118,13 @@ class EmbeddedEngine:
         finally:
             self._closed = True
             self._loop.stop()
+
+    async def _set_paused(self, paused: bool) -> None:
+        def command(_: EngineCore) -> list[Output]:
+            self._loop.paused = paused
+            return []
+
+        await self._do("pause" if paused else "resume", command)
 
     async def _do(self, what: str, command: Command) -> None:
         if self._closed:

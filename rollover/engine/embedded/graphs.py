@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.engine.embedded.kv_cache import KVCache, SlotMapping
-from rollover.engine.embedded.model import Attention, Decoder, Layer, Weights
-from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
-from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
-from rollover.engine.embedded.prefill import PrefillAttention
+from rollover.engine.embedded.model import Attention, Layer
+from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner
+from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import drawn, is_cut, sample
-from rollover.engine.embedded.scheduler import BlockCopy
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
@@ -32,27 +31,19 @@ _STEPS = 16
 """Batch sizes between two powers of two."""
 
 
-class GraphModelRunner:
-    """Implements ``ModelRunner`` for GPUs."""
+class GraphModelRunner(TorchModelRunner):
+    """Implements ``ModelRunner`` for GPUs: prefill as it is, decoding as recorded. The last block of its cache is the
+    spare one."""
 
     scans_pool = False
 
     def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
-        weights = Weights(arch, device, TorchLayout(dtype, device))
-        self.slots, self._device = weights.slots, device
-        self._decoder = Decoder(weights, dtype)
-        self._rotary = Rotary(arch, sizes.max_context, dtype, device)
-        self._kv = KVCache(arch, sizes.num_blocks + 1, sizes.block_size, dtype, device)
-        self._spare_block = sizes.num_blocks
+        super().__init__(arch, replace(sizes, num_blocks=sizes.num_blocks + 1), dtype, device)
+        self._device, self._most = device, sizes.max_decoded
         width = -(-sizes.max_context // sizes.block_size)
-        self._most = sizes.max_decoded
-        self._inputs = _Inputs(bucket(self._most, self._most), width, self._spare_block, device)
+        self._inputs = _Inputs(bucket(self._most, self._most), width, sizes.num_blocks, device)
         self._recordings: dict[int, _Recording] = {}
         self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
-
-    def prefill(self, tokens: InputBatch) -> None:
-        attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
-        self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
 
     def decode(
         self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
@@ -69,12 +60,6 @@ class GraphModelRunner:
             drawn_2B = torch.stack([ids_B.double(), logprobs_B.double()])
         ids, logprobs = drawn_2B[:, :num_seqs].tolist()  # waits for the device, once
         return [int(i) for i in ids], logprobs
-
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        self._kv.copy_blocks(copies)
-
-    def zero_cache(self) -> None:
-        self._kv.zero_()
 
     def _iteration(self, size: int) -> tuple[Tensor, Tensor]:
         """Logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""

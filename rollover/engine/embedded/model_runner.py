@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollover.engine.embedded.block_manager import BlockCopy
 from rollover.engine.embedded.decode import DecodeAttention
 from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Decoder, Slot, Weights
@@ -21,7 +22,6 @@ from rollover.engine.embedded.ops import TorchLayout
 from rollover.engine.embedded.prefill import PrefillAttention
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import sample
-from rollover.engine.embedded.scheduler import BlockCopy
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 

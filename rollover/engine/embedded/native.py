@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollover.engine.embedded.block_manager import BlockCopy
 from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
 from rollover.engine.embedded.model import Layer, Slot, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import is_cut, sample
-from rollover.engine.embedded.scheduler import BlockCopy
 from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams

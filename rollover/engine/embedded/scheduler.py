@@ -23,11 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Key, block_key, root_key
+from rollover.engine.embedded.block_manager import BlockCopy, BlockManager, CachedPrefix, Key, block_key, root_key
 from rollover.engine.embedded.sequence import Chain, Sequence
-
-BlockCopy = tuple[int, int]
-"""Source and destination block. All copies of one list are made at once, before anything else is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +132,7 @@ class SequenceScheduler:
             while sequence.block_table and len(sequence.block_table) * size < sequence.num_tokens:
                 if new := self.blocks.allocate(1):
                     sequence.block_table += new
+                    self._drifted = True
                 else:
                     self._back_to_waiting(max(self.running, key=lambda s: s.arrival))
                     self.num_preempted += 1
@@ -194,17 +192,6 @@ class SequenceScheduler:
         self._forget_everything()
         self.waiting.clear()
 
-    def check(self) -> None:
-        """Assert the invariants of blocks and sequences."""
-        size = self.blocks.block_size
-        self.blocks.check([s.block_table for s in self.running])
-        for sequence in self.running:
-            assert len(sequence.block_table) * size >= sequence.num_cached_tokens
-            assert sequence.num_missing >= 0
-            partial = sequence.block_table[sequence.num_cached_tokens // size :]
-            assert all(self.blocks.blocks[index].ref_count == 1 for index in partial), "a shared block is not full"
-        assert all(not s.block_table and not s.num_cached_tokens for s in self.waiting)
-
     def _find(self, sequence: Sequence) -> CachedPrefix:
         """Find what is cached of what it must prefill: in the chain that its sample left, or else in a fresh one."""
         sample, fresh = sequence.request.sample_key, self._fresh_chain(sequence)
@@ -244,22 +231,16 @@ class SequenceScheduler:
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, copies: list[BlockCopy]) -> bool:
         """Give it blocks for all its tokens, the first ones those of ``prefix``; without room, False and no change."""
-        blocks, tail = self.blocks, [] if prefix.tail is None else [prefix.tail]
-        takes_over = blocks.takes_over(prefix)
-        held = [*prefix.blocks, *tail]
-        needed = blocks.num_for(sequence.num_tokens) - len(prefix.blocks) - takes_over
-        if blocks.num_available - blocks.num_unreferenced(held) < needed + len(self.running):
-            if self.running or not tail:
-                return False
-            return self._start(sequence, prefix.without_tail(blocks.block_size), copies)
-        blocks.share(held)
-        new = blocks.allocate(needed)
-        assert new is not None, "num_available promised what allocate could not give"
-        if tail and not takes_over:
-            copies.append((tail[0], new[0]))
-            blocks.release(tail)
-            held.pop()
-        sequence.start(prefix, held + new)
+        blocks, num_blocks, spare = self.blocks, self.blocks.num_for(sequence.num_tokens), len(self.running)
+        taken = blocks.take(prefix, num_blocks, spare)
+        if taken is None and not self.running:  # a tail to copy may be one block too many
+            prefix = CachedPrefix(prefix.blocks, len(prefix.blocks) * blocks.block_size)
+            taken = blocks.take(prefix, num_blocks, spare)
+        if taken is None:
+            return False
+        block_table, to_copy = taken
+        copies += to_copy
+        sequence.start(prefix, block_table)
         self.cached_tokens += prefix.num_tokens
         self._left_chains.pop(sequence.request.sample_key, None)
         self._drifted = True

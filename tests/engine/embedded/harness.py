@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
+from rollover.engine.embedded.block_manager import BlockManager, block_key
 from rollover.engine.embedded.core import EngineCore, Output
+from rollover.engine.embedded.scheduler import SequenceScheduler
 from tests.engine.contract import tokens
 
 CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4, stream_interval_tokens=1)
@@ -17,6 +19,37 @@ CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4,
 
 def core_of(folder: Path, **settings: Any) -> EngineCore:
     return EngineCore(folder, replace(CONFIG, **settings))
+
+
+def check_blocks(manager: BlockManager, block_tables: Sequence[Sequence[int]]) -> None:
+    """Assert that each block is in one place and referenced by these tables alone, and each key leads to its
+    block."""
+    ref_counts = [0] * manager.num_blocks
+    for index in (index for table in block_tables for index in table):
+        ref_counts[index] += 1
+    assert ref_counts == [block.ref_count for block in manager.blocks], "reference counts are wrong"
+    evictable = [block.index for block in (*manager._evict_first, *manager._evictable)]
+    places = sorted([*manager._empty, *evictable, *(i for i, n in enumerate(ref_counts) if n)])
+    assert places == list(range(1, manager.num_blocks)), "a block is in two places or in none"
+    assert all(manager.blocks[index].key is None for index in manager._empty), "an empty block can be found"
+    cached = {block.key: block for block in manager.blocks if block.key is not None}
+    assert cached == manager._cached and {*evictable} <= {block.index for block in cached.values()}
+    for key, block in cached.items():
+        assert key == block_key(block.parent, block.token_ids) and manager.blocks[block.index] is block
+    followers = [block for parent in manager._followers.values() for block in parent]
+    assert sorted(b.index for b in followers) == sorted(b.index for b in cached.values())
+
+
+def check(scheduler: SequenceScheduler) -> None:
+    """Assert the invariants of blocks and sequences."""
+    size = scheduler.blocks.block_size
+    check_blocks(scheduler.blocks, [s.block_table for s in scheduler.running])
+    for sequence in scheduler.running:
+        assert len(sequence.block_table) * size >= sequence.num_cached_tokens
+        assert sequence.num_missing >= 0
+        partial = sequence.block_table[sequence.num_cached_tokens // size :]
+        assert all(scheduler.blocks.blocks[index].ref_count == 1 for index in partial), "a shared block is not full"
+    assert all(not s.block_table and not s.num_cached_tokens for s in scheduler.waiting)
 
 
 class Calls:
@@ -35,7 +68,7 @@ class Calls:
     def take(self, outputs: list[Output]) -> None:
         for request_id, chunk in outputs:
             self.chunks[request_id].append(chunk)
-        self.core.scheduler.check()
+        check(self.core.scheduler)
 
     def step(self, n: int = 1) -> None:
         for _ in range(n):

@@ -1,4 +1,4 @@
-"""Which blocks are shared, kept and evicted, against a model that remembers all that was ever computed. No torch."""
+"""Which blocks are shared, kept and evicted, against a model that remembers all that was ever computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from rollover.engine.embedded.block_manager import BlockManager, CachedPrefix, Key, block_key, root_key
+from tests.engine.embedded.harness import check_blocks
 
 SIZE = 3
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
@@ -41,8 +42,8 @@ class BlocksMachine(RuleBasedStateMachine):
         assert len(keys) == 1 + len(token_ids) // SIZE
         return keys
 
-    @rule(target=holders, token_ids=TOKENS, root=st.sampled_from([root_key(0), root_key(1)]))
-    def start(self, token_ids: tuple[int, ...], root: Key) -> object:
+    @rule(target=holders, token_ids=TOKENS, root=st.sampled_from([root_key(0), root_key(1)]), spare=st.integers(0, 2))
+    def start(self, token_ids: tuple[int, ...], root: Key, spare: int) -> object:
         """Take what is cached, and blocks for the rest, as the scheduler does."""
         blocks = self.blocks
         prefix = blocks.find(self.keys(root, token_ids), token_ids)
@@ -52,37 +53,41 @@ class BlocksMachine(RuleBasedStateMachine):
         if prefix.tail is not None:
             held = self.written[prefix.tail]
             assert held[0] == root and held[1][: prefix.num_tokens] == token_ids[: prefix.num_tokens]
-        takes_over = blocks.takes_over(prefix)
-        held_blocks = [*prefix.blocks, *([prefix.tail] if prefix.tail is not None else [])]
-        needed = blocks.num_for(len(token_ids)) - len(prefix.blocks) - takes_over
-        if blocks.num_available - blocks.num_unreferenced(held_blocks) < needed:
+        takes_over = prefix.tail is not None and self.takes_over(prefix)
+        held = [*prefix.blocks, *([] if prefix.tail is None else [prefix.tail])]
+        num_new = blocks.num_for(len(token_ids)) - len(prefix.blocks) - takes_over
+        is_room = blocks.num_available - sum(not blocks.blocks[index].ref_count for index in held) >= num_new + spare
+        evicted = self.next_evicted(num_new, held) if is_room else []
+        taken = blocks.take(prefix, blocks.num_for(len(token_ids)), spare)
+        assert (taken is not None) == is_room
+        if taken is None:
             return multiple()
-        blocks.share(held_blocks)
-        for index in held_blocks:
+        table, copies = taken
+        for index in (*held, *evicted):
             self.leave_queues(index)
-        new = self.allocate(needed)
         if prefix.tail is not None and not takes_over:
-            blocks.release([prefix.tail])
+            assert copies == [(prefix.tail, table[len(prefix.blocks)])]
             self.enter_queue(prefix.tail, self.recent)
-            held_blocks.pop()
-        holder = Holder(root, token_ids, held_blocks + new)
+        else:
+            assert not copies and table[: len(held)] == held
+        holder = Holder(root, token_ids, table)
         self.tables.append(holder)
         for place in range(len(prefix.blocks), len(holder.table)):
             assert blocks.blocks[holder.table[place]].ref_count == 1, "a shared block is written"
             self.written[holder.table[place]] = (root, token_ids[: (place + 1) * SIZE])
         return holder
 
-    def allocate(self, n: int) -> list[int]:
-        empty = [b for b in range(1, self.blocks.num_blocks) if not self.blocks.holds_something(b)]
-        num_evicted = max(0, n - len(empty))
-        evicted = (self.finished + self.recent)[:num_evicted]
-        before = self.blocks.num_evicted
-        new = self.blocks.allocate(n)
-        assert new is not None and self.blocks.num_evicted - before == num_evicted
-        assert sorted(new) == sorted([*empty, *evicted])[:n] if num_evicted else sorted(new) == empty[:n]
-        for index in evicted:
-            self.leave_queues(index)
-        return new
+    def takes_over(self, prefix: CachedPrefix) -> bool:
+        """Nobody holds the tail, and it holds nothing but what is wanted."""
+        assert prefix.tail is not None
+        tail, num_wanted = self.blocks.blocks[prefix.tail], prefix.num_tokens - len(prefix.blocks) * SIZE
+        return tail.ref_count == 0 and len(tail.token_ids) == num_wanted
+
+    def next_evicted(self, n: int, held: list[int]) -> list[int]:
+        """What must go so that ``n`` blocks are empty."""
+        num_empty = sum(not self.blocks.holds_something(index) for index in range(1, self.blocks.num_blocks))
+        order = [index for index in (*self.finished, *self.recent) if index not in held]
+        return order[: max(0, n - num_empty)]
 
     def longest_cached(self, root: Key, token_ids: tuple[int, ...]) -> int:
         """By a look at every block that can be found: the full blocks that lead on from the root, then the best tail."""
@@ -122,7 +127,10 @@ class BlocksMachine(RuleBasedStateMachine):
             if not self.blocks.num_available:
                 assert self.blocks.allocate(1) is None
                 return
-            holder.table += self.allocate(1)
+            evicted = self.next_evicted(1, [])
+            holder.table += self.blocks.allocate(1) or []
+            for index in evicted:
+                self.leave_queues(index)
         assert self.blocks.blocks[holder.table[-1]].ref_count == 1, "a shared block is written"
         holder.token_ids += (token,)
         self.written[holder.table[-1]] = (holder.root, holder.token_ids)
@@ -162,7 +170,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_consistent(self) -> None:
-        self.blocks.check([holder.table for holder in self.tables])
+        check_blocks(self.blocks, [holder.table for holder in self.tables])
         assert self.blocks.num_used == len({index for holder in self.tables for index in holder.table})
 
     @invariant()

@@ -204,7 +204,7 @@ def test_what_older_weights_computed_is_found_by_nobody_who_starts_afresh(
     """Also where the version stays the same."""
     core, new = core_of(folder, kv_on_update=kv_on_update), tiny_model(seed=1, sharpness=3.0)
     run(core, request("old", prompt_ids=QUESTIONS[0], max_new_tokens=15))
-    core.load(version, new.state_dict())
+    core.load(version, MemoryWeights(version, new.state_dict()))
     before = core.stats()
     calls = run(core, request("new", prompt_ids=QUESTIONS[0], max_new_tokens=15))
     assert core.stats().prefilled_tokens - before.prefilled_tokens == len(QUESTIONS[0]) - 1
@@ -216,7 +216,7 @@ def test_under_keep_what_new_weights_computed_is_not_found_by_who_kept_older_cac
     core, new = core_of(folder, kv_on_update="keep"), tiny_model(seed=1, sharpness=3.0)
     calls = Calls(core, [request("kept", prompt_ids=PROMPT, max_new_tokens=30)])
     calls.step(5)
-    calls.take(core.load(1, new.state_dict()))
+    calls.take(core.load(1, MemoryWeights(1, new.state_dict())))
     calls.step(10)
     head = calls.tokens("kept#0")
     calls.abort("kept#0")

@@ -11,6 +11,7 @@ from rollover.engine.embedded.block_manager import BlockManager
 from rollover.engine.embedded.scheduler import SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from tests.engine.contract import request
+from tests.engine.embedded.harness import check
 
 BLOCK = 4
 MAX_CONTEXT = 40
@@ -23,7 +24,7 @@ class Machine:
 
     def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
         self.scheduler = SequenceScheduler(
-            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
+            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk, max_gaps=2
         )
         self.content: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
         self.open: dict[str, Sequence] = {}
@@ -49,7 +50,7 @@ class Machine:
         self.scheduler.update(version, recompute=recompute)
         if recompute:
             self.oldest = dict.fromkeys(self.oldest, version)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         read = [(d, [self.content.get((s, o)) for o in range(BLOCK)]) for s, d in copies]
@@ -87,6 +88,7 @@ class Machine:
         self.copy(scheduler.admit())
         ready = scheduler.next_decode()
         self.copy(scheduler.compact())
+        self.is_dense()
         for sequence in ready:
             self.write(sequence, sequence.num_cached_tokens)
             self.read(sequence, sequence.num_tokens)
@@ -95,12 +97,25 @@ class Machine:
                 self.finished.append(sequence.request.request_id)
                 self.end(sequence, park=False)
         assert len(scheduler.running) <= scheduler.max_running
-        scheduler.check()
+        check(scheduler)
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.open:
+                return
+            self.step()
+        raise AssertionError("some call never finished")
+
+    def is_dense(self) -> None:
+        """Decoding reads the pool up to the last block that one running sequence alone holds."""
+        tables = [index for s in self.scheduler.running for index in s.block_table]
+        own = [index for index in tables if tables.count(index) == 1]
+        assert max(own, default=0) <= len(own) + max(self.scheduler.max_gaps, len(own) // 8)
 
     def end(self, sequence: Sequence, *, park: bool) -> None:
         del self.open[sequence.request.request_id]
         self.scheduler.remove(sequence, park=park)
-        self.scheduler.check()
+        check(self.scheduler)
 
 
 OPERATIONS = st.one_of(
@@ -141,11 +156,7 @@ def test_every_call_finishes_reads_only_its_own_cache_and_leaks_no_block(
                 )
         elif kind == "update":
             machine.update(recompute=a)
-    for _ in range(3000):
-        if not machine.open:
-            break
-        machine.step()
-    assert not machine.open, "some call never finished"
+    machine.finish()
     assert machine.scheduler.blocks.num_used == 0
     assert machine.scheduler.blocks.num_available == num_blocks - 1
 
@@ -159,8 +170,7 @@ def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
     assert [s.arrival for s in machine.scheduler.running] == [0, 1]
     machine.add(6, 5, ())
     assert [s.arrival for s in machine.scheduler.waiting] == [2, 3]
-    while machine.open:
-        machine.step()
+    machine.finish()
     assert machine.finished.index("s2#2") > machine.finished.index("s0#0")
 
 
@@ -168,13 +178,50 @@ def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_writ
     machine = Machine(num_blocks=30, max_running=4, chunk=64)
     prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
     for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
-        machine.oldest[name] = 0
-        req = request(name, call=arrival, prompt_ids=ids, max_new_tokens=20)
-        machine.open[req.request_id] = sequence = Sequence(req, arrival)
-        machine.scheduler.add(sequence)
+        sequence = started(machine, name, ids, 20)
         machine.step()
         machine.step()
         if arrival == 0:
             machine.end(sequence, park=True)
-    while machine.open:
-        machine.step()
+    machine.finish()
+
+
+def test_decoding_in_a_pool_full_of_parked_cache_stays_dense() -> None:
+    machine = Machine(num_blocks=30, max_running=1, chunk=64)
+    for prompt in (3, 4):
+        machine.add(prompt, 25, ())
+        for _ in range(20):
+            machine.step()
+        machine.end(next(iter(machine.open.values())), park=True)
+    machine.add(9, 30, ())
+    machine.finish()
+    assert machine.finished
+
+
+def started(machine: Machine, name: str, prompt: tuple[int, ...], max_new_tokens: int) -> Sequence:
+    machine.oldest[name] = machine.scheduler.policy_version
+    req = request(name, call=machine.arrivals, prompt_ids=prompt, max_new_tokens=max_new_tokens)
+    machine.open[req.request_id] = sequence = Sequence(req, machine.arrivals)
+    machine.arrivals += 1
+    machine.scheduler.add(sequence)
+    return sequence
+
+
+def test_a_sequence_of_which_nothing_is_cached_yet_begins_with_the_new_weights() -> None:
+    machine = Machine(num_blocks=30, max_running=4, chunk=4)
+    early, late = started(machine, "a", tuple(range(2, 12)), 9), started(machine, "b", tuple(range(20, 30)), 9)
+    machine.step()
+    assert (early.num_cached_tokens, late.num_cached_tokens, len(machine.scheduler.running)) == (4, 0, 2)
+    machine.update(recompute=False)
+    assert (early.chain.kv_version, late.chain.kv_version) == (0, 1)
+    machine.finish()
+
+
+def test_a_tail_is_not_copied_where_there_is_no_block_for_the_copy() -> None:
+    machine = Machine(num_blocks=MAX_CONTEXT // BLOCK + 1, max_running=4, chunk=64)
+    prompt = tuple(range(2, 41))
+    started(machine, "a", prompt, 1)
+    machine.finish()
+    started(machine, "b", (*prompt[:37], 60, 61), 1)
+    machine.finish()
+    assert machine.scheduler.cached_tokens == 36, "nine full blocks; the tenth is evicted"

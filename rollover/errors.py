@@ -30,7 +30,10 @@ from collections.abc import Iterable, Mapping
 
 
 class RolloverError(Exception):
-    """A failure whose message tells the user what was wrong, where, and what to do about it."""
+    """A failure whose message tells the user what was wrong, where, and what to do about it.
+
+    Example: ``except RolloverError as error: print(error)`` shows all that a user needs; a traceback would not help.
+    """
 
 
 class ConfigError(RolloverError, ValueError):

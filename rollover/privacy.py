@@ -75,7 +75,7 @@ a text of many beginnings would take time that grows with its square."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key, a dotted key, a command-line flag, an environment variable or a header names a secret."""
+    """Return whether a key, a dotted key, a command-line flag, an environment variable or a header names a secret."""
     return any(part == _ENVIRONMENT or _names_secret(part) for part in name.replace("-", "_").split("."))
 
 
@@ -104,7 +104,7 @@ class Redactor:
             self.value(value)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """As ``redacted``."""
+        """Redact a value, as ``redacted`` does."""
         if is_secret(name) and not _names_variable(name, value):
             return self._blanked(value)
         if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ class Redactor:
         return self._string(value) if isinstance(value, str) else value
 
     def text(self, text: str) -> str:
-        """As ``redacted_text``."""
+        """Redact a text, as ``redacted_text`` does."""
         for secret in sorted(self._met, key=len, reverse=True):
             for form in (secret, json.dumps(secret)[1:-1]):
                 text = text.replace(form, HIDDEN)
@@ -162,7 +162,7 @@ class Redactor:
         return f"{match[0][:start]}{quote}{HIDDEN}{quote}{match[0][end:]}"
 
     def _blanked(self, value: Any) -> Any:
-        """What is left of a value that is secret as a whole: which keys it has, and whether it is set."""
+        """Return what is left of a value that is secret as a whole: which keys it has, and whether it is set."""
         if isinstance(value, Mapping):
             return {key: self._blanked(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -187,7 +187,7 @@ def _names_secret(key: str) -> bool:
 
 
 def _names_variable(name: str, value: Any) -> bool:
-    """Whether it is the name of an environment variable (``api_key_env = "MY_KEY"``) and no secret itself."""
+    """Return whether it is the name of an environment variable (``api_key_env = "MY_KEY"``) and no secret itself."""
     if _words(name)[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
         return False
     return isinstance(value, str) and bool(_VARIABLE.fullmatch(value)) and not re.match(_TOKEN, value)

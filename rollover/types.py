@@ -16,7 +16,10 @@ UNBOUNDED = "unbounded"
 
 
 class FinishReason(StrEnum):
-    """Why a segment ended."""
+    """The reason for which a segment ended.
+
+    Example: ``FinishReason("abort")`` is ``FinishReason.ABORT``.
+    """
 
     STOP = "stop"
     """The model sampled a stop token (kept, as its last token) or completed a stop string."""
@@ -27,7 +30,10 @@ class FinishReason(StrEnum):
 
 
 class SampleId(NamedTuple):
-    """One sample: the number of its group (in order of opening) and its place among the siblings."""
+    """One sample: the number of its group (in order of opening) and its place among the siblings.
+
+    Example: ``str(SampleId(12, 3))`` is ``"g12.3"``, the fourth sample of the thirteenth group.
+    """
 
     group: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a sample
@@ -38,7 +44,10 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Every field is sent to every engine explicitly."""
+    """Settings by which tokens are drawn. Every field is sent to every engine explicitly.
+
+    Example: ``SamplingParams(max_new_tokens=512, temperature=0.0)`` decodes greedily, for evaluation.
+    """
 
     max_new_tokens: int
     """Budget of the whole response, across all resumes."""
@@ -65,7 +74,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked, tokenised once and for all."""
+    """A question for the model, tokenised once and for all.
+
+    Example: ``Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums")``
+    """
 
     prompt_id: str
     """Names the dataset row and the pass over it: ``"<source>/<row>@<epoch>"``."""
@@ -82,6 +94,9 @@ class Segment(NamedTuple):
     """Tokens decoded without interruption by one engine under one policy version.
 
     A tuple like the events (``rollover.rollout.events``), and for the same reason.
+
+    Example: ``Segment(7, (31, 4), (-0.2, -1.1), FinishReason.ABORT, 7, 3.5, 3.6)`` holds two tokens that version 7
+    sampled before the sample was parked.
     """
 
     policy_version: int
@@ -103,7 +118,7 @@ class Segment(NamedTuple):
     """Name of the engine that sampled these tokens, where a run has several."""
 
     def continues_into(self, later: Segment) -> bool:
-        """Whether ``later`` went on without an interruption and under the same weights and cache."""
+        """Return whether ``later`` went on without an interruption and under the same weights and cache."""
         return (
             self.policy_version == later.policy_version
             and self.finish_reason is None
@@ -133,7 +148,11 @@ MAX_REWARD = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A prompt and the response so far. Segments tile the response."""
+    """A prompt and the response so far. Segments tile the response.
+
+    Example: of a trajectory with segments of 300 tokens under version 6 and 40 under version 7, ``num_tokens`` is 340
+    and ``oldest_version`` is 6.
+    """
 
     sample_id: SampleId
     prompt: Prompt
@@ -169,7 +188,7 @@ class Trajectory:
 
     @property
     def num_resumes(self) -> int:
-        """How often the rollout was stopped and taken up again."""
+        """Return how often the rollout was stopped and taken up again."""
         return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
 
     def extended(self, segment: Segment) -> Trajectory:
@@ -180,7 +199,7 @@ class Trajectory:
 
 
 class Baseline(NamedTuple):
-    """What was known of a prompt's rewards when a sample began (``rollover.rollout.reward_history``)."""
+    """The reward that was expected of a prompt when a sample began (``rollover.rollout.reward_history``)."""
 
     mean: float
     std: float
@@ -190,7 +209,10 @@ class Baseline(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The scored siblings of one prompt, ready to train. Failed samples are not among them."""
+    """The scored siblings of one prompt, ready to train. Failed samples are not among them.
+
+    Example: a group of four samples with rewards 1, 0, 0 and 1 has ``rewards_G == (1.0, 0.0, 0.0, 1.0)``.
+    """
 
     group_id: int
     prompt: Prompt
@@ -216,7 +238,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one training step eats."""
+    """The groups that one training step trains.
+
+    Example: with ``rollout_batch_size = 32`` and ``group_size = 8``, ``len(batch.trajectories)`` is 256.
+    """
 
     step: int
     """The step that trains it, counted from 0: the weights it starts from are version ``step``."""
@@ -232,8 +257,11 @@ class Batch:
 
 
 class WasteCause(StrEnum):
-    """Why decoded tokens were never trained. The first five never reach the trainer, the others are in a batch and the
-    loss gives them no gradient. A token whose ratio is clipped is trained: the clip ends a movement that it made."""
+    """The cause for which decoded tokens were never trained.
+
+    The first five never reach the trainer; the others are in a batch, and the loss gives them no gradient. A token
+    whose ratio is clipped is trained: the clip ends a movement that it made.
+    """
 
     SURPLUS_GROUP = "surplus_group"
     """Its group finished beyond the batch, and the strategy keeps none of those."""
@@ -260,7 +288,8 @@ class WasteCause(StrEnum):
 
     @property
     def is_by_rollout(self) -> bool:
-        """Whether the token never reached the trainer. The others were in a batch, and the loss used none of them."""
+        """Return whether the token never reached the trainer. The others were in a batch, and the loss used none of
+        them."""
         return self in _BY_ROLLOUT
 
 
@@ -276,8 +305,8 @@ _BY_ROLLOUT = frozenset(
 
 
 class Drift(NamedTuple):
-    """How far the log-probs that an engine reported are from the trainer's, over tokens that the current weights
-    sampled (lag 0), where both are the same number up to rounding."""
+    """The distance by which the log-probs that an engine reported are from the trainer's, over tokens that the current
+    weights sampled (lag 0), where both are the same number up to rounding."""
 
     num_tokens: int
     mean_abs: float
@@ -286,7 +315,7 @@ class Drift(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """What one training step did with its batch."""
+    """The result of one training step."""
 
     metrics: Mapping[str, float]
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)

@@ -81,6 +81,20 @@ def test_a_config_loads_without_torch() -> None:
     assert python(code) == "False"
 
 
+FRAGMENTS = {"As", "How", "Of", "That", "What", "When", "Where", "Whether", "Which", "Whose", "Why"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_docstrings_begin_with_a_sentence(module: Path) -> None:
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    first_words = [text.split()[0] for node in nodes if (text := ast.get_docstring(node))]
+    assert not FRAGMENTS & {*first_words}
+
+
 def test_imports_go_down_only() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     if not os.path.exists(command[0]):

@@ -102,3 +102,8 @@ def test_rollover_train_leaves_nothing_behind_when_the_run_cannot_begin(experime
     with pytest.raises(rollover.RolloverError, match="nowhere"):
         rollover.train("run.toml", ["--model.path", "nowhere/at-all"], run_dir="out")
     assert not Path("out").exists()
+
+
+def test_every_public_name_has_an_example() -> None:
+    documented = [name for name in rollover.__all__ if name not in ("__version__", "STRATEGIES")]
+    assert [name for name in documented if "Example" not in (getattr(rollover, name).__doc__ or "")] == []

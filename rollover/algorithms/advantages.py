@@ -113,8 +113,8 @@ def _group_mean_whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
 
 
 def _history(algorithm: Algorithm, batch: _Rewards) -> Tensor:
-    """What ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean and the deviation of
-    the baseline, which was fixed before the sample began.
+    """Return what ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean and the
+    deviation of the baseline, which was fixed before the sample began.
 
     With ``x`` the reward minus the baseline's mean, ``n / (n + 1) x`` is its distance from the mean of all ``n + 1``
     and ``n std^2 + n / (n + 1) x^2`` the sum of their squared distances. Hence ``|advantage| < n / sqrt(n + 1)``

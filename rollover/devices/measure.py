@@ -35,7 +35,7 @@ from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Samplin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSizes:
-    """How much is measured. Every other point is held out: fitted to nothing, only predicted."""
+    """The amount that is measured. Every other point is held out: fitted to nothing, only predicted."""
 
     scratch: ScratchConfig
     """The model, where none is given: its weights should not fit into a cache."""

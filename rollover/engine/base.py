@@ -26,7 +26,11 @@ from rollover.types import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One generation call: a sample decodes until it ends, reaches its limit or is aborted."""
+    """One generation call: a sample decodes until it ends, reaches its limit or is aborted.
+
+    Example: with ``params.max_new_tokens = 512`` and 300 ``response_ids``, the call goes on behind the 300th token and
+    decodes at most 212 more.
+    """
 
     request_id: str
     """Unique per generation call."""
@@ -45,7 +49,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Newly decoded tokens of one policy version. Never cumulative."""
+    """Newly decoded tokens of one policy version. Never cumulative.
+
+    Example: ``Chunk(token_ids=(31, 4), logprobs=(-0.2, -1.1), policy_version=7, kv_version=7)``
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -67,7 +74,10 @@ each, and a GPU computes some 300 while it reads a byte, half of that in practic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do beyond the contract. Declared, never faked."""
+    """The abilities of an engine beyond the contract. Declared, never faked.
+
+    Example: ``Capabilities(max_running=64, max_context_tokens=8192, in_flight_update=True)``
+    """
 
     max_running: int
     """Samples it decodes at the same time; the driver never has more calls open."""
@@ -88,7 +98,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredCapabilities:
-    """What the config of an engine settles before the engine is open; ``Capabilities`` say the rest.
+    """The abilities that the config of an engine settles before the engine is open; ``Capabilities`` say the rest.
 
     Example: ``VLLMConfig(launch=True).declared.in_flight_update`` is false, and with ``kv_on_update = "keep"`` true.
     """
@@ -135,7 +145,11 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Decodes."""
+    """An engine decodes generation calls.
+
+    Example: ``async for chunk in engine.generate(request)`` takes the tokens of one call; the last chunk has a
+    ``finish_reason``.
+    """
 
     @property
     def capabilities(self) -> Capabilities: ...

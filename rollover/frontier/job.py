@@ -154,7 +154,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
 
 
 def _checked(found: Study, recorded: Recorded) -> str:
-    """How far the model of the run can be trusted."""
+    """Return how far the model of the run can be trusted."""
     measured = recorded.tokens_per_s(min(found.length.warmup, recorded.num_steps - 1))
     simulated = found.current.mean("tokens_per_s")
     return (

@@ -50,8 +50,8 @@ def next_setting(
 
 
 def _between(known: Sequence[tuple[float, FrontierPoint]], knob: Knob, lag: float) -> list[float]:
-    """Where the lag would lie if it grew evenly between the settings around it, but close to neither, for it may jump;
-    and places to look at should that one be known."""
+    """Return where the lag would lie if it grew evenly between the settings around it, but close to neither, for it
+    may jump; and places to look at should that one be known."""
     place = next(i for i, (_, p) in enumerate(known) if p.lag > lag)
     high, above = known[place][0], known[place][1].lag
     low, below = (known[place - 1][0], known[place - 1][1].lag) if place else (_LEAST[knob.scale], 0.0)

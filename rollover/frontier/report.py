@@ -164,7 +164,7 @@ def rivals(study: Study, advice: Advice) -> str:
 
 
 def _gap(points: Sequence[FrontierPoint], best: FrontierPoint, lag: float) -> str:
-    """Why the fastest fair setting of a strategy stays far below ``lag``; nothing where it does not."""
+    """Return why the fastest fair setting of a strategy stays far below ``lag``; nothing where it does not."""
     beyond = [p.lag for p in points if p.lag > lag]
     if best.lag >= (1 - TOLERANCE) * lag or not beyond:
         return ""

@@ -1,4 +1,4 @@
-"""Which settings of a strategy are tried: one key each, from little carried over to much.
+"""Decides which settings of a strategy are tried: one key each, from little carried over to much.
 
 A strategy is named as in a config; ``april:sample`` is ``april`` that trains single samples, ``unit = "sample"``.
 """
@@ -49,7 +49,7 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
 
 
 def settings(name: str, setup: Setup, *, max_staleness: int | None = None) -> list[SimulatedRollout]:
-    """What is tried of a strategy; settings that mean the same are tried once."""
+    """Return what is tried of a strategy; settings that mean the same are tried once."""
     knob = knob_of(name)
     if knob is None:
         return [setting(name, setup, None)]
@@ -58,7 +58,7 @@ def settings(name: str, setup: Setup, *, max_staleness: int | None = None) -> li
 
 
 def is_allowed(name: str, setup: Setup, value: float, max_staleness: int | None) -> bool:
-    """Whether the setting is what it says under the staleness bound."""
+    """Return whether the setting is what it says under the staleness bound."""
     config = _turned(name, setup, value)
     needed = max(config.max_staleness or 0, config.strategy.staleness_needed(config))
     return max_staleness is None or needed <= max_staleness
@@ -95,7 +95,7 @@ def _turned(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
 
 
 def name_of(config: RolloutConfig) -> str:
-    """What the setting is one of: its strategy, and what that trains."""
+    """Return what the setting is one of: its strategy, and what that trains."""
     return config.strategy.kind + _SAMPLE * (config.unit == "sample")
 
 
@@ -105,7 +105,7 @@ def place_of(config: RolloutConfig) -> tuple[str, float | None]:
 
 
 def value_of(config: RolloutConfig) -> float | None:
-    """Where the setting's knob stands, in units of its scale; ``None`` where the strategy has none."""
+    """Return where the setting's knob stands, in units of its scale; ``None`` where the strategy has none."""
     if (knob := config.strategy.knob) is None:
         return None
     groups = config.rollout_batch_size

@@ -26,7 +26,7 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long a simulation is, in training steps."""
+    """The measure of how long a simulation is, in training steps."""
 
     steps: int
     warmup: int

@@ -1,4 +1,5 @@
-"""How long an iteration takes, from segments of a run: c0 and B0 from when each began and ended and what ran meanwhile.
+"""Measures how long an iteration takes, from segments of a run: c0 and B0 from when each began and ended and what ran
+meanwhile.
 
 A segment of n tokens took n iterations of ``c0 (1 + B / B0)``, B changing under it. So the integral of
 ``1 / (1 + B(t) / B0)`` over its time is ``c0 n``, and for the first segment of a generation call more by what came

@@ -43,8 +43,8 @@ def write_companions(companions: Companions, folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """What decides whether another folder can stand for this one: each file that text is read by, and as ``weights``
-    the sizes, the heads and some of the values of all weights."""
+    """Return what decides whether another folder can stand for this one: each file that text is read by, and as
+    ``weights`` the sizes, the heads and some of the values of all weights."""
     files = {
         name: hashlib.sha256(content).hexdigest()[:32]
         for name, content in read_companions(folder).items()

@@ -1,5 +1,5 @@
-"""Which islands take which shares: swaps inside a class of equal (type, size), so that no count ever changes (Kernighan
-and Lin 1970; Fiduccia and Mattheyses 1982).
+"""Decides which islands take which shares: swaps inside a class of equal (type, size), so that no count ever changes
+(Kernighan and Lin 1970; Fiduccia and Mattheyses 1982).
 """
 
 from __future__ import annotations

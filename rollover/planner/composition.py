@@ -1,4 +1,5 @@
-"""How many islands of each type and size take which share of the roles: an integer programme with exact counts."""
+"""Decides how many islands of each type and size take which share of the roles: an integer programme with exact
+counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a model fits on no device of a fleet: what each would need, and what it has."""
+"""Explains why a model fits on no device of a fleet: what each would need, and what it has."""
 
 from __future__ import annotations
 

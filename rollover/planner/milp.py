@@ -152,7 +152,7 @@ class _Search:
         return self._beyond(_SLOWEST * hoped)
 
     def _promised(self, rate: float) -> float:
-        """How much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
+        """Return how much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
         fail."""
         load = RateLoad(self.problem, rate)
         able = load.able()

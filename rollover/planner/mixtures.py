@@ -112,7 +112,7 @@ class UnlistedPlans:
         self._keep(room >= -_EXACT, room)
 
     def beyond(self, bounds: PriceBounds, prices: ShadowPrices) -> float:
-        """How much more than the load the best of them might carry, relative."""
+        """Return how much more than the load the best of them might carry, relative."""
         return max((float(bounds.beyond(*means, prices).max()) for means in self._means()), default=-1.0)
 
     @property

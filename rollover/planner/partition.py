@@ -1,4 +1,4 @@
-"""Which islands train and which roll out: exact counts per device type, wide links where the bytes flow.
+"""Decides which islands train and which roll out: exact counts per device type, wide links where the bytes flow.
 
 Two decisions are kept apart: ``compose`` settles how many islands of each type and size take which share of the roles,
 splitting as few as the counts allow; ``arrange`` settles which islands those are.

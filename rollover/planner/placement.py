@@ -46,7 +46,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything of a solution stands."""
+    """The places of all parts of a solution."""
 
     training: tuple[Pipeline, ...]
     replicas: tuple[Pipeline, ...]

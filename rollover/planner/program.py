@@ -96,7 +96,7 @@ class Program:
         self._place[self.kinds] = np.arange(len(self.kinds))
 
     def _lay_out(self) -> None:
-        """Where each variable stands, and its bounds."""
+        """Decide where each variable stands, and its bounds."""
         load = self.load
         self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
         sizes = {
@@ -217,8 +217,8 @@ class Program:
         self.whole[self.at["y"]] = 0
 
     def round_caps(self, point: ProgramPoint) -> None:
-        """As many replicas of each shape as in ``point``, where they share caps; each with one of the caps it used or
-        one near them."""
+        """Keep as many replicas of each shape as in ``point``, where they share caps; each with one of the caps it
+        used or one near them."""
         self.whole[self.at["y"]] = 1
         for members, shape in zip(self.shapes, self.at["shapes"], strict=True):
             used = np.flatnonzero(point.y[members] > _EXACT)

@@ -1,5 +1,5 @@
-"""Which replicas decode which lengths. Nobody knows a response's length before it ends: unless lengths are predicted,
-every replica gets the same mixture, and the buckets of a problem become one."""
+"""Decides which replicas decode which lengths. Nobody knows a response's length before it ends: unless lengths are
+predicted, every replica gets the same mixture, and the buckets of a problem become one."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class PriceBounds:
         return self._has(training, busy) @ prices.limits - must + prices.real * (cost / self.unit - spent)
 
     def promise(self, plans: Sequence[int]) -> float:
-        """How much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
+        """Return how much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
         prices, which = self.prices(plans), list(plans)
         return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
 

@@ -64,7 +64,7 @@ def _kinds(fleet: Fleet, topology: Topology) -> list[list[int]]:
 
 
 def _taken(kinds: list[list[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    """How many of each kind."""
+    """Return how many of each kind are taken."""
     if np.prod([float(len(nodes) + 1) for nodes in kinds]) <= MOST:
         yield from itertools.product(*([nodes[:n] for n in range(len(nodes) + 1)] for nodes in kinds))
         return

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go."""
+"""Settings that decide where the numbers of a run go."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def window_of(timeline: Timeline, first_step: int, last_step: int) -> StepWindow
 
 
 def _last_activity_s(timeline: Timeline) -> float:
-    """When the last token was decoded or the last weights published: later events only close the books."""
+    """Return when the last token was decoded or the last weights published: later events only close the books."""
     spans = (p.end_s for s in timeline.samples for p in s.spans)
     return max((*spans, *(p.time_s for p in timeline.publishes), *(s.consumed_s for s in timeline.steps)))
 

@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class Sink(Protocol):
-    """Where rows go besides the file."""
+    """A place where rows go besides the file."""
 
     def write(self, row: MetricRow) -> None: ...
 

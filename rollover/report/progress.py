@@ -161,7 +161,8 @@ class _TimeLeft(TimeRemainingColumn):
 
 
 def _bars(width: int) -> Bars:
-    """Where it is narrow, bars are shorter and the text at the end is cut, never a count or a time."""
+    """Draw the bars. Where the terminal is narrow, they are shorter and the text at the end is cut, never a count or a
+    time."""
     whole = Column(no_wrap=True)
     rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Bars(

@@ -22,7 +22,7 @@ _MAX_MARKED = 60
 
 
 def origin_s(record: RunRecord) -> float:
-    """Where wall-clock axes start: the first evaluation or rollout. Warm-up lies before it."""
+    """Return where wall-clock axes start: the first evaluation or rollout. Warm-up lies before it."""
     times = [r.time_s for r in record.metrics if r.kind != "warmup"]
     return min([*times[:1], *([record.timeline.start_s] if record.timeline.samples else [])], default=0.0)
 

@@ -251,7 +251,7 @@ def guessing_text(found: Guessing) -> str:
 
 
 def waste_text(s: RunSummary, tokens: Mapping[WasteCause, int]) -> str:
-    """How many of the decoded tokens, and why."""
+    """Return how many of the decoded tokens, and why."""
     causes = ", ".join(f"{cause} {n:,}" for cause, n in tokens.items() if n)
     total = f"{sum(tokens.values()):,} of {s.decoded_tokens:,} tokens ({s.fraction(tokens):.1%})"
     return f"{total}: {causes}" if causes else total

@@ -1,4 +1,4 @@
-"""How fast a run trains and decodes: one definition each, whatever stretch of steps it is taken over.
+"""Measures how fast a run trains and decodes: one definition each, whatever stretch of steps it is taken over.
 
 * **Trained tokens/s** are trained tokens over wall-clock of the whole loop: rollout, rewards, training, publishing and
   what lies between them. Warm-up and evaluations are no part of it.

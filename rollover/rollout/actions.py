@@ -1,4 +1,4 @@
-"""What the scheduler tells a shell to do: the closed set of actions.
+"""The actions that the scheduler asks a shell for: the closed set of actions.
 
 A shell (the asyncio driver, the simulator, somebody else's loop) asks ``Scheduler.decide`` after everything that it
 reported, and carries the actions out in order. It needs to know nothing about strategies.
@@ -28,7 +28,10 @@ class StartSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StopAll:
-    """Stop every running sample, report what each decoded, then ask again."""
+    """Stop every running sample, report what each decoded, then ask again.
+
+    Example: ``april`` asks for it as soon as a batch is full; each sample comes back with ``FinishReason.ABORT``.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class ConsumeBatch:
 
     It is repeated until that is done. An answer without it withdraws it: a group may have been started since that has
     to be in the batch.
+
+    Example: ``case ConsumeBatch(): batch = scheduler.consume(now_s)``
     """
 
 

@@ -14,7 +14,7 @@ from rollover.settings.schema import ByKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(SharedConfig):
-    """Which rollouts are launched, stopped, resumed and trained.
+    """Settings that decide which rollouts are launched, stopped, resumed and trained.
 
     Example:
         ``RolloutConfig(rollout_batch_size=32, strategy=AprilConfig(over_sampling_batch_size=48))`` starts each round
@@ -41,7 +41,10 @@ class RolloutConfig(SharedConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long and how often the driver puts up with trouble."""
+    """Limits on how long and how often the driver puts up with trouble.
+
+    Example: ``Limits(stall_timeout_s=120.0)`` ends a run in which nothing was decoded or scored for two minutes.
+    """
 
     save_every_tokens: int = 256
     stall_timeout_s: float = 600.0

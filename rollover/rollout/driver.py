@@ -229,7 +229,7 @@ class RolloutDriver:
                     self._changed.set()
 
     def _can_consume(self) -> bool:
-        """Whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
+        """Return whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
         in_hand = self._turn is not None and (self._scoring or self._tasks.keys() - self.ledger.running.keys())
         return self._batch_is_due and not in_hand
 

@@ -1,4 +1,4 @@
-"""What the ledger knows of a sample and of a group. Only the ledger changes them."""
+"""Records of what the ledger knows of a sample and of a group. Only the ledger changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to a rollout: the closed set of journal events.
+"""The events that can happen to a rollout: the closed set of journal events.
 
 The ledger is the fold of these, the report is drawn from these, and the simulator replays these. Events
 carry facts and no decisions: everything a decision needs is derived by the fold. They are tuples, which Python makes

@@ -34,7 +34,7 @@ class OpenCall:
 
 
 def back_off_s(num_failures: int) -> float:
-    """How long to wait before the next call, after so many failures in a row."""
+    """Return how long to wait before the next call, after so many failures in a row."""
     return min(_FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 63), _MAX_BACK_OFF_S)
 
 
@@ -86,7 +86,7 @@ class OpenSegment:
 def generation_request(
     trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: StartSample
 ) -> GenerateRequest:
-    """What the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
+    """Return what the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
     if start.token_budget is not None:
         limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.token_budget)
@@ -103,8 +103,8 @@ def generation_request(
 
 
 def reached_end(trajectory: Trajectory, sampling: SamplingParams) -> FinishReason | None:
-    """Why there is nothing left to decode: the engine or the process died between the last token and the news that it
-    was the last."""
+    """Return why there is nothing left to decode: the engine or the process died between the last token and the news
+    that it was the last."""
     last = next((s.token_ids[-1] for s in reversed(trajectory.segments) if s.token_ids), None)
     if last in sampling.stop_token_ids:
         return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""What rewards were like before a sample began: a baseline that knows nothing of the sample.
+"""Remembers what rewards were like before a sample began: a baseline that knows nothing of the sample.
 
 A policy gradient stays unbiased under any baseline that does not depend on the response it is subtracted from:
 E[b grad log pi(y)] = b E[grad log pi(y)] = 0. The mean of the siblings that happen to be scored when a sample is

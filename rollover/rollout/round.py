@@ -1,4 +1,5 @@
-"""How much to collect at a time, and how far to let it run: rounds, in closed form. ``docs/theory.md`` derives it.
+"""Decides how much to collect at a time, and how far to let it run: rounds, in closed form. ``docs/theory.md`` derives
+it.
 
 A *round* collects m batches under one set of weights, stops, trains them one after another, and goes on: what had not
 ended waits in the next round. Let it run for D decode iterations. A sample of length L then ends in its
@@ -124,9 +125,9 @@ def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
 def _carried(
     tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float
 ) -> tuple[float, float, float, float]:
-    """Of groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most rounds that
-    one takes part in; the rounds that lie between decoding and training, summed over tokens; and the tokens that are
-    there when a sample goes on, summed over its resumes, in the mean of groups."""
+    """Describe groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most rounds
+    that one takes part in; the rounds that lie between decoding and training, summed over tokens; and the tokens that
+    are     there when a sample goes on, summed over its resumes, in the mean of groups."""
     rounds_P = np.ceil(longest_P / stop)
     whole_PG, rest_PG = np.divmod(tokens_PG, stop)
     decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # round numbers, summed over tokens

@@ -179,7 +179,7 @@ class Scheduler:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether something runs. A strategy that waits for the last token waits for the last reward too."""
+        """Return whether something runs. A strategy that waits for the last token waits for the last reward too."""
         ledger = self.ledger
         return bool(ledger.running or (self.strategy.on_full is OnFull.WAIT and ledger.unscored))
 

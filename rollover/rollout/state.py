@@ -14,7 +14,7 @@ from rollover.types import Batch, Group
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a strategy sees: facts and statistics. It reads them and changes neither.
+    """The state as a strategy sees it: facts and statistics. It reads them and changes neither.
 
     Example: two batches of 32 groups each were consumed, and eight more groups are open. ``view.ledger.next_step`` is
     2, ``view.ledger.num_unconsumed`` is 8, and ``view.statistics.lengths.groups`` holds 64 tuples of lengths.

@@ -18,7 +18,7 @@ from rollover.types import SampleId
 
 
 class OnFull(Enum):
-    """What happens to running samples once a batch is full."""
+    """The choice of what happens to running samples once a batch is full."""
 
     WAIT = auto()
     """They run to their end first."""
@@ -32,7 +32,10 @@ class OnFull(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """First in, first out, under the staleness bound; subclasses say how much and what when."""
+    """A strategy trains first in, first out, under the staleness bound; subclasses say how much and what when.
+
+    Example: ``Sync(batch_size=32, group_size=8, max_staleness=0)`` opens 32 groups of 8 samples and waits for them all.
+    """
 
     batch_size: int
     """Groups per batch."""
@@ -49,7 +52,7 @@ class Strategy:
         raise NotImplementedError
 
     def takes_returned(self, view: View) -> bool:
-        """Whether prompts of discarded groups are opened now, before new ones are drawn."""
+        """Return whether prompts of discarded groups are opened now, before new ones are drawn."""
         return True
 
     def samples_to_start(self, view: View) -> Iterable[SampleId]:

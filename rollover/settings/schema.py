@@ -153,7 +153,7 @@ def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
 
 
 def _annotations(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
-    """What the declaration of the field at ``path`` says beside its type."""
+    """Return what the declaration of the field at ``path`` says beside its type."""
     for parent in types_at(schema, path[:-1], data):
         hint = get_type_hints(parent, include_extras=True).get(str(path[-1])) if is_dataclass(parent) else None
         yield from getattr(hint, "__metadata__", ())

@@ -1,4 +1,5 @@
-"""Which replica takes a call: the one that still has its cache if it has room, else the one with the least load."""
+"""Decides which replica takes a call: the one that still has its cache if it has room, else the one with the least
+load."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class Fleet:
         self._parked_on: dict[SampleId, Replica] = {}
 
     def place(self, sample_id: SampleId, *, fast_lane: bool) -> Replica:
-        """Where to send the sample.
+        """Return where to send the sample.
 
         Raises:
             RunError: every replica is down.

@@ -83,7 +83,8 @@ class ReplicaModel:
 
     @property
     def most_tokens_per_s(self) -> float:
-        """What no batch exceeds: one so large that only caches are read, or as large as leaves rows for guesses."""
+        """Return what no batch exceeds: one so large that only caches are read, or as large as leaves rows for
+        guesses."""
         batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
         return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
 
@@ -98,7 +99,7 @@ class ReplicaModel:
 
     @property
     def capacity(self) -> float:
-        """What a sample more or less is measured by when replicas are compared."""
+        """Return what a sample more or less is measured by when replicas are compared."""
         return self.max_running if self.max_running < 2**31 else self.b0
 
 

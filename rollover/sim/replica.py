@@ -108,7 +108,7 @@ class Replica:
         self._stall_s += seconds
 
     def next_s(self) -> float:
-        """When something happens here that somebody must look at."""
+        """Return when something happens here that somebody must look at."""
         if not self._running:
             return math.inf
         ends = self._ends
@@ -149,7 +149,7 @@ class Replica:
         return len(self.calls) / self._capacity
 
     def can_resume(self, sample_id: SampleId) -> bool:
-        """Whether the sample's cache is still here, and a place for it."""
+        """Return whether the sample's cache is still here, and a place for it."""
         return self.is_up and sample_id in self._kept and len(self.calls) < self.model.max_running
 
     def add(self, call: Call) -> None:

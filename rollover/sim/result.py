@@ -1,4 +1,4 @@
-"""What a simulated run comes to: records by step, and the figures of a comparison."""
+"""The results of a simulated run: records by step, and the figures of a comparison."""
 
 from __future__ import annotations
 

@@ -62,7 +62,10 @@ def simulate(
     observer: Callable[[Event], None] | None = None,
     limits: Limits | None = None,
 ) -> Simulation:
-    """Train ``steps`` batches.
+    """Train ``steps`` batches under virtual time.
+
+    Example: ``simulate(strategy, workload, scenario, steps=60).after(20)`` leaves out the first 20 steps, as a
+    comparison of strategies should.
 
     Args:
         seed: of latencies and rewards; lengths are the workload's.

@@ -60,7 +60,7 @@ class Scenario:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What strategies are told of the engine."""
+        """Return what strategies are told of the engine."""
         rates = [r.prefill_tokens_per_s * r.c0_s for r in self.replicas]
         return Capabilities(
             max_running=self.max_running,

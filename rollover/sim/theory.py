@@ -1,4 +1,4 @@
-"""What a step costs and how old its tokens are, in closed form. ``docs/theory.md`` derives it.
+"""Computes what a step costs and how old its tokens are, in closed form. ``docs/theory.md`` derives it.
 
 A decode iteration over B samples takes ``c0 (1 + B / B0)``, and the batch sizes of a step's iterations add up to the
 tokens it decodes. In a steady state without waste those are the X tokens it trains, so that

@@ -76,7 +76,7 @@ def prune_checkpoints(root: Path, keep_last: int) -> None:
 
 
 def doing_without(folder: Path) -> str:
-    """What the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
+    """Return what the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
         return "no other is left: bring it back, or start a new run"
@@ -223,5 +223,5 @@ def _sum_of_file(path: Path) -> str:
 
 
 def _sum_of(values: Mapping[str, Any]) -> str:
-    """Of a manifest, without the sum itself."""
+    """Return the sum of a manifest, without the sum itself."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a user sets about training. Plain frozen records: importing this module does not import torch."""
+"""The settings of training. Plain frozen records: importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _require(ok: bool, key: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """How one optimizer step is made: AdamW, its schedule and clip, and how the passes run."""
+    """Settings of one optimizer step: AdamW, its schedule and clip, and how the passes run."""
 
     section: ClassVar[str] = "trainer"
     """Where messages send the user."""
@@ -117,7 +117,7 @@ class SFTConfig(StepConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When the trainer's state goes to disk."""
+    """Settings that decide when the trainer's state goes to disk."""
 
     every_steps: int = 20
     """Batches between checkpoints; after a crash at most this many training steps are repeated (no rollout

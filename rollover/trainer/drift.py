@@ -1,4 +1,4 @@
-"""How far the log-probs that engines recorded are from the trainer's own.
+"""Measures how far the log-probs that engines recorded are from the trainer's own.
 
 Looked at are tokens that the weights at the start of the step sampled, with a cache of theirs: there both sides
 computed the same number, and differ by rounding alone. It costs no forward pass, for the step has the trainer's

@@ -1,4 +1,4 @@
-"""What surrounds a training step: reproducible kernels on request, and an out-of-memory error one can act
+"""Provides what surrounds a training step: reproducible kernels on request, and an out-of-memory error one can act
 upon."""
 
 from __future__ import annotations

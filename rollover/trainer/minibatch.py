@@ -81,7 +81,7 @@ class BatchTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step trains: some of the batch's groups, packed."""
+    """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
 
     rows: tuple[DeviceRow, ...]
     denominators: Denominators

@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass, and where each token lies in it.
+"""Decides which sequences share a forward pass, and where each token lies in it.
 
 Pure: numbers in, numpy arrays out. Kept true: every response token of every sample is predicted in exactly
 one row, rows hold no padding, a sample is never split, and siblings in a row share the positions of their

@@ -20,7 +20,7 @@ from rollover.weights.sources import MemoryWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What came of publishing one version to one target.
+    """The outcome of publishing one version to one target.
 
     Example: ``Publication(target="http://b", version=7, error=EngineTimeout(...), elapsed_s=600.0)`` says that the
     server b did not load version 7 in time; it goes on with the version before.

@@ -119,7 +119,7 @@ def _resampled(trace: Trace, law: LengthLaw, seed: int) -> Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """Which parameters the law has beside the four it always has."""
+    """The parameters that the law has beside the four it always has."""
 
     drift: bool = False
     tail: bool = False
@@ -168,7 +168,7 @@ class _Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maximum:
-    """Where the likelihood of a shape is greatest."""
+    """The point where the likelihood of a shape is greatest."""
 
     point: Floats
     shape: _Shape

@@ -1,4 +1,4 @@
-"""How response lengths are distributed: a lognormal with an effect of the prompt, loops, a cap.
+"""The distribution of response lengths: a lognormal with an effect of the prompt, loops, a cap.
 
     m_p   = log median + drift + tau z_p                          of prompt p, z_p ~ N(0, 1)
     log L = m_p + s e                                             of a sample, e ~ N(0, 1)

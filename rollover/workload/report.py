@@ -42,7 +42,7 @@ def law_toml(law: LengthLaw, comments: tuple[str, ...] = ()) -> str:
 
 
 def verdict(fit: Fit) -> str:
-    """How good the law is, in a sentence."""
+    """Return how good the law is, in a sentence."""
     compared = f"KS distance {fit.ks:.3f}; traces drawn from the law itself have {fit.ks_expected:.3f}, 95% of them"
     compared += f" below {fit.ks_p95:.3f}"
     if fit.follows:

@@ -143,7 +143,7 @@ class Replay:
         return lengths + tuple(recorded[self._pick(row, place)] for place in missing)
 
     def _pick(self, row: int, place: int) -> int:
-        """Which recorded sample of the row stands in for one that was not recorded."""
+        """Return which recorded sample of the row stands in for one that was not recorded."""
         rng = np.random.default_rng([self.seed, _AGAIN, row, place // _DRAWS])
         return int(rng.random(_DRAWS)[place % _DRAWS] * len(self._lengths[row]))
 

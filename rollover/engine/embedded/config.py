@@ -15,7 +15,7 @@ _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
-    """How the embedded engine runs; what it samples is in each request."""
+    """Settings of the embedded engine; what it samples is in each request."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (slots: a plain class attribute, not a field)
 

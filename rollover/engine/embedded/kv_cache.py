@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 class SlotMapping(NamedTuple):
-    """Where the keys and values of new tokens go: block and offset in it of each.
+    """The places where the keys and values of new tokens go: block and offset in it of each.
 
     Example:
         With blocks of 4 tokens and block table ``[6, 2]``, tokens 3 and 4 go to ``blocks_T = [6, 2]`` and

@@ -96,7 +96,7 @@ class Kernels:
     def draw_tokens(
         self, logits_BV: Tensor, temperatures_B: NDArray[np.float32], uniforms_B: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """As ``sampler.draw_tokens``."""
+        """Draw tokens as ``sampler.draw_tokens``."""
         logits_BV, drawing = logits_BV.contiguous(), Drawing(temperatures_B, uniforms_B)
         self._draw_tokens(logits_BV.data_ptr(), *drawing.addresses, *logits_BV.shape, torch.get_num_threads())
         return torch.from_numpy(drawing.tokens_B), torch.from_numpy(drawing.logprobs_B)

@@ -20,7 +20,7 @@ from rollover.types import FinishReason
 
 
 class Chain(NamedTuple):
-    """Where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks.
+    """The place where the keys of a sequence's blocks begin, and the oldest weights that computed any of these blocks.
 
     Example:
         ``Chain(root_key(3, None), kv_version=7)``: no version before 7 computed any of it.

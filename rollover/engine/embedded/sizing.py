@@ -1,4 +1,4 @@
-"""What a config and a model make of the engine: device, number formats, size of the cache, way to compute."""
+"""Decides what a config and a model make of the engine: device, number formats, size of the cache, way to compute."""
 
 from __future__ import annotations
 

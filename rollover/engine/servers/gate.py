@@ -1,4 +1,4 @@
-"""When a generation call may be sent to a server.
+"""Decides when a generation call may be sent to a server.
 
 What it keeps true: no call is sent while the server is paused, while all its calls are being aborted, or while it
 serves weights that we do not know. A server that has been silent for ``RESTART_S`` may be a new process behind the same

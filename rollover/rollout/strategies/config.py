@@ -78,7 +78,7 @@ class StrategyConfig:
 
     @abstractmethod
     def describe(self, shared: SharedConfig) -> str:
-        """How much is started, for a person who reads the plan of a run."""
+        """Return how much is started, for a person who reads the plan of a run."""
 
     def staleness_needed(self, shared: SharedConfig) -> int:
         """Least bound that lets in as many groups as the strategy wants open at the same time."""

@@ -105,7 +105,7 @@ class Rollover(Strategy):
         return -sum(s.num_tokens for s in group.samples)
 
     def round(self, view: View) -> Round:
-        """What is collected now. It changes only when a batch is consumed."""
+        """Return what is collected now. It changes only when a batch is consumed."""
         lag, target = view.statistics.lag, self.target_lag
         spare = (target - lag.mean) * lag.num_batches / _SPREAD
         ramp = min(1.0, view.ledger.next_step / _RAMP_STEPS)
@@ -120,5 +120,5 @@ class Rollover(Strategy):
 
 
 def _is_collected(view: View, batch_size: int) -> bool:
-    """Whether a round has been collected and is being trained: nothing runs, and there is a batch."""
+    """Return whether a round has been collected and is being trained: nothing runs, and there is a batch."""
     return not view.ledger.running and len(view.ledger.ready) >= batch_size

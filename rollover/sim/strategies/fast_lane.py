@@ -48,7 +48,7 @@ class FastLane(Concurrency):
     """Samples in the fast lane at most."""
 
     def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
-        """Whether fewer than ``fast_lane`` unfinished samples are older."""
+        """Return whether fewer than ``fast_lane`` unfinished samples are older."""
         num_older = 0
         for group in view.ledger.open.values():  # in order of opening
             if group.group_id > sample_id.group or num_older >= self.fast_lane:

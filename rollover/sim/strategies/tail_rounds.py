@@ -57,5 +57,6 @@ class TailRounds(Strategy):
         return tuple(view.ledger.ready)
 
     def _has_begun(self, view: View) -> bool:
-        """Whether this round has started a group; what a filter or a failure drops of it is replaced, no more."""
+        """Return whether this round has started a group; what a filter or a failure drops of it is replaced, no
+        more."""
         return any(g.start_version == view.ledger.policy_version for g in view.ledger.unconsumed())

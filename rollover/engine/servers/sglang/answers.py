@@ -52,7 +52,7 @@ class WeightSpan(Answer):
 
 
 class ReportedEnd(Answer):
-    """Why a call has ended; also that it has failed."""
+    """The reason why a call has ended; also that it has failed."""
 
     type: Shown
     message: Shown | None = None

@@ -24,7 +24,7 @@ from rollover.devices.model import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
 from rollover.planner import fleet
 from rollover.planner.alternatives import one_type
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec, stock_problem
 from rollover.planner.records import Fleet

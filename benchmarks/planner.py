@@ -22,7 +22,7 @@ import scipy
 from rollover.devices import lengths, model
 from rollover.devices.records import WorkloadSpec
 from rollover.planner import fleet
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.problem import PlanSpec, fleet_problem
 from rollover.planner.verification import violations
 from rollover.settings import toml

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.corrections import CorrectionFactors
 from rollover.algorithms.kl import k3
-from rollover.algorithms.objectives import TokenLosses
+from rollover.algorithms.losses import TokenLosses
 from rollover.algorithms.registry import Algorithm
 from rollover.algorithms.untrained import CAUSES, untrained_causes
 from rollover.types import WasteCause

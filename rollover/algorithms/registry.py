@@ -1,7 +1,7 @@
 """The table of algorithms: GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++ and CISPO differ in their settings.
 
 The table is data and needs no torch. The functions behind the settings' values live in ``advantages``,
-``objectives``, ``losses``, ``corrections``, ``kl`` and ``filters``. Every row corrects stale tokens as decoupled PPO
+``losses``, ``policy_loss``, ``corrections``, ``kl`` and ``filters``. Every row corrects stale tokens as decoupled PPO
 does (arXiv 2110.00641). To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run
 and the generated page know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
 """

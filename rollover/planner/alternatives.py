@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rollover.devices.records import Device
 from rollover.errors import PlanError
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.plan import Alternative, Plan
 from rollover.planner.problem import PlanSpec, fleet_problem, stock_problem
 from rollover.planner.records import Problem, Solution

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rollover.planner.milp import GAP, TIME_LIMIT_S, solve
-from rollover.planner.program import Program, ProgramPoint, Relaxation
+from rollover.planner.milp import Program, ProgramPoint, Relaxation
+from rollover.planner.optimum import GAP, TIME_LIMIT_S, solve
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import MarginalGain, Problem, Solution
 from rollover.planner.solver import OutOfTime

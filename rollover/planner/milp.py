@@ -1,304 +1,268 @@
-"""Phase 1: the fastest plan of a problem, or the cheapest that is fast enough, proved to a gap.
+"""The mixed-integer linear programme (MILP) of phase 1, at one rate.
 
-At a given rate everything is linear (``RateLoad``), and what can be done at a rate can be done at any lower one. So the
-search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
+A problem at a rate (``RateLoad``) asks: is there a trainer, and are there replicas, that do all of the work? Per
+kind of replica c, bucket w and training plan p:
 
-Trainers are asked one by one, the most promising first. Shadow prices (``PriceBounds``) bound what each can reach, and
-rule out most trainers and most kinds of replica before any whole number is looked for.
+    x[c,w] >= 0   part of the bucket that the kind decodes
+    y[c]          replicas, whole
+    z[p]          0 or 1
+    share         of the samples that are decoded: 1, or as much as can be
 
-Later passes keep the rate within the gap and choose among ties: least cost, then fewest kinds of replica, then the
-least staleness. Equal problems give equal plans, bit for bit, whatever the order and names of types.
+    (1) sum_c x[c,w] >= share                                      every bucket is produced
+    (2) sum_w time[c,w] x[c,w] <= y[c]                             replica time, less what weight updates take
+    (3) sum z = 1                                                  one trainer, fast enough
+    (4) sum devices y + devices z <= stock                         each type, each role
+    (5) the same times price <= budget
+    (6) sum waiting[c,w] x[c,w] + busy z <= max_staleness + 1      Little's law: what is admitted and not consumed
+    (7) sum_w cache[c,w] x[c,w] <= y[c]                            caches, where they are held without decoding
+    (8) x[c,w] = 0 where the longest response would be late        tail, optional
+
+Row (6): at most (max_staleness + 1) batches lie between admission and the end of the step that consumes them. A group
+is in flight as long as its longest sample, and a batch without staleness as long as the longest of all.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from rollover.devices.costs.records import TrainingPlan
-from rollover.errors import PlanError
-from rollover.planner.canonical import canonical
-from rollover.planner.mixtures import MixtureTable, UnlistedPlans
-from rollover.planner.program import Program, ProgramPoint
 from rollover.planner.rate_load import Floats, RateLoad
-from rollover.planner.records import Problem, Solution
-from rollover.planner.shadow_prices import PriceBounds
-from rollover.planner.solution import described, highest, rate_reached
-from rollover.planner.solver import OutOfTime
+from rollover.planner.solver import ConstraintRows, minimum
 
-GAP = 1e-3
-"""Proved distance to the optimum, relative."""
-TIME_LIMIT_S = 60.0
-_ROUGH = 1e-2
-"""Gap of solves whose result is only a start, or a choice among ties."""
-_PROOF = 0.75
-"""Part of the gap that the search proves; the rest is for the choice among ties."""
-_KINDS_GAP = 0.2
-"""There may be so many more kinds of replica than need be."""
 _EXACT = 1e-9
-_FIRST = 0.92
-"""Part of the rate that plans promise without whole numbers, asked for first."""
-_STEPS = 10
-"""Gaps that are left to climb when halving ends."""
-_SLOWEST = 1e-6
-"""Part of it at which the search for any point gives up."""
-
-
-def solve(
-    problem: Problem, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S, simplify: bool = True
-) -> Solution | None:
-    """Find the optimum; ``None`` if nothing satisfies the problem (``explain`` says why). Raises ``PlanError`` when
-    time is up before there is any.
-
-    ``simplify`` runs the later passes; without it the first optimum found is the answer.
-    """
-    began = time.perf_counter()
-    order = canonical(problem)
-    search = _Search(order.problem, gap, began + time_limit_s)
-    target = problem.target_steps_per_s
-    try:
-        found = search.fastest() if target is None else search.cheapest(target)
-    except OutOfTime:
-        raise PlanError(f"no plan was found in {time_limit_s:g} s, nor was it shown that there is none") from None
-    if found is None:
-        return None
-    if simplify:
-        found = search.simplified(found)
-    solution = described(search.problem, found.point.y, found.point.plan, found.rate, bound=found.bound, gap=found.gap)
-    return replace(order.restored(solution), solve_s=time.perf_counter() - began)
-
-
-def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
-    """Return False if it is proved that no plan reaches a rate, for no more than a cost where one is given."""
-    search = _Search(canonical(problem).problem, GAP, math.inf)
-    return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
+_NEAR = 2
+"""Batch caps above and below one in use that rounding tries too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """Whole numbers and the rate they reach."""
+class ProgramPoint:
+    """Values of the variables, over all kinds and plans of the problem."""
 
-    point: ProgramPoint
-    rate: float
-    bound: float = math.inf
-    gap: float = math.inf
+    x: Floats
+    """(C, W)"""
+    y: Floats
+    """(C,), whole unless caps are shared"""
+    plan: int
+    extra: Floats
+    """(G,): devices beyond the stock."""
+    objective: float
 
 
-class _Search:
-    """One problem's passes under one deadline."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """Limits taken away, or turned into prices, to find out which of them stands in the way."""
 
-    def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
-        self.problem = problem
-        """It lists more and more of the training plans that its mixtures stand for."""
-        self.unlisted = MixtureTable.of(problem)
-        self.gap = _PROOF * gap
-        self.spare = (1 - _PROOF) * gap
-        """Part of the rate that the later passes may give up."""
-        self.deadline = deadline
-        self.missed = [math.inf] * len(problem.plans)
-        """Lowest rate known to be out of each plan's reach."""
+    stock: bool = False
+    """Devices beyond the stock may be used: ``extra``."""
+    staleness: bool = False
+    """The bound is a variable."""
 
-    def left_s(self) -> float:
-        return self.deadline - time.perf_counter()
 
-    # --- Aim A ----------------------------------------------------------------------------------------------------
+class Program:
+    """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind."""
 
-    def fastest(self) -> _Found | None:
-        """The greatest rate."""
-        quickest = min(plan.cycle_s for plan in self.problem.plans)
-        top = 1 / min(quickest, self.unlisted.cycle_s.min(initial=math.inf))
-        hoped = highest(self._promised, top, known=0.0, accuracy=_ROUGH)
-        best = self._first(hoped) if hoped else None
-        if best is None:
+    def __init__(
+        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
+    ) -> None:
+        self.load = load
+        self.problem = load.problem
+        self.plans = list(plans)
+        self.relaxed = relaxed or Relaxation()
+        self._choose(most)
+        self._lay_out()
+        self._add_samples()
+        self._add_trainer()
+        self._add_limits()
+
+    # --- Variables ------------------------------------------------------------------------------------------------
+
+    def _choose(self, most: Floats | None) -> None:
+        """The kinds worth a variable."""
+        load = self.load
+        if self.relaxed.stock:
+            fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
+        else:
+            left = (load.stock - load.training[self.plans]).max(axis=0)
+            fit = np.floor(load.of_type.T @ left / load.sizes)
+        usable = load.in_time(self.plans)
+        self._most = np.where(usable.any(axis=1), fit if most is None else np.minimum(fit, most), 0.0)
+        self.kinds = np.flatnonzero(self._most)
+        self._pair_c, self._pair_w = np.nonzero(usable & (self._most > 0)[:, None])
+        self._place = np.full(len(self._most), -1)
+        self._place[self.kinds] = np.arange(len(self.kinds))
+
+    def _lay_out(self) -> None:
+        """Decide where each variable stands, and its bounds."""
+        load = self.load
+        self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
+        sizes = {
+            "x": len(self._pair_c),
+            "y": len(self.kinds),
+            "z": len(self.plans),
+            "shapes": len(self.shapes),
+            "used": len(self.kinds),
+            "extra": len(load.stock) * self.relaxed.stock,
+            "staleness": 1,
+            "share": 1,
+        }
+        self.at: dict[str, npt.NDArray[np.int64]] = {}
+        end = 0
+        for name, size in sizes.items():
+            self.at[name] = np.arange(end, end + size)
+            end += size
+        self.num_variables = end
+        self.rows = ConstraintRows(end)
+        self.bottom, self.top = np.zeros(end), np.full(end, np.inf)
+        self.top[self.at["x"]] = 1
+        self.top[self.at["y"]] = self._most[self.kinds]
+        self.top[self.at["z"]] = 1
+        self.top[self.at["used"]] = 0  # until they are counted
+        self.bottom[self.at["share"]] = self.top[self.at["share"]] = 1
+        if not self.relaxed.staleness:
+            self.bottom[self.at["staleness"]] = self.top[self.at["staleness"]] = self.problem.max_staleness
+        self.whole = np.ones(end, dtype=np.int64)
+        self.whole[self.at["x"]] = self.whole[self.at["share"]] = 0
+
+    # --- Rows -----------------------------------------------------------------------------------------------------
+
+    def _add_samples(self) -> None:
+        """(1), (2) and (7)."""
+        load, at = self.load, self.at
+        for w in range(load.time.shape[1]):
+            x = at["x"][self._pair_w == w]
+            self.rows.add(np.r_[x, at["share"]], np.r_[np.ones(len(x)), -1.0], low=0)
+        needs = [load.time, load.cache] if self.problem.workload.held_s else [load.time]  # else (7) follows from (2)
+        for c, y in zip(self.kinds, at["y"], strict=True):
+            mine = self._pair_c == c
+            for need in needs:
+                self.rows.add(np.r_[at["x"][mine], y], np.r_[need[c, self._pair_w[mine]], -1.0], high=0)
+        for members, shape in zip(self.shapes, at["shapes"], strict=True):  # replicas by shape, whatever their cap
+            self.rows.add(
+                np.r_[at["y"][self._place[members]], shape], np.r_[np.ones(len(members)), -1.0], low=0, high=0
+            )
+
+    def _add_trainer(self) -> None:
+        """(3), and (8) where it depends on the trainer."""
+        load, at = self.load, self.at
+        self.rows.add(at["z"], 1.0, low=1, high=1)
+        quick = np.stack([load.in_time([p])[self._pair_c, self._pair_w] for p in self.plans])
+        for x, suits in zip(at["x"], quick.T, strict=True):
+            if not suits.all():
+                self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
+
+    def _add_limits(self) -> None:
+        """(4), (5) and (6)."""
+        load, at, problem = self.load, self.at, self.problem
+        for g, supply in enumerate(problem.supplies):
+            rolling = (load.sizes * load.of_type[g])[self.kinds]
+            training = load.training[self.plans, g]
+            extra = at["extra"][[g]] if self.relaxed.stock else at["extra"]
+            where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
+            self.rows.add(where, values, high=supply.count)
+            if supply.max_rollout is not None:
+                self.rows.add(at["y"], rolling, high=supply.max_rollout)
+            if supply.max_training is not None:
+                self.rows.add(at["z"], training, high=supply.max_training)
+        if problem.budget_per_hour is not None:
+            self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
+        self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)
+
+    def cost_row(self, prices: Floats) -> Floats:
+        """Cost per hour as a function of all variables."""
+        load, row = self.load, np.zeros(self.num_variables)
+        row[self.at["y"]] = (load.sizes * (load.of_type.T @ prices))[self.kinds]
+        row[self.at["z"]] = load.training[self.plans] @ prices
+        return row
+
+    def staleness_row(self) -> Floats:
+        """The left side of (6)."""
+        row = np.zeros(self.num_variables)
+        row[self.at["x"]] = self.load.waiting[self._pair_c, self._pair_w]
+        row[self.at["z"]] = self.load.busy[self.plans]
+        return row
+
+    def unit_row(self, name: str) -> Floats:
+        """The sum of one kind of variable."""
+        row = np.zeros(self.num_variables)
+        row[self.at[name]] = 1
+        return row
+
+    # --- Questions ------------------------------------------------------------------------------------------------
+
+    def limit(self, row: Floats, high: float) -> None:
+        """One more row."""
+        scale = max(abs(high), _EXACT)
+        self.rows.add(np.arange(self.num_variables), row / scale, high=high / scale)
+
+    def open_share(self, least: float = 1.0) -> Floats:
+        """More samples may be decoded than there are, or fewer; the objective: as many as can be."""
+        self.bottom[self.at["share"]] = least
+        self.top[self.at["share"]] = self.top[self.at["x"]] = np.inf
+        return -self.unit_row("share")
+
+    def count_kinds(self) -> Floats:
+        """The objective: how many kinds are in use."""
+        self.top[self.at["used"]] = 1
+        for y, used in zip(self.at["y"], self.at["used"], strict=True):
+            self.rows.add(np.array([y, used]), np.array([1.0, -self.top[y]]), high=0)
+        return self.unit_row("used")
+
+    def share_caps(self) -> None:
+        """A shape's replicas may divide their time between batch caps: whole numbers are then few, and the optimum,
+        which is found at once, is a bound close to the true one."""
+        self.whole[self.at["y"]] = 0
+
+    def round_caps(self, point: ProgramPoint) -> None:
+        """Keep as many replicas of each shape as in ``point``, where they share caps; each with one of the caps it
+        used or one near them."""
+        self.whole[self.at["y"]] = 1
+        for members, shape in zip(self.shapes, self.at["shapes"], strict=True):
+            used = np.flatnonzero(point.y[members] > _EXACT)
+            near = {members[i] for at in used for i in range(at - _NEAR, at + _NEAR + 1) if 0 <= i < len(members)}
+            self.top[self.at["y"][self._place[[c for c in members if c not in near]]]] = 0
+            self.bottom[shape] = self.top[shape] = np.round(point.y[members].sum())
+
+    def fix(self) -> None:
+        """All the replicas that there may be."""
+        self.bottom[self.at["y"]] = self.top[self.at["y"]]
+        self.whole[:] = 0
+
+    def copy(self) -> Program:
+        """The same rows, with bounds of its own."""
+        other = copy(self)
+        other.top, other.bottom, other.whole = self.top.copy(), self.bottom.copy(), self.whole.copy()
+        other.rows = self.rows.copy()
+        return other
+
+    def minimise(
+        self, objective: Floats | None, *, gap: float = 0.0, time_limit_s: float | None = None
+    ) -> ProgramPoint | None:
+        """The best point, or any without an ``objective``; ``None`` where there is none. Raises ``OutOfTime`` before
+        either is known."""
+        found = minimum(
+            np.zeros(self.num_variables) if objective is None else objective,
+            self.rows.constraint(),
+            self.bottom,
+            self.top,
+            whole=self.whole,
+            gap=gap,
+            time_limit_s=time_limit_s,
+        )
+        if found is None:
             return None
-        bound = min(top, self._ceiling(hoped))
-        try:
-            best = self._nearer(best, bound)
-            while self.left_s() > 0:
-                better = self._beyond(best.rate * (1 + self.gap))
-                if better is None:
-                    bound = best.rate * (1 + self.gap)
-                    break
-                best = better
-        except OutOfTime:
-            pass
-        return replace(best, bound=bound, gap=max(0.0, bound / best.rate - 1))
-
-    def _nearer(self, best: _Found, high: float) -> _Found:
-        """A point close to the highest below ``high``, by halves, asking the most promising trainer alone: to climb
-        takes small steps."""
-        while high > best.rate * (1 + _STEPS * self.gap):
-            middle = (best.rate + high) / 2
-            better = self._beyond(middle, exact=False, most=1)
-            if better is None:
-                high = middle
-            else:
-                best = better
-        return best
-
-    def _first(self, hoped: float) -> _Found | None:
-        """A good point, found by rounding at ever lower rates; ``None`` where there is none at any."""
-        part = _FIRST
-        while part > _SLOWEST:
-            best = self._beyond(part * hoped, exact=False)
-            if best is not None:
-                return best
-            part *= part
-        return self._beyond(_SLOWEST * hoped)
-
-    def _promised(self, rate: float) -> float:
-        """Return how much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
-        fail."""
-        load = RateLoad(self.problem, rate)
-        able = load.able()
-        return PriceBounds(load).promise(able) if able else -1.0
-
-    def _ceiling(self, rate: float) -> float:
-        """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
-        load = RateLoad(self.problem, rate)
-        able, bounds = load.able(), PriceBounds(load)
-        prices = bounds.prices(able)
-        more = bounds.beyond(load.training[able], load.busy[able], prices).max()
-        return rate * (1 + max(0.0, float(more), UnlistedPlans(self.unlisted, load).beyond(bounds, prices)))
-
-    def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
-        """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none, or, not ``exact``,
-        where rounding finds none among so many of the ``most`` promising trainers.
-
-        Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
-        times faster than to look for the best."""
-        left = []
-        for plan, program in islice(self._promising(RateLoad(self.problem, rate)), most):
-            shared = program.copy()
-            objective = shared.open_share()
-            shared.share_caps()
-            point = shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s())
-            if point is None:
-                self.missed[plan] = rate
-                continue
-            shared.round_caps(point)
-            found = self._reached(shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s()), rate)
-            if found is not None:
-                return found
-            if exact:
-                left.append((plan, program))
-        for plan, program in left:
-            program.limit(-program.unit_row("y"), -1.0)  # one replica: at a low rate a millionth passes for enough
-            found = self._reached(program.minimise(None, time_limit_s=self.left_s()), rate)
-            if found is not None:
-                return found
-            self.missed[plan] = rate
-        return None
-
-    def _reached(self, point: ProgramPoint | None, rate: float) -> _Found | None:
-        """``None`` too for a point without replicas: at a low rate the solver takes a millionth of one for none."""
-        if point is None or not point.y.any():
-            return None
-        reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
-        return _Found(point=point, rate=reached or rate)
-
-    def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
-        """Each plan that may carry ``load`` (with a ``cost``: for no more than that), the most promising first, and a
-        programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
-        are listed when their turn comes."""
-        load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
-        unlisted, bounds = UnlistedPlans(self.unlisted, load), PriceBounds(load)
-        able = [p for p in load.able() if load.rate < self.missed[p]]
-        room = np.full(len(self.missed), -np.inf)
-        if able:
-            prices = bounds.prices(able, real=real)
-            room[able] = bounds.room(prices, total)[able]
-            unlisted.judge(bounds, prices, total)
-        most: dict[int, Floats] = {}
-        while max(room.max(), unlisted.most_room) >= -_EXACT:
-            if unlisted.most_room > room.max():
-                plan, its_room = unlisted.taken(self.problem)
-                load = self._listed(load, plan)
-                bounds, room = PriceBounds(load), np.append(room, its_room)
-            best = int(np.argmax(room))
-            if best in most:
-                yield best, Program(load, [best], most=most[best])
-                room[best] = -np.inf
-            else:
-                prices = bounds.prices([best], real=real)
-                room = np.minimum(room, bounds.room(prices, total))
-                unlisted.judge(bounds, prices, total)
-                most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
-
-    def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
-        """``load`` of the problem that lists ``plan`` too."""
-        self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
-        self.missed.append(math.inf)
-        self.unlisted = self.unlisted.without(self.problem, plan)
-        return load.joined(self.problem)
-
-    # --- Aim B and the passes after it ----------------------------------------------------------------------------
-
-    def cheapest(self, target: float) -> _Found | None:
-        """The least cost of ``target`` steps/s."""
-        missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
-        if missing:
-            raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
-        load = RateLoad(self.problem, target)
-        point, least = None, float(load.stock @ load.costs)
-        while (cheaper := self._below(load, least, exact=True)) is not None:
-            point, least = cheaper, cheaper.objective * (1 - self.gap)
-        if point is None:
-            return None
-        rate = max(target, rate_reached(self.problem, point.y, point.plan, known=target) or target)
-        return _Found(point=point, rate=rate, bound=rate, gap=self.gap)
-
-    def simplified(self, found: _Found) -> _Found:
-        """Least cost at (almost) the rate found, then fewest kinds of replica at that cost."""
-        target = self.problem.target_steps_per_s
-        floor = found.rate * (1 - self.spare) if target is None else target
-        load, point = RateLoad(self.problem, floor), found.point
-        costs = load.sizes * (load.of_type.T @ load.costs)
-        try:
-            if target is None:
-                least = float(costs @ point.y + load.training[point.plan] @ load.costs)
-                while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
-                    point, least = cheaper, cheaper.objective
-            point = self._fewest_kinds(load.joined(self.problem), point)
-        except OutOfTime:
-            pass
-        rate = rate_reached(self.problem, point.y, point.plan, known=floor)
-        if rate is None or rate < floor * (1 - 1e-6):
-            return found
-        if target is not None:
-            return replace(found, point=point, rate=max(rate, target), bound=max(rate, target))
-        bound = max(found.bound, rate)
-        return replace(found, point=point, rate=rate, bound=bound, gap=bound / rate - 1)
-
-    def _below(self, load: RateLoad, cost: float, *, exact: bool) -> ProgramPoint | None:
-        """A point that carries ``load`` and costs no more than ``cost``; its objective is what it costs. Not ``exact``:
-        one that rounding finds."""
-        for _, program in self._promising(load, cost):
-            costs = program.cost_row(load.costs)
-            program.limit(costs, cost)
-            shared = program.copy()
-            shared.share_caps()
-            point = shared.minimise(costs, gap=_ROUGH, time_limit_s=self.left_s())
-            if point is None:
-                continue
-            shared.round_caps(point)
-            point = shared.minimise(costs, gap=_ROUGH, time_limit_s=self.left_s())
-            if point is None and exact:
-                point = program.minimise(costs, gap=self.gap, time_limit_s=self.left_s())
-            if point is not None:
-                return point
-        return None
-
-    def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
-        """The same trainer, at the same cost, with fewer of the kinds of replica in use."""
-        program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
-        costs = load.sizes * (load.of_type.T @ load.costs)
-        spent = float(costs @ point.y + load.training[point.plan] @ load.costs)
-        program.limit(program.cost_row(load.costs), spent * (1 + 1e-6))
-        fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
-        return point if fewer is None or np.count_nonzero(fewer.y) >= np.count_nonzero(point.y) else fewer
+        values, load = found.x, self.load
+        x, y = np.zeros(load.time.shape), np.zeros(len(load.sizes))
+        x[self._pair_c, self._pair_w] = np.maximum(values[self.at["x"]], 0)
+        replicas = values[self.at["y"]]
+        y[self.kinds] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
+        return ProgramPoint(
+            x=x,
+            y=y,
+            plan=self.plans[int(np.argmax(values[self.at["z"]]))],
+            extra=np.round(values[self.at["extra"]]),
+            objective=float(found.fun),
+        )

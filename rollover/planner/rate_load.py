@@ -2,7 +2,7 @@
 
 Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
 is given, both are. So is the tail: a kind may decode a bucket or may not. A problem can be done at some rates, from
-zero up to its optimum: ``rollover.planner.milp`` looks for that.
+zero up to its optimum: ``rollover.planner.optimum`` looks for that.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rollover.devices.records import Link, ModelShape
 from rollover.errors import PlanError
 from rollover.planner.explain import why_infeasible
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.placed import PlacedSolution, costed_on_links
 from rollover.planner.placement import Pipeline, Placement, place
 from rollover.planner.plan import Plan, PlanningRound

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollover.errors import PlanError
-from rollover.planner.milp import GAP, may_reach
+from rollover.planner.optimum import GAP, may_reach
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from rollover.planner.program import Program, ProgramPoint, Relaxation
+from rollover.planner.milp import Program, ProgramPoint, Relaxation
 from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Binding, Problem, Solution
 

@@ -1,4 +1,4 @@
-"""Colours of all figures: of policy versions in the timeline, of phases, of causes of waste.
+"""Colours of the timeline and of a report's figures: of policy versions, of phases, of causes of waste.
 
 All but the colours of policy versions are names of the page's CSS variables (``--blue``), which ``assets/page.css``
 defines for the light and the dark theme and ``assets/page.js`` fills in.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.devices.records import Device, Link
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from tests.planner.kit import FAST, MODEL, device, workload
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.planner.explain import in_words, marginal_gains, why_infeasible
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.records import Fleet, MarginalGain, Node, Problem
 from rollover.planner.splits import by_number, by_type

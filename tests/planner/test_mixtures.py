@@ -15,8 +15,8 @@ from rollover.devices.costs.training import TrainerCosts, trainer_costs, trainin
 from rollover.devices.records import Device, Link
 from rollover.errors import PlanError
 from rollover.planner import verification
-from rollover.planner.milp import solve
 from rollover.planner.mixtures import MixtureTable, UnlistedPlans
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem

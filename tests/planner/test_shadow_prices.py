@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.planner.milp import solve
+from rollover.planner.milp import Program
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
-from rollover.planner.program import Program
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem
 from rollover.planner.shadow_prices import PriceBounds, ShadowPrices

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.planner import verification
-from rollover.planner.milp import solve
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.records import Problem, Solution
 from tests.planner.kit import MODEL, device, workload

@@ -1,128 +1,54 @@
-"""Calls of a pool: each goes to the member with most room, or to that of its siblings.
+"""The choice of the server that gets the next call of a pool. Pure: no engine, no clock, no asyncio.
 
-What it keeps true: a member gets calls only while it is up; a call whose member fails or is taken out ends with
-``EngineError`` and is resumed elsewhere by the caller; each chunk says which member sampled it.
+What it keeps true: only members that are up get calls; a member's load is the number of calls assigned to it and not
+released; siblings share a member, which then prefills their prompt once, unless that would unbalance the pool.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import aclosing, suppress
-from dataclasses import replace
-from typing import Any
+from collections import OrderedDict
 
-from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.servers.members import Members
-from rollover.engine.servers.updates import PoolUpdates
-from rollover.errors import EngineError
-from rollover.types import FinishReason
+from rollover.engine.servers.membership import Membership
+
+AFFINITY_SLACK = 0.25
+"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
+sibling."""
+_MAX_KEYS = 8192
 
 
-class _PoolCall:
-    """An open ``generate``: with a member, or waiting for one."""
-
-    def __init__(self) -> None:
-        self.index: int | None = None
-        self.aborted = asyncio.Event()
-        """Set to end it while it has no member."""
-
-
-class Dispatcher:
-    """Sends the calls of a pool to its members.
+class Dispatch:
+    """Assigns calls to the member with most room, or to that of their siblings.
 
     Example: of two members with 64 slots, one with 10 calls and one with 3, the second gets the next prompt.
     """
 
-    def __init__(self, members: Members, updates: PoolUpdates) -> None:
-        self._members = members
-        self._updates = updates
-        self._calls: dict[str, _PoolCall] = {}
-        self._closing: dict[str, int] = {}
-        """Members of calls that were closed before their end, until somebody asks for their abort."""
-        self._used_ids: set[str] = set()
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        """The member to which the last call of a prompt went."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See ``EnginePool.generate``."""
-        if request.request_id in self._used_ids:
-            raise EngineError(f"request id {request.request_id!r} was used before; each generation call needs its own")
-        self._used_ids.add(request.request_id)
-        call = self._calls[request.request_id] = _PoolCall()
-        try:
-            call.index = await self._assign(request, call)
-            if call.index is None:
-                yield self._aborted()
-                return
-            async with aclosing(self._relay(request, call.index)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except GeneratorExit:
-            if call.index is not None:
-                self._closing[request.request_id] = call.index
-            raise
-        finally:
-            del self._calls[request.request_id]
+    def assign(self, prompt_key: str) -> int | None:
+        """Choose the member that gets a call of this prompt, and count it as its load; ``None`` when none is up."""
+        members, up = self._membership.members, self._membership.up
+        if not up:
+            return None
+        chosen = min(up, key=lambda i: (members[i].share, i))
+        home = self._homes.get(prompt_key)
+        if home is not None and home in up and self._may_take_sibling(home, least=members[chosen].share):
+            chosen = home
+        self._homes[prompt_key] = chosen
+        self._homes.move_to_end(prompt_key)
+        if len(self._homes) > _MAX_KEYS:
+            self._homes.popitem(last=False)
+        members[chosen].load += 1
+        return chosen
 
-    async def abort(self, request_ids: Collection[str]) -> None:
-        by_member: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            call = self._calls.get(request_id)
-            index = self._closing.pop(request_id, None) if call is None else call.index
-            if index is not None:
-                by_member.setdefault(index, []).append(request_id)
-            elif call is not None:
-                call.aborted.set()
-        await self._members.each(by_member, lambda index: self._members.engines[index].abort(by_member[index]))
+    def _may_take_sibling(self, home: int, *, least: float) -> bool:
+        member = self._membership.members[home]
+        return member.load < member.capacity and member.share <= least + AFFINITY_SLACK
 
-    def end_waiting(self) -> None:
-        """End the calls that wait for a member."""
-        for call in self._calls.values():
-            call.aborted.set()
-
-    async def _assign(self, request: GenerateRequest, call: _PoolCall) -> int | None:
-        """Choose the member for a call; ``None`` when it was aborted meanwhile. Waits for one to come up, since all
-        may be out for a moment."""
-        while not call.aborted.is_set():
-            if (index := self._members.state.assign(request.prompt_key)) is not None:
-                return index
-            await self._members.until_one_is_up(call.aborted)
-        return None
-
-    async def _relay(self, request: GenerateRequest, index: int) -> AsyncGenerator[Chunk, None]:
-        """Relay a call of a member that counts it as its load already."""
-        name, stream = self._members.name(index), self._members.engines[index].generate(request)
-        lost = asyncio.create_task(self._members.lost[index].wait())
-        try:
-            while True:
-                chunk = await self._next(stream, lost, index)
-                yield replace(chunk, engine=name)
-                if chunk.finish_reason is not None:
-                    return
-        except EngineError as e:
-            self._members.suspect(index, str(e))
-            raise
-        finally:
-            lost.cancel()
-            self._members.state.release(index)
-            with suppress(EngineError):
-                await stream.aclose()  # type: ignore[attr-defined]
-
-    async def _next(self, stream: AsyncIterator[Chunk], lost: asyncio.Task[bool], index: int) -> Chunk:
-        """Wait for the next chunk of a call. Raises ``EngineError`` as soon as its member is taken out."""
-        step: asyncio.Future[Chunk] = asyncio.ensure_future(anext(stream))
-        try:
-            waiting: list[asyncio.Future[Any]] = [step, lost]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if step.done():
-                return step.result()
-        finally:
-            if not step.done():
-                step.cancel()
-                await asyncio.gather(step, return_exceptions=True)
-        raise EngineError(f"{self._members.name(index)} was taken out: {self._members.state.members[index].reason}")
-
-    def _aborted(self) -> Chunk:
-        version = self._updates.version
-        return Chunk(
-            token_ids=(), logprobs=(), policy_version=version, kv_version=version, finish_reason=FinishReason.ABORT
-        )
+    def release(self, index: int) -> None:
+        """End a call that was assigned to the member."""
+        member = self._membership.members[index]
+        member.load -= 1
+        assert member.load >= 0, f"{member.name} has fewer calls than none"

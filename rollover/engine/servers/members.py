@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from rollover.clock import Clock
 from rollover.engine.base import Engine
 from rollover.engine.servers.background import in_time, wait_for_any
+from rollover.engine.servers.dispatch import Dispatch
 from rollover.engine.servers.membership import Health, Membership
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightTarget
@@ -61,6 +62,7 @@ class Members:
             retry_after_s=retry_after_s,
             max_retry_after_s=max_retry_after_s,
         )
+        self.dispatch = Dispatch(self.state)
         self.lost = [asyncio.Event() for _ in engines]
         """Set while a member is down: its open calls end."""
         self.look = [asyncio.Event() for _ in engines]

@@ -1,23 +1,14 @@
-"""The choice of the member that gets the next call, and of those that get none. Pure: no engine, no clock, no
-asyncio.
+"""The health of a pool's members: which of them get calls. Pure: no engine, no clock, no asyncio.
 
-A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or
-``DOWN`` (tried again at ``retry_s``, each time after twice the time; never, when it is expelled). What is kept
-true: only members that are up get calls; a member's load is the number of calls assigned to it and not
-released; siblings share a member unless that would unbalance the pool.
+A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or ``DOWN`` (tried
+again at ``retry_s``, each time after twice the time; never, when it is expelled).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-AFFINITY_SLACK = 0.25
-"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
-sibling."""
-_MAX_KEYS = 8192
 
 
 class Health(Enum):
@@ -68,8 +59,6 @@ class Membership:
         self.members = [Member(n, c) for n, c in zip(names, capacities, strict=True)]
         self._retry_after_s = retry_after_s
         self._max_retry_after_s = max_retry_after_s
-        self._homes: OrderedDict[str, int] = OrderedDict()
-        """The member to which the last call of a prompt went."""
 
     @property
     def up(self) -> list[int]:
@@ -83,30 +72,6 @@ class Membership:
 
     def is_down(self, index: int) -> bool:
         return self.members[index].health is Health.DOWN
-
-    def assign(self, prompt_key: str) -> int | None:
-        """The member that gets a call of this prompt, counted as its load; ``None`` when none is up."""
-        up = self.up
-        if not up:
-            return None
-        chosen = min(up, key=lambda i: (self.members[i].share, i))
-        home = self._homes.get(prompt_key)
-        if home is not None and home in up and self._may_take_sibling(home, least=self.members[chosen].share):
-            chosen = home
-        self._homes[prompt_key] = chosen
-        self._homes.move_to_end(prompt_key)
-        if len(self._homes) > _MAX_KEYS:
-            self._homes.popitem(last=False)
-        self.members[chosen].load += 1
-        return chosen
-
-    def _may_take_sibling(self, home: int, *, least: float) -> bool:
-        member = self.members[home]
-        return member.load < member.capacity and member.share <= least + AFFINITY_SLACK
-
-    def release(self, index: int) -> None:
-        self.members[index].load -= 1
-        assert self.members[index].load >= 0, f"{self.members[index].name} has fewer calls than none"
 
     def suspect(self, index: int, reason: str) -> None:
         """A call failed on a member that was up."""

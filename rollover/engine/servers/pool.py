@@ -24,8 +24,8 @@ from dataclasses import fields
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.servers.dispatch import Dispatcher
 from rollover.engine.servers.members import Members, PoolMember
+from rollover.engine.servers.pool_calls import PoolCalls
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import LogprobCheck, Watch
 from rollover.errors import EngineError, EngineMismatch
@@ -68,7 +68,7 @@ class EnginePool:
         self._updates = PoolUpdates(
             self._members, source, switch_timeout_s=switch_timeout_s, load_timeout_s=load_timeout_s
         )
-        self._dispatcher = Dispatcher(self._members, self._updates)
+        self._calls = PoolCalls(self._members, self._updates)
         self._watch = Watch(self._members, self._updates, probe_interval_s=probe_interval_s)
         self._closed = False
 
@@ -84,7 +84,7 @@ class EnginePool:
     async def close(self) -> None:
         self._closed = True
         await self._watch.stop()
-        self._dispatcher.end_waiting()
+        self._calls.end_waiting()
         await asyncio.gather(*(engine.close() for engine in self._members.engines))
 
     @property
@@ -112,12 +112,12 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` when the member fails or no member comes up in time."""
         self._refuse_when_closed()
-        async with aclosing(self._dispatcher.generate(request)) as chunks:
+        async with aclosing(self._calls.generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        await self._dispatcher.abort(request_ids)
+        await self._calls.abort(request_ids)
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 

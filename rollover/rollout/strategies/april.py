@@ -44,6 +44,7 @@ class April(Strategy):
     """Batches in order of finishing; whole groups beyond them are dropped as waste, and their prompts with them."""
 
     on_full = OnFull.PARK
+    """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""
 
     def groups_to_open(self, view: View) -> int:
         return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))

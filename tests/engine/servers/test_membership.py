@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollover.engine.servers.membership import AFFINITY_SLACK, Health, Membership
+from rollover.engine.servers.dispatch import AFFINITY_SLACK, Dispatch
+from rollover.engine.servers.membership import Health, Membership
 
 
 def pool(*capacities: int) -> Membership:
@@ -21,23 +22,26 @@ def pool(*capacities: int) -> Membership:
 
 def test_calls_of_different_prompts_fill_members_in_proportion_to_their_room() -> None:
     state = pool(8, 4, 4)
+    dispatch = Dispatch(state)
     for i in range(16):
-        state.assign(f"p{i}")
+        dispatch.assign(f"p{i}")
     assert [m.load for m in state.members] == [8, 4, 4]
 
 
 def test_siblings_stay_together_until_that_unbalances() -> None:
     state = pool(8, 8)
-    placed = [state.assign("p") for _ in range(8)]
+    dispatch = Dispatch(state)
+    placed = [dispatch.assign("p") for _ in range(8)]
     assert placed[:3] == [0, 0, 0]
     assert abs(state.members[0].share - state.members[1].share) <= AFFINITY_SLACK + 1 / 8
 
 
 def test_a_sibling_goes_elsewhere_when_its_home_is_down() -> None:
     state = pool(8, 8)
-    assert state.assign("p") == 0
+    dispatch = Dispatch(state)
+    assert dispatch.assign("p") == 0
     state.take_out(0, "gone", now_s=0.0)
-    assert state.assign("p") == 1
+    assert dispatch.assign("p") == 1
 
 
 @pytest.mark.parametrize(("failures", "wait_s"), [(1, 1.0), (2, 2.0), (3, 4.0), (7, 60.0), (2000, 60.0)])
@@ -61,8 +65,9 @@ def test_one_late_probe_is_forgiven_unless_a_call_had_failed() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 60))
 def test_no_member_is_overfull_while_another_has_room(capacities: list[int], num_calls: int) -> None:
     state = pool(*capacities)
+    dispatch = Dispatch(state)
     for i in range(min(num_calls, sum(capacities))):
-        state.assign(f"p{i % 3}")
+        dispatch.assign(f"p{i % 3}")
         assert all(m.load <= m.capacity for m in state.members)
 
 
@@ -72,6 +77,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(capacities=st.lists(st.integers(1, 6), min_size=1, max_size=4))
     def start(self, capacities: list[int]) -> None:
         self.state = pool(*capacities)
+        self.dispatch = Dispatch(self.state)
         self.open: list[int] = []
         self.now_s = 0.0
 
@@ -81,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=st.sampled_from("abc"))
     def assign(self, key: str) -> None:
         up = [m.name for m in self.state.members if m.health is Health.UP]
-        index = self.state.assign(key)
+        index = self.dispatch.assign(key)
         assert (index is None) == (not up)
         if index is not None:
             assert self.state.members[index].name in up
@@ -90,7 +96,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def release(self, data: Any) -> None:
-        self.state.release(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+        self.dispatch.release(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
 
     @rule(data=st.data())
     def suspect(self, data: Any) -> None:

@@ -15,9 +15,9 @@ from rollover.devices.costs.rollout import replica_kind
 from rollover.devices.records import LengthBucket, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner import verification
-from rollover.planner.milp import solve
+from rollover.planner.milp import Program, ProgramPoint
+from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
-from rollover.planner.program import Program, ProgramPoint
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.replica_kinds import MAX_BATCH, _caps, _engines

@@ -1,0 +1,304 @@
+"""Phase 1: the fastest plan of a problem, or the cheapest that is fast enough, proved to a gap.
+
+At a given rate everything is linear (``RateLoad``), and what can be done at a rate can be done at any lower one. So the
+search climbs: it asks for a point that is better than the best so far by the gap, and is done when there is none.
+
+Trainers are asked one by one, the most promising first. Shadow prices (``PriceBounds``) bound what each can reach, and
+rule out most trainers and most kinds of replica before any whole number is looked for.
+
+Later passes keep the rate within the gap and choose among ties: least cost, then fewest kinds of replica, then the
+least staleness. Equal problems give equal plans, bit for bit, whatever the order and names of types.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from rollover.devices.costs.records import TrainingPlan
+from rollover.errors import PlanError
+from rollover.planner.canonical import canonical
+from rollover.planner.milp import Program, ProgramPoint
+from rollover.planner.mixtures import MixtureTable, UnlistedPlans
+from rollover.planner.rate_load import Floats, RateLoad
+from rollover.planner.records import Problem, Solution
+from rollover.planner.shadow_prices import PriceBounds
+from rollover.planner.solution import described, highest, rate_reached
+from rollover.planner.solver import OutOfTime
+
+GAP = 1e-3
+"""Proved distance to the optimum, relative."""
+TIME_LIMIT_S = 60.0
+_ROUGH = 1e-2
+"""Gap of solves whose result is only a start, or a choice among ties."""
+_PROOF = 0.75
+"""Part of the gap that the search proves; the rest is for the choice among ties."""
+_KINDS_GAP = 0.2
+"""There may be so many more kinds of replica than need be."""
+_EXACT = 1e-9
+_FIRST = 0.92
+"""Part of the rate that plans promise without whole numbers, asked for first."""
+_STEPS = 10
+"""Gaps that are left to climb when halving ends."""
+_SLOWEST = 1e-6
+"""Part of it at which the search for any point gives up."""
+
+
+def solve(
+    problem: Problem, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S, simplify: bool = True
+) -> Solution | None:
+    """Find the optimum; ``None`` if nothing satisfies the problem (``explain`` says why). Raises ``PlanError`` when
+    time is up before there is any.
+
+    ``simplify`` runs the later passes; without it the first optimum found is the answer.
+    """
+    began = time.perf_counter()
+    order = canonical(problem)
+    search = _Search(order.problem, gap, began + time_limit_s)
+    target = problem.target_steps_per_s
+    try:
+        found = search.fastest() if target is None else search.cheapest(target)
+    except OutOfTime:
+        raise PlanError(f"no plan was found in {time_limit_s:g} s, nor was it shown that there is none") from None
+    if found is None:
+        return None
+    if simplify:
+        found = search.simplified(found)
+    solution = described(search.problem, found.point.y, found.point.plan, found.rate, bound=found.bound, gap=found.gap)
+    return replace(order.restored(solution), solve_s=time.perf_counter() - began)
+
+
+def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
+    """Return False if it is proved that no plan reaches a rate, for no more than a cost where one is given."""
+    search = _Search(canonical(problem).problem, GAP, math.inf)
+    return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Whole numbers and the rate they reach."""
+
+    point: ProgramPoint
+    rate: float
+    bound: float = math.inf
+    gap: float = math.inf
+
+
+class _Search:
+    """One problem's passes under one deadline."""
+
+    def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
+        self.problem = problem
+        """It lists more and more of the training plans that its mixtures stand for."""
+        self.unlisted = MixtureTable.of(problem)
+        self.gap = _PROOF * gap
+        self.spare = (1 - _PROOF) * gap
+        """Part of the rate that the later passes may give up."""
+        self.deadline = deadline
+        self.missed = [math.inf] * len(problem.plans)
+        """Lowest rate known to be out of each plan's reach."""
+
+    def left_s(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    # --- Aim A ----------------------------------------------------------------------------------------------------
+
+    def fastest(self) -> _Found | None:
+        """The greatest rate."""
+        quickest = min(plan.cycle_s for plan in self.problem.plans)
+        top = 1 / min(quickest, self.unlisted.cycle_s.min(initial=math.inf))
+        hoped = highest(self._promised, top, known=0.0, accuracy=_ROUGH)
+        best = self._first(hoped) if hoped else None
+        if best is None:
+            return None
+        bound = min(top, self._ceiling(hoped))
+        try:
+            best = self._nearer(best, bound)
+            while self.left_s() > 0:
+                better = self._beyond(best.rate * (1 + self.gap))
+                if better is None:
+                    bound = best.rate * (1 + self.gap)
+                    break
+                best = better
+        except OutOfTime:
+            pass
+        return replace(best, bound=bound, gap=max(0.0, bound / best.rate - 1))
+
+    def _nearer(self, best: _Found, high: float) -> _Found:
+        """A point close to the highest below ``high``, by halves, asking the most promising trainer alone: to climb
+        takes small steps."""
+        while high > best.rate * (1 + _STEPS * self.gap):
+            middle = (best.rate + high) / 2
+            better = self._beyond(middle, exact=False, most=1)
+            if better is None:
+                high = middle
+            else:
+                best = better
+        return best
+
+    def _first(self, hoped: float) -> _Found | None:
+        """A good point, found by rounding at ever lower rates; ``None`` where there is none at any."""
+        part = _FIRST
+        while part > _SLOWEST:
+            best = self._beyond(part * hoped, exact=False)
+            if best is not None:
+                return best
+            part *= part
+        return self._beyond(_SLOWEST * hoped)
+
+    def _promised(self, rate: float) -> float:
+        """Return how much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
+        fail."""
+        load = RateLoad(self.problem, rate)
+        able = load.able()
+        return PriceBounds(load).promise(able) if able else -1.0
+
+    def _ceiling(self, rate: float) -> float:
+        """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
+        load = RateLoad(self.problem, rate)
+        able, bounds = load.able(), PriceBounds(load)
+        prices = bounds.prices(able)
+        more = bounds.beyond(load.training[able], load.busy[able], prices).max()
+        return rate * (1 + max(0.0, float(more), UnlistedPlans(self.unlisted, load).beyond(bounds, prices)))
+
+    def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
+        """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none, or, not ``exact``,
+        where rounding finds none among so many of the ``most`` promising trainers.
+
+        Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
+        times faster than to look for the best."""
+        left = []
+        for plan, program in islice(self._promising(RateLoad(self.problem, rate)), most):
+            shared = program.copy()
+            objective = shared.open_share()
+            shared.share_caps()
+            point = shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s())
+            if point is None:
+                self.missed[plan] = rate
+                continue
+            shared.round_caps(point)
+            found = self._reached(shared.minimise(objective, gap=_ROUGH, time_limit_s=self.left_s()), rate)
+            if found is not None:
+                return found
+            if exact:
+                left.append((plan, program))
+        for plan, program in left:
+            program.limit(-program.unit_row("y"), -1.0)  # one replica: at a low rate a millionth passes for enough
+            found = self._reached(program.minimise(None, time_limit_s=self.left_s()), rate)
+            if found is not None:
+                return found
+            self.missed[plan] = rate
+        return None
+
+    def _reached(self, point: ProgramPoint | None, rate: float) -> _Found | None:
+        """``None`` too for a point without replicas: at a low rate the solver takes a millionth of one for none."""
+        if point is None or not point.y.any():
+            return None
+        reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
+        return _Found(point=point, rate=reached or rate)
+
+    def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
+        """Each plan that may carry ``load`` (with a ``cost``: for no more than that), the most promising first, and a
+        programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
+        are listed when their turn comes."""
+        load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
+        unlisted, bounds = UnlistedPlans(self.unlisted, load), PriceBounds(load)
+        able = [p for p in load.able() if load.rate < self.missed[p]]
+        room = np.full(len(self.missed), -np.inf)
+        if able:
+            prices = bounds.prices(able, real=real)
+            room[able] = bounds.room(prices, total)[able]
+            unlisted.judge(bounds, prices, total)
+        most: dict[int, Floats] = {}
+        while max(room.max(), unlisted.most_room) >= -_EXACT:
+            if unlisted.most_room > room.max():
+                plan, its_room = unlisted.taken(self.problem)
+                load = self._listed(load, plan)
+                bounds, room = PriceBounds(load), np.append(room, its_room)
+            best = int(np.argmax(room))
+            if best in most:
+                yield best, Program(load, [best], most=most[best])
+                room[best] = -np.inf
+            else:
+                prices = bounds.prices([best], real=real)
+                room = np.minimum(room, bounds.room(prices, total))
+                unlisted.judge(bounds, prices, total)
+                most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
+
+    def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
+        """``load`` of the problem that lists ``plan`` too."""
+        self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
+        self.missed.append(math.inf)
+        self.unlisted = self.unlisted.without(self.problem, plan)
+        return load.joined(self.problem)
+
+    # --- Aim B and the passes after it ----------------------------------------------------------------------------
+
+    def cheapest(self, target: float) -> _Found | None:
+        """The least cost of ``target`` steps/s."""
+        missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
+        if missing:
+            raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
+        load = RateLoad(self.problem, target)
+        point, least = None, float(load.stock @ load.costs)
+        while (cheaper := self._below(load, least, exact=True)) is not None:
+            point, least = cheaper, cheaper.objective * (1 - self.gap)
+        if point is None:
+            return None
+        rate = max(target, rate_reached(self.problem, point.y, point.plan, known=target) or target)
+        return _Found(point=point, rate=rate, bound=rate, gap=self.gap)
+
+    def simplified(self, found: _Found) -> _Found:
+        """Least cost at (almost) the rate found, then fewest kinds of replica at that cost."""
+        target = self.problem.target_steps_per_s
+        floor = found.rate * (1 - self.spare) if target is None else target
+        load, point = RateLoad(self.problem, floor), found.point
+        costs = load.sizes * (load.of_type.T @ load.costs)
+        try:
+            if target is None:
+                least = float(costs @ point.y + load.training[point.plan] @ load.costs)
+                while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
+                    point, least = cheaper, cheaper.objective
+            point = self._fewest_kinds(load.joined(self.problem), point)
+        except OutOfTime:
+            pass
+        rate = rate_reached(self.problem, point.y, point.plan, known=floor)
+        if rate is None or rate < floor * (1 - 1e-6):
+            return found
+        if target is not None:
+            return replace(found, point=point, rate=max(rate, target), bound=max(rate, target))
+        bound = max(found.bound, rate)
+        return replace(found, point=point, rate=rate, bound=bound, gap=bound / rate - 1)
+
+    def _below(self, load: RateLoad, cost: float, *, exact: bool) -> ProgramPoint | None:
+        """A point that carries ``load`` and costs no more than ``cost``; its objective is what it costs. Not ``exact``:
+        one that rounding finds."""
+        for _, program in self._promising(load, cost):
+            costs = program.cost_row(load.costs)
+            program.limit(costs, cost)
+            shared = program.copy()
+            shared.share_caps()
+            point = shared.minimise(costs, gap=_ROUGH, time_limit_s=self.left_s())
+            if point is None:
+                continue
+            shared.round_caps(point)
+            point = shared.minimise(costs, gap=_ROUGH, time_limit_s=self.left_s())
+            if point is None and exact:
+                point = program.minimise(costs, gap=self.gap, time_limit_s=self.left_s())
+            if point is not None:
+                return point
+        return None
+
+    def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
+        """The same trainer, at the same cost, with fewer of the kinds of replica in use."""
+        program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
+        costs = load.sizes * (load.of_type.T @ load.costs)
+        spent = float(costs @ point.y + load.training[point.plan] @ load.costs)
+        program.limit(program.cost_row(load.costs), spent * (1 + 1e-6))
+        fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
+        return point if fewer is None or np.count_nonzero(fewer.y) >= np.count_nonzero(point.y) else fewer

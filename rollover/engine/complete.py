@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError, EngineTimeout
-from rollover.types import FinishReason
+from rollover.types import FinishReason, SamplingParams
 
 STALL_S = 900.0
 """Longest silence of a response, whatever the engine calls it."""
@@ -33,14 +33,16 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
     failures = 0
     last: Chunk | None = None
     for number in itertools.count():
-        if last is not None and (reason := _reached_end(request, ids)) is not None:  # the engine died before it said so
+        if (
+            last is not None and (reason := reached_end(request.params, ids)) is not None
+        ):  # the engine died before it said so
             yield replace(last, token_ids=(), logprobs=(), finish_reason=reason, num_prefilled_tokens=0)
             return
         call = replace(request, request_id=f"{name}#{number}.", response_ids=tuple(ids))
         try:
             async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:
-                    _check_end(call, chunk, len(ids) + len(chunk.token_ids))
+                    check_end(call.request_id, call, chunk, len(ids) + len(chunk.token_ids))
                     yield chunk
                     last = chunk
                     ids += chunk.token_ids
@@ -78,16 +80,23 @@ async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> A
             await stream.aclose()  # type: ignore[attr-defined]
 
 
-def _check_end(call: GenerateRequest, chunk: Chunk, num_tokens: int) -> None:
-    """Raises ``EngineError`` for an end that the response cannot have come to."""
+def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int) -> None:
+    """Refuse a chunk that ends a call where it cannot have come to its end. ``num_tokens``: the response's, including
+    the chunk's.
+
+    Raises:
+        EngineError: the call ended for its length before its limit, or with a stop but without a token.
+    """
     limit = call.params.max_new_tokens
     if chunk.finish_reason is FinishReason.LENGTH and num_tokens < limit:
-        raise EngineError(f"the engine ended {call.request_id} for its length after {num_tokens} tokens of {limit}")
+        raise EngineError(f"the engine ended {name} for its length after {num_tokens} tokens, asked for {limit}")
     if chunk.finish_reason is FinishReason.STOP and num_tokens == len(call.response_ids):
-        raise EngineError(f"the engine says that {call.request_id} has come to its stop, without a token")
+        raise EngineError(f"the engine says that {name} has come to its stop, without a token")
 
 
-def _reached_end(request: GenerateRequest, ids: list[int]) -> FinishReason | None:
-    if ids and ids[-1] in request.params.stop_token_ids:
+def reached_end(params: SamplingParams, ids: Sequence[int]) -> FinishReason | None:
+    """Return why nothing is left to decode behind the response ``ids``: the engine or the process died between the last
+    token and the news that it was the last. ``None`` while something is."""
+    if ids and ids[-1] in params.stop_token_ids:
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(ids) >= request.params.max_new_tokens else None
+    return FinishReason.LENGTH if len(ids) >= params.max_new_tokens else None

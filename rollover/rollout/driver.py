@@ -14,12 +14,13 @@
 task                  consumes                 waits for                        is unblocked by
 ====================  =======================  ===============================  ==============================
 ``next_batch``        ready groups             a full batch                     a group settled; the stall limit
-``_generate``, each   chunks of one call       the engine                       chunks; abort; the engine's error
+``_generate``, each   segments of one call     the engine, or a back-off        chunks; abort; the engine's error
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 ====================  =======================  ===============================  ==============================
 
 Progress is a token or a reward. An abort that nobody here has asked for is a failure of the engine like any other: the
-sample keeps its tokens and is tried again after a growing time, so often as ``max_retries`` allows without a token.
+sample keeps its tokens and is tried again, as ``rollover.rollout.retries`` says. The life of one call is in
+``rollover.rollout.generation``.
 
 What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
@@ -34,20 +35,22 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.generation import OpenCall, OpenSegment, back_off_s, check_chunk, generation_request, reached_end
+from rollover.rollout.generation import GenerationCall
 from rollover.rollout.journal import Journal
+from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
-from rollover.types import Batch, FinishReason, SampleId, SamplingParams, Trajectory
+from rollover.types import Batch, SampleId, SamplingParams, Trajectory
 
 
 class Scorer(Protocol):
@@ -110,8 +113,6 @@ class RolloutDriver:
         )
         self._engine = engine
         self._scorer = scorer
-        self._sampling = sampling
-        self._seed = seed
         self._clock = clock
         self._journal = journal
         self._limits = limits
@@ -120,7 +121,17 @@ class RolloutDriver:
         self._name = secrets.token_hex(4)
         """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
-        self._calls: dict[SampleId, OpenCall] = {}
+        self._calls: dict[SampleId, GenerationCall] = {}
+        self._open_call = partial(
+            GenerationCall,
+            engine=engine,
+            ledger=state.ledger,
+            sampling=sampling,
+            seed=seed,
+            clock=clock,
+            save_every_tokens=limits.save_every_tokens,
+            on_tokens=self._tokens_arrived,
+        )
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
         """Stops what runs, from the moment the scheduler says so."""
@@ -130,7 +141,7 @@ class RolloutDriver:
         """A group was settled, or something broke."""
         self._last_progress_s = clock.now_s()
         self._num_calls = 0
-        self._retries: dict[SampleId, int] = {}
+        self._retries = Retries(limits.max_retries)
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
 
@@ -149,7 +160,8 @@ class RolloutDriver:
             raise self._broken
         self._scheduler.begin_round()
         if not self.ledger.replay:
-            for sample_id in self.ledger.unscored.keys() - self._scoring.keys():
+            in_hand = self._scoring.keys() | self._tasks.keys()  # a call that is ending has its own sample scored
+            for sample_id in self.ledger.unscored.keys() - in_hand:
                 self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
@@ -220,8 +232,12 @@ class RolloutDriver:
             match action:
                 case StartSample(sample_id=sample_id):
                     self._num_calls += 1
-                    self._calls[sample_id] = OpenCall(f"{self._name}.{sample_id}#{self._num_calls}.")
-                    self._tasks[sample_id] = asyncio.create_task(self._generate(action))
+                    call = self._calls[sample_id] = self._open_call(
+                        request_id=f"{self._name}.{sample_id}#{self._num_calls}.",
+                        start=action,
+                        back_off_s=self._retries.back_off_s(sample_id),
+                    )
+                    self._tasks[sample_id] = asyncio.create_task(self._generate(call))
                 case StopAll():
                     self._stopping = asyncio.create_task(self._stop_all())
                 case ConsumeBatch():
@@ -288,7 +304,7 @@ class RolloutDriver:
             async with asyncio.timeout(self._limits.abort_timeout_s):
                 calls = [self._calls[i] for i in tasks]
                 for call in calls:
-                    call.stopped.set()
+                    call.stop()
                 await self._engine.abort([call.request_id for call in calls])
                 await asyncio.wait(list(tasks.values()))
         except TimeoutError:
@@ -300,106 +316,56 @@ class RolloutDriver:
 
     # -- one sample ------------------------------------------------------------------------------------------
 
-    async def _generate(self, start: StartSample) -> None:
-        """One engine call, from the request to its last chunk, and what follows from its end."""
-        sample_id = start.sample_id
-        segment = OpenSegment(self._clock.now_s())
+    async def _generate(self, call: GenerationCall) -> None:
+        """Enter the segments of one call, and do what follows from its end."""
+        sample_id, failure, acted = call.start.sample_id, None, False
         try:
             try:
-                acted = await self._decode(start, segment)
+                async for segment in call.segments():
+                    self._scheduler.segment_ended(sample_id, segment, segment.end_s)
+                    if call.is_over and self._turn is not None:
+                        await self._after_call(sample_id)  # the engine stands still until this returns
+                        acted = True
             except EngineError as e:
-                acted = False
-                self._engine_failed(sample_id, segment, e)
+                failure = e
             finally:
-                if not segment.is_last:  # cancelled
-                    self._end_segment(sample_id, segment, FinishReason.ABORT)
-                if self._tasks.get(sample_id) is asyncio.current_task():  # else it is already running again
+                if not call.is_over:  # failed or cancelled
+                    segment = call.cut_off()
+                    self._scheduler.segment_ended(sample_id, segment, segment.end_s)
+                if self._calls.get(sample_id) is call:  # else it is already running again
                     del self._tasks[sample_id], self._calls[sample_id]
                 self._changed.set()
+            if failure is not None:
+                self._call_failed(sample_id, failure)
             if not acted:
                 await self._after_call(sample_id)
         except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
             self._break(e)
 
-    async def _decode(self, start: StartSample, segment: OpenSegment) -> bool:
-        """Take the chunks of one call. True in lockstep: what follows from its end is done."""
-        sample_id = start.sample_id
-        trajectory = self.ledger.sample(sample_id).trajectory
-        if (reason := reached_end(trajectory, self._sampling)) is not None:
-            self._end_segment(sample_id, segment, reason)
-            return False
-        acted = False
-        call = self._calls[sample_id]
-        if num_failures := self._retries.get(sample_id):
-            await call.rest(self._clock, back_off_s(num_failures))
-            if call.stopped.is_set():
-                self._end_segment(sample_id, segment, FinishReason.ABORT)
-                return False
-        request = generation_request(trajectory, call.request_id, self._sampling, self._seed, start)
-        async for chunk in self._engine.generate(request):
-            if chunk.token_ids:
-                self._last_progress_s = self._clock.now_s()
-            self._take(sample_id, segment, chunk, request)
-            if chunk.finish_reason is not None and self._turn is not None:
-                await self._after_call(sample_id)  # the engine stands still until this returns
-                acted = True
-        if not segment.is_last:
-            raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
-        return acted
+    def _tokens_arrived(self, sample_id: SampleId) -> None:
+        self._last_progress_s = self._clock.now_s()
+        self._retries.decoded(sample_id)
 
-    def _take(self, sample_id: SampleId, segment: OpenSegment, chunk: Chunk, request: GenerateRequest) -> None:
-        """Raises ``EngineError`` when the chunk cannot be true, and nothing of it was taken; also when the engine stops
-        a call that nobody has asked it to stop, but then the chunk's tokens were taken."""
-        limit = request.params.max_new_tokens  # the sample is parked there, unless that was all it may have
-        group = self.ledger.groups[sample_id.group]
-        num_tokens = self.ledger.sample(sample_id).num_tokens + len(segment.token_ids) + len(chunk.token_ids)
-        check_chunk(chunk, sample_id, request, num_tokens, group.start_version)
-        unasked = chunk.finish_reason is FinishReason.ABORT and not self._calls[sample_id].stopped.is_set()
-        reason = None if unasked else chunk.finish_reason
-        if reason is FinishReason.LENGTH and num_tokens == limit < self._sampling.max_new_tokens:
-            reason = FinishReason.ABORT
-        if chunk.token_ids:
-            self._retries.pop(sample_id, None)
-        if not segment.belongs(chunk):
-            self._end_segment(sample_id, segment, None)
-        segment.add(chunk)
-        if reason is not None or len(segment.token_ids) >= self._limits.save_every_tokens:
-            self._end_segment(sample_id, segment, reason)
-        if unasked:
-            raise EngineError(f"the engine stopped {sample_id} after {num_tokens} tokens, which nobody had asked for")
-
-    def _end_segment(self, sample_id: SampleId, segment: OpenSegment, reason: FinishReason | None) -> None:
-        now_s = self._clock.now_s()
-        if segment.policy_version < 0:  # stopped before its first token
-            segment.policy_version = segment.kv_version = self.ledger.policy_version
-        self._scheduler.segment_ended(sample_id, segment.closed(reason, now_s), now_s)
-
-    def _engine_failed(self, sample_id: SampleId, segment: OpenSegment, error: EngineError) -> None:
-        """Park the sample with every token that reached us. After too many failures without a token in between, give it
-        up, or the run when all others that are running fail too."""
-        if segment.is_last:  # the call had come to its end before
+    def _call_failed(self, sample_id: SampleId, error: EngineError) -> None:
+        """Leave the sample parked, to be tried again. After too many failures give it up, or the run when all others
+        that are running fail too."""
+        if self._retries.failed(sample_id) or self._broken is not None:
             return
-        self._end_segment(sample_id, segment, FinishReason.ABORT)
-        self._retries[sample_id] = self._retries.get(sample_id, 0) + 1
-        if self._retries[sample_id] <= self._limits.max_retries or self._broken is not None:
-            return
-        others = self._tasks.keys() - {sample_id}
-        if others and others <= self._retries.keys():
+        if self._retries.all_failing(self._tasks.keys()):
             raise error
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
     async def _after_call(self, sample_id: SampleId) -> None:
         """Have a finished sample scored; use the place that became free."""
-        if self._turn is None:
+        async with self._turn or nullcontext():
             if sample_id in self.ledger.unscored:
-                self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+                if self._turn is not None:
+                    await self._score(sample_id)
+                else:
+                    self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
             self._act()
-            return
-        async with self._turn:
-            if sample_id in self.ledger.unscored:
-                await self._score(sample_id)
-            self._act()
-            await asyncio.sleep(0)  # the calls and the abort decided upon reach the engine before it goes on
+            if self._turn is not None:
+                await asyncio.sleep(0)  # the calls and the abort decided upon reach the engine before it goes on
 
     async def _score(self, sample_id: SampleId) -> None:
         reward, failure = 0.0, None

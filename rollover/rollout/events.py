@@ -41,7 +41,11 @@ class SampleStarted(NamedTuple):
 
 class SegmentEnded(NamedTuple):
     """Tokens reached us. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked,
-    with ``None`` it runs on (the weights changed, or progress was saved)."""
+    with ``None`` it runs on (the weights changed, or progress was saved).
+
+    Example: ``SegmentEnded(8.0, SampleId(12, 0), segment)`` with 300 tokens of version 3 and ``FinishReason.STOP``:
+    sample g12.0 waits for its reward.
+    """
 
     time_s: float
     sample_id: SampleId
@@ -113,7 +117,11 @@ class BatchTrained(NamedTuple):
 
 class BatchSkipped(NamedTuple):
     """The user decided that the batch of ``step`` is stepped over, whenever it is handed out: its step makes a version
-    without an update. It was consumed before, and no checkpoint has seen it."""
+    without an update. It was consumed before, and no checkpoint has seen it.
+
+    Example: ``BatchSkipped(50.0, step=3)``: the tokens of batch 3 become waste, and step 3 makes version 4 with
+    the weights of version 3.
+    """
 
     time_s: float
     step: int
@@ -142,7 +150,11 @@ class CheckpointSaved(NamedTuple):
 
 class Restarted(NamedTuple):
     """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to what
-    was journaled; batches consumed at ``step`` and later will be handed out again as they were."""
+    was journaled; batches consumed at ``step`` and later will be handed out again as they were.
+
+    Example: ``Restarted(60.0, step=4, redo_from=None, lost_tokens=0)`` after batch 5 was consumed: the batches of
+    steps 4 and 5 come again before a new one is selected.
+    """
 
     time_s: float
     step: int

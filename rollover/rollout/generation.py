@@ -1,92 +1,155 @@
-"""A generation call: one request for a sample's next tokens, from the request to its last chunk."""
+"""A generation call: one request for a sample's next tokens, from the decision to make it to its last chunk.
+
+A call that fails raises ``EngineError``; ``rollover.rollout.retries`` says whether and when the sample is tried again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from rollover.clock import Clock
-from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.engine.complete import check_end, reached_end
 from rollover.errors import EngineError
 from rollover.rollout.actions import StartSample
+from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
 
-_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 10.0
 
+@dataclass(slots=True, kw_only=True)
+class GenerationCall:
+    """One call: it turns the engine's chunks into the segments that the ledger is to hear of.
 
-@dataclass(slots=True)
-class OpenCall:
-    """A sample's call, from the decision to make it."""
+    Example: a call decodes 300 tokens, 256 of them before the weights change. With ``save_every_tokens=1000``::
+
+        async for segment in call.segments():   # 256 tokens of version 3 with ``finish_reason=None``,
+            ...                                 # then 44 of version 4 with ``FinishReason.STOP``
+    """
 
     request_id: str
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when we ask for its end."""
+    start: StartSample
+    back_off_s: float
+    """How long it waits before it asks the engine."""
+    engine: Engine
+    ledger: Ledger
+    """Read for the tokens that the sample has; the segments are entered by others."""
+    sampling: SamplingParams
+    seed: int
+    """The run's."""
+    clock: Clock
+    save_every_tokens: int
+    """A segment ends after so many tokens at the latest."""
+    on_tokens: Callable[[SampleId], None]
+    """Called whenever the engine has decoded something, before the segment ends."""
+    is_over: bool = False
+    """Its last segment was handed out: the sample may be running again by now, in another call."""
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _chunks: list[Chunk] = field(default_factory=list)
+    """Those of the current segment, which began at ``_start_s``."""
+    _num_open_tokens: int = 0
+    _last_chunk: Chunk | None = None
+    _start_s: float = 0.0
 
-    async def rest(self, clock: Clock, seconds: float) -> None:
-        """Wait so long, or until the call is stopped."""
-        waiting = [asyncio.ensure_future(clock.sleep(seconds)), asyncio.ensure_future(self.stopped.wait())]
+    def stop(self) -> None:
+        """Expect the engine to abort the call from now on; a call that waits to be retried ends by itself."""
+        self._stopped.set()
+
+    async def segments(self) -> AsyncIterator[Segment]:
+        """Yield each segment when it ends. The engine decodes on once the next one is asked for.
+
+        Raises:
+            EngineError: the call failed. ``cut_off`` returns what was decoded and not yet handed out.
+        """
+        self._start_s = self.clock.now_s()
+        sample_id = self.start.sample_id
+        trajectory = self.ledger.sample(sample_id).trajectory
+        reason = reached_end(self.sampling, trajectory.token_ids)
+        if reason is None and await self._is_stopped_in_back_off():
+            reason = FinishReason.ABORT
+        if reason is not None:
+            yield self._end_segment(reason)
+            return
+        request = generation_request(trajectory, self.request_id, self.sampling, self.seed, self.start)
+        start_version = self.ledger.groups[sample_id.group].start_version
+        num_tokens = trajectory.num_tokens
+        try:
+            async for chunk in self.engine.generate(request):
+                num_tokens += len(chunk.token_ids)
+                check_chunk(chunk, sample_id, request, num_tokens, start_version)
+                if chunk.token_ids:
+                    self.on_tokens(sample_id)
+                reason = chunk.finish_reason
+                if unasked := reason is FinishReason.ABORT and not self._stopped.is_set():
+                    reason = None
+                if reason is FinishReason.LENGTH and num_tokens < self.sampling.max_new_tokens:
+                    reason = FinishReason.ABORT  # the sample is parked at the limit of this call
+                if self._num_open_tokens and _origin(chunk) != _origin(self._chunks[-1]):
+                    yield self._end_segment(None)
+                self._chunks.append(chunk)
+                self._last_chunk = chunk
+                self._num_open_tokens += len(chunk.token_ids)
+                if reason is not None or self._num_open_tokens >= self.save_every_tokens:
+                    yield self._end_segment(reason)
+                if unasked:
+                    raise EngineError(
+                        f"the engine stopped {sample_id} after {num_tokens} tokens, which nobody had asked for"
+                    )
+            if not self.is_over:
+                raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
+        except EngineError:
+            if not self.is_over:  # else it failed behind the end of the response
+                raise
+
+    def cut_off(self) -> Segment:
+        """Return the last segment of a call that failed or was cancelled: the tokens that reached us."""
+        return self._end_segment(FinishReason.ABORT)
+
+    async def _is_stopped_in_back_off(self) -> bool:
+        """Wait as long as the call has to, or until it is stopped."""
+        if not self.back_off_s:
+            return False
+        waiting = [
+            asyncio.ensure_future(self.clock.sleep(self.back_off_s)),
+            asyncio.ensure_future(self._stopped.wait()),
+        ]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waiting:
                 each.cancel()
+        return self._stopped.is_set()
 
-
-def back_off_s(num_failures: int) -> float:
-    """Return how long to wait before the next call, after so many failures in a row."""
-    return min(_FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 63), _MAX_BACK_OFF_S)
-
-
-@dataclass(slots=True)
-class OpenSegment:
-    """Tokens of the current segment of one call that are not in the ledger yet."""
-
-    start_s: float
-    is_last: bool = False
-    """Whether the call is over: its sample may be running again by now, in another call."""
-    num_prefilled_tokens: int = 0
-    policy_version: int = -1
-    kv_version: int = -1
-    engine: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def belongs(self, chunk: Chunk) -> bool:
-        return not self.token_ids or (self.policy_version, self.kv_version, self.engine) == (
-            chunk.policy_version,
-            chunk.kv_version,
-            chunk.engine,
-        )
-
-    def add(self, chunk: Chunk) -> None:
-        self.policy_version, self.kv_version, self.engine = chunk.policy_version, chunk.kv_version, chunk.engine
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.num_prefilled_tokens += chunk.num_prefilled_tokens
-
-    def closed(self, reason: FinishReason | None, end_s: float) -> Segment:
-        """The record; this segment starts afresh behind it."""
+    def _end_segment(self, reason: FinishReason | None) -> Segment:
+        """Return the current segment; the next one starts behind it."""
+        chunks, last, published = self._chunks, self._last_chunk, self.ledger.policy_version
         segment = Segment(
-            policy_version=self.policy_version,
-            kv_version=self.kv_version,
-            token_ids=tuple(self.token_ids),
-            rollout_logprobs=tuple(self.logprobs),
+            policy_version=last.policy_version if last else published,
+            kv_version=last.kv_version if last else published,
+            token_ids=tuple(t for c in chunks for t in c.token_ids),
+            rollout_logprobs=tuple(p for c in chunks for p in c.logprobs),
             finish_reason=reason,
-            start_s=self.start_s,
-            end_s=end_s,
-            num_prefilled_tokens=self.num_prefilled_tokens,
-            engine=self.engine,
+            start_s=self._start_s,
+            end_s=self.clock.now_s(),
+            num_prefilled_tokens=sum(c.num_prefilled_tokens for c in chunks),
+            engine=last.engine if last else "",
         )
-        self.start_s, self.num_prefilled_tokens, self.is_last = end_s, 0, reason is not None
-        self.token_ids, self.logprobs = [], []
+        self._chunks, self._num_open_tokens, self._start_s = [], 0, segment.end_s
+        self.is_over = reason is not None
         return segment
+
+
+def _origin(chunk: Chunk) -> tuple[int, int, str]:
+    """What all tokens of a segment have in common."""
+    return chunk.policy_version, chunk.kv_version, chunk.engine
 
 
 def generation_request(
     trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: StartSample
 ) -> GenerateRequest:
-    """Return what the engine is asked for: to go on behind the tokens that are there. ``seed`` is the run's."""
+    """Return a request to go on behind the tokens that are there. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
     if start.token_budget is not None:
         limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.token_budget)
@@ -102,15 +165,6 @@ def generation_request(
     )
 
 
-def reached_end(trajectory: Trajectory, sampling: SamplingParams) -> FinishReason | None:
-    """Return why there is nothing left to decode: the engine or the process died between the last token and the news
-    that it was the last."""
-    last = next((s.token_ids[-1] for s in reversed(trajectory.segments) if s.token_ids), None)
-    if last in sampling.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if trajectory.num_tokens >= sampling.max_new_tokens else None
-
-
 def check_chunk(
     chunk: Chunk, sample_id: SampleId, request: GenerateRequest, num_tokens: int, start_version: int | None
 ) -> None:
@@ -120,13 +174,10 @@ def check_chunk(
         EngineError: it goes beyond what was asked for, or says that the response has ended where it cannot have, or is
             older than the weights in force when its group started.
     """
-    limit, reason = request.params.max_new_tokens, chunk.finish_reason
+    limit = request.params.max_new_tokens
     if num_tokens > limit:
         raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {limit}")
-    if reason is FinishReason.LENGTH and num_tokens < limit:
-        raise EngineError(f"the engine ended {sample_id} for its length after {num_tokens} tokens, asked for {limit}")
-    if reason is FinishReason.STOP and num_tokens == len(request.response_ids):
-        raise EngineError(f"the engine says that {sample_id} has come to its stop, without a token")
+    check_end(sample_id, request, chunk, num_tokens)
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"

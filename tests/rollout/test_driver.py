@@ -791,3 +791,12 @@ def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
     times = [e.time_s for e in rig.events if isinstance(e, SampleScored)]
     assert times == [101.0, 201.0]  # this engine needs a second to start and none to decode
     assert rig.engine.decoded_tokens == 4 * 4  # nobody got a fifth
+
+
+@pytest.mark.parametrize("name", ["bounded_async", "inflight", "windowed"])
+@pytest.mark.parametrize("delay_s", [0.0, 2.5])
+def test_in_lockstep_a_sample_that_ends_while_a_batch_is_trained_is_scored_once(name: str, delay_s: float) -> None:
+    scorer = ParityScorer(delay_s)
+    rig, batches = play(6, name, scorer=scorer, engine_type=LockstepEngine, lockstep=True, max_running=7)
+    assert_trainable(batches, rig)
+    assert set(scorer.scored.values()) == {1}

@@ -1,0 +1,40 @@
+"""Retries of failed generation calls: how often a sample is tried again, and how long it waits before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+
+from rollover.types import SampleId
+
+_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 10.0
+
+
+class Retries:
+    """Counts for each sample the calls that failed since its last token.
+
+    Example: with ``max_retries=3`` a sample is tried again after 0.1, 0.2 and 0.4 s. ``failed`` returns False at the
+    fourth failure in a row; a single token in between makes the count start at 0.
+    """
+
+    def __init__(self, max_retries: int) -> None:
+        self._max_retries = max_retries
+        self._num_failures: Counter[SampleId] = Counter()
+
+    def failed(self, sample_id: SampleId) -> bool:
+        """Count a failed call; return whether the sample is to be tried again."""
+        self._num_failures[sample_id] += 1
+        return self._num_failures[sample_id] <= self._max_retries
+
+    def decoded(self, sample_id: SampleId) -> None:
+        """Forget the failures of a sample that got a token."""
+        self._num_failures.pop(sample_id, None)
+
+    def back_off_s(self, sample_id: SampleId) -> float:
+        """Return how long the sample's next call is to wait: twice as long after each failure, 10 s at most."""
+        num_failures = self._num_failures[sample_id]
+        return min(_FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 63), _MAX_BACK_OFF_S) if num_failures else 0.0
+
+    def all_failing(self, sample_ids: Set[SampleId]) -> bool:
+        """Return whether there are samples, and each of them has failed since its last token."""
+        return bool(sample_ids) and sample_ids <= self._num_failures.keys()

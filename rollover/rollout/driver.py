@@ -269,8 +269,7 @@ class RolloutDriver:
 
     def _stalled(self, idle_s: float) -> str:
         def names(ids: Iterable[SampleId]) -> str:
-            shown = [str(i) for i in sorted(ids)[:8]]
-            return ", ".join(shown) if shown else "none"
+            return ", ".join(str(i) for i in sorted(ids)[:8]) or "none"
 
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"

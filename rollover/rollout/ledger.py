@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from rollover.rollout.entries import (
     FAILED,
@@ -48,27 +47,10 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.rollout.tokens import Tokens
 from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT
-
-
-@dataclass(slots=True)
-class Tokens:
-    """The token account of a run: decoded = trained + wasted + live.
-
-    Example: of 1,000 decoded tokens 600 were trained and 150 dropped with their groups. 250 are live: they are being
-    decoded, parked, or in groups that no batch has taken yet.
-    """
-
-    decoded: int = 0
-    trained: int = 0
-    wasted: Counter[WasteCause] = field(default_factory=Counter)
-    reprefilled: int = 0
-
-    @property
-    def live(self) -> int:
-        return self.decoded - self.trained - sum(self.wasted.values())
 
 
 class Ledger:
@@ -337,13 +319,7 @@ class Ledger:
         num_tokens = sum(s.num_tokens for i in self.batches[step] for s in self.groups[i].samples if s.state is SCORED)
         assert 0 <= sum(untrained.values()) <= num_tokens, f"batch {step} has {num_tokens} tokens, not {untrained}"
         self.untrained[step] = untrained
-        self._write_off(step, +1)
-
-    def _write_off(self, step: int, sign: int) -> None:
-        """Move the tokens of ``step`` without a gradient from the trained ones to the waste, or back again."""
-        for cause, num_tokens in self.untrained[step].items():
-            self.tokens.trained -= sign * num_tokens
-            self.tokens.wasted[cause] += sign * num_tokens
+        self.tokens.write_off(untrained, +1)
 
     def _account(self, step: int, sign: int) -> None:
         """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""
@@ -366,8 +342,7 @@ class Ledger:
             if event.step <= step < self.next_step:
                 self._account(step, -1)
                 if step in self.untrained:
-                    self._write_off(step, -1)
-                    del self.untrained[step]
+                    self.tokens.write_off(self.untrained.pop(step), -1)
         self.next_step = event.step
         self.policy_version = event.step
 
@@ -379,12 +354,7 @@ class Ledger:
         Raises:
             AssertionError: naming the group or the account that does not add up.
         """
-        places = {
-            WAITING: self.waiting,
-            RUNNING: self.running,
-            PARKED: self.parked,
-            FINISHED: self.unscored,
-        }
+        places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
         counts: Counter[SampleState] = Counter()
         live = 0
         for group in self.groups.values():

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from rollover.rollout.ledger import Ledger, Tokens
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.tokens import Tokens
 from rollover.sim.dispatch import Fleet
 from rollover.types import Batch
 

@@ -44,7 +44,7 @@ from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverErr
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.generation import GenerationCall
+from rollover.rollout.generation import SampleCall
 from rollover.rollout.journal import Journal
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
@@ -121,9 +121,9 @@ class RolloutDriver:
         self._name = secrets.token_hex(4)
         """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
-        self._calls: dict[SampleId, GenerationCall] = {}
+        self._calls: dict[SampleId, SampleCall] = {}
         self._open_call = partial(
-            GenerationCall,
+            SampleCall,
             engine=engine,
             ledger=state.ledger,
             sampling=sampling,
@@ -315,7 +315,7 @@ class RolloutDriver:
 
     # -- one sample ------------------------------------------------------------------------------------------
 
-    async def _generate(self, call: GenerationCall) -> None:
+    async def _generate(self, call: SampleCall) -> None:
         """Enter the segments of one call, and do what follows from its end."""
         sample_id, failure, acted = call.start.sample_id, None, False
         try:

@@ -20,7 +20,7 @@ from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Traj
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerationCall:
+class SampleCall:
     """One call: it turns the engine's chunks into the segments that the ledger is to hear of.
 
     Example: a call decodes 300 tokens, 256 of them before the weights change. With ``save_every_tokens=1000``::

@@ -11,7 +11,7 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.actions import StartSample
 from rollover.rollout.events import GroupOpened, SampleStarted
-from rollover.rollout.generation import GenerationCall
+from rollover.rollout.generation import SampleCall
 from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment
 from tests.virtual_time import VirtualClock, run
@@ -44,9 +44,9 @@ class Scripted:
             raise self.error
 
 
-def call_to(engine: Any, *, token_budget: int | None = None, save_every_tokens: int = 1000) -> GenerationCall:
+def call_to(engine: Any, *, token_budget: int | None = None, save_every_tokens: int = 1000) -> SampleCall:
     ledger = Ledger([GroupOpened(0.0, 0, PROMPT, 1, 1), SampleStarted(0.0, FIRST, 3)])
-    return GenerationCall(
+    return SampleCall(
         request_id="a.g0.0#1.",
         start=StartSample(FIRST, token_budget),
         back_off_s=0.0,
@@ -60,7 +60,7 @@ def call_to(engine: Any, *, token_budget: int | None = None, save_every_tokens: 
     )
 
 
-def segments_of(call: GenerationCall, message: str = "") -> list[Segment]:
+def segments_of(call: SampleCall, message: str = "") -> list[Segment]:
     """The segments of a call; with a ``message`` it fails, and the last of them is what was cut off."""
 
     async def work() -> list[Segment]:

@@ -142,7 +142,7 @@ class SampleCall:
 
 
 def _origin(chunk: Chunk) -> tuple[int, int, str]:
-    """What all tokens of a segment have in common."""
+    """Return what all tokens of a segment have in common."""
     return chunk.policy_version, chunk.kv_version, chunk.engine
 
 

@@ -1,7 +1,7 @@
 """The kill campaign: runs of every strategy, killed with SIGKILL at random moments and resumed, until they are done.
 
     python benchmarks/kills.py                       # 308 kills, some minutes on two idle cores
-    python benchmarks/kills.py --kills 44            # one kill for each case
+    python benchmarks/kills.py --kills 28            # one kill for each case
     python benchmarks/kills.py --cases april-group,sync-group-deterministic --kills 20
 
 A case is a strategy x the unit that is trained x deterministic or not, at default settings but for sizes; which laws

@@ -6,7 +6,7 @@ The public names are imported when they are first used, so that ``import rollove
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest

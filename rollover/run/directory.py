@@ -128,6 +128,19 @@ class RunDir:
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
+    def changed_environment(self) -> list[str]:
+        """Say which of the versions and the machine that decide about the last bits are no longer those that the run
+        began with.
+
+        Example: ``["rollover 0.1.0, now 0.2.0"]``
+        """
+        began_with = _read(self.path)[1]
+        return [
+            f"{key} {began_with[key]}, now {value}"
+            for key, value in _environment().items()
+            if key != "git_commit" and began_with.get(key, value) != value
+        ]
+
     def settle(self) -> None:
         """Record the config that the run goes on under, now that it can: every part of it is open. A resume that fails
         before leaves the run with the settings that it had."""

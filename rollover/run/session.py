@@ -100,7 +100,7 @@ async def open_session(
         stack.push_async_callback(tasks.scorer.close)
         journal = open_journal(run, checkpoint)
         stack.callback(journal.close)
-        state = _resumed(journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
+        state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
         if math.isfinite(rate := engine.capabilities.prefill_tokens_per_iteration):
             run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
@@ -193,11 +193,17 @@ def _open_driver(
 
 
 def _resumed(
-    journal: Journal, config: RunConfig, trainer: Trainer, progress: Progress, skip_batch: int | None
+    run: RunDir, journal: Journal, config: RunConfig, trainer: Trainer, progress: Progress, skip_batch: int | None
 ) -> RolloutState:
     """Return the rollouts of a run that goes on from where ``trainer`` stands."""
     state = restart(journal, step=trainer.version, redo_round=config.deterministic, skip_batch=skip_batch)
     progress.resumed(trainer.version)
+    if config.deterministic and (changed := run.changed_environment()):
+        progress.message(
+            "deterministic = true promises equal bits under equal versions only, and this run began under others"
+            f" ({'; '.join(changed)}): it goes on with the batches on record, but its weights may differ from those of"
+            " a run that was never stopped"
+        )
     return state
 
 

@@ -326,3 +326,11 @@ def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.
     assert first == Path("runs/quickstart-20260102-030405")
     first.mkdir(parents=True)
     assert directory.default_path("quickstart", now) == Path("runs/quickstart-20260102-030405-2")
+
+
+def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with directory.create(CONFIG, tmp_path / "run") as run:
+        assert run.changed_environment() == []
+        before = directory.rollover.__version__
+        monkeypatch.setattr(directory.rollover, "__version__", "9.9")
+        assert run.changed_environment() == [f"rollover {before}, now 9.9"]

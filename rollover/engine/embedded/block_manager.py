@@ -12,7 +12,8 @@ Invariants:
   empty. Block 0 is nobody's: its keys and values stay zero, and unused entries of block tables point at it.
 * No two blocks have the same key, and what a cached block is said to hold is never overwritten.
 * Unreferenced blocks alone are evicted, one at a time and when no block is empty: those of finished responses first,
-  then the least recently used; of a prefix, the later block before the earlier one.
+  then the least recently used; of a prefix, the later block before the earlier one. Finished responses keep no more
+  blocks than were ever referenced at once, so that memory which was never needed is not touched for them.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.blocks = [Block(index) for index in range(num_blocks)]
         self.num_evicted = 0
+        self._most_used = 0
         self._empty = list(range(1, num_blocks))  # a sorted list is a heap
         self._evict_first: OrderedDict[Block, None] = OrderedDict()
         self._evictable: OrderedDict[Block, None] = OrderedDict()  # least recently used first
@@ -158,6 +160,7 @@ class BlockManager:
     def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
         """Drop one reference to each. Cached blocks without another one stay until they are evicted, the last of these
         first."""
+        self._most_used = max(self._most_used, self.num_used)
         for index in reversed(blocks):
             block = self.blocks[index]
             assert block.ref_count > 0, f"block {index} is not referenced"
@@ -168,6 +171,8 @@ class BlockManager:
                 heapq.heappush(self._empty, index)
             else:
                 (self._evict_first if evict_first else self._evictable)[block] = None
+        while len(self._evict_first) > self._most_used:
+            self._evict_one()
 
     def cache(self, index: int, parent: Key, token_ids: Sequence[int], key: Key | None = None) -> None:
         """Let others find a referenced block: it holds ``token_ids`` and follows the block with key ``parent``. What it

@@ -35,6 +35,8 @@ class BlocksMachine(RuleBasedStateMachine):
         self.written: dict[int, tuple[Key, tuple[int, ...]]] = {}
         self.finished: list[int] = []
         self.recent: list[int] = []
+        self.most_used = 0
+        """Blocks that were referenced at once, whenever some were released."""
 
     def keys(self, root: Key, token_ids: tuple[int, ...]) -> list[Key]:
         keys = [root]
@@ -65,6 +67,7 @@ class BlocksMachine(RuleBasedStateMachine):
         table, copies = taken
         for index in (*held, *evicted):
             self.leave_queues(index)
+        self.will_release(*table, *held)
         if prefix.tail is not None and not takes_over:
             assert copies == [(prefix.tail, table[len(prefix.blocks)])]
             self.enter_queue(prefix.tail, self.recent)
@@ -137,12 +140,14 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @rule(holder=consumes(holders), finished=st.booleans(), forgets=st.booleans())
     def end(self, holder: Holder, finished: bool, forgets: bool) -> None:
+        self.will_release()
         self.tables.remove(holder)
         if forgets:
             self.blocks.forget(holder.table)
         self.blocks.release(holder.table, evict_first=finished)
         for index in reversed(holder.table):
             self.enter_queue(index, self.finished if finished else self.recent)
+        del self.finished[: max(0, len(self.finished) - self.most_used)]
 
     @rule(pairs=st.permutations(range(1, 13)).map(lambda p: [(p[0], p[1]), (p[2], p[3])]))
     def swap(self, pairs: list[tuple[int, int]]) -> None:
@@ -157,6 +162,10 @@ class BlocksMachine(RuleBasedStateMachine):
     def forget_all(self) -> None:
         self.blocks.forget_all()
         self.finished, self.recent = [], []
+
+    def will_release(self, *also: int) -> None:
+        used = {index for holder in self.tables for index in holder.table}
+        self.most_used = max(self.most_used, len(used | {*also}))
 
     def enter_queue(self, index: int, queue: list[int]) -> None:
         block = self.blocks.blocks[index]
@@ -254,3 +263,15 @@ def test_referenced_blocks_are_never_evicted() -> None:
     assert found(blocks, (1, 2, 3, 4, 5, 6)).blocks == (table[0],)
     with pytest.raises(AssertionError, match="not referenced"):
         blocks.release([table[0], table[0]])
+
+
+def test_finished_responses_keep_no_more_blocks_than_were_used_at_once() -> None:
+    blocks = BlockManager(num_blocks=50, block_size=SIZE)
+    responses = [tuple(range(10 * i, 10 * i + 6)) for i in range(9)]
+    for response in responses:
+        table = filled(blocks, response)
+        assert max(table) <= 4, "two blocks are cached, and two in use"
+        blocks.release(table, evict_first=True)
+    assert [found(blocks, response).num_tokens for response in responses] == [0] * 8 + [6]
+    blocks.release(filled(blocks, (1, 1, 1)))
+    assert found(blocks, responses[-1]).num_tokens == 6, "what is not finished has all the room there is"

@@ -88,13 +88,12 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
 
 def _wait(worker: int, woken: int) -> int | None:
     """Wait for the exit code of the work; ``None`` when the keeper shall end first."""
-    while True:
+    # The first look comes before the first wait: work may have ended before its signal had a handler.
+    while (code := _reap(worker)) is None:
         ready, _, _ = select.select([0, woken], [], [])
-        signals = os.read(woken, 4096) if woken in ready else b""
-        if (code := _reap(worker)) is not None:
-            return code
-        if 0 in ready or signal.SIGTERM in signals:
-            return None
+        if 0 in ready or signal.SIGTERM in (os.read(woken, 4096) if woken in ready else b""):
+            return _reap(worker)
+    return code
 
 
 def _reap(worker: int) -> int | None:

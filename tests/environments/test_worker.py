@@ -107,3 +107,25 @@ def test_work_whose_output_nobody_reads_ends_silently() -> None:
         [sys.executable, "-c", OUTPUT_GONE], stdin=subprocess.PIPE, capture_output=True, timeout=_PATIENCE_S
     )
     assert done.stderr == b""
+
+
+def test_a_keeper_ends_with_work_that_was_over_before_it_looked() -> None:
+    program = """
+import os
+from rollover.environments.keeper import keep
+
+fork = os.fork
+
+def fork_and_let_it_end():
+    if pid := fork():
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+os.fork = fork_and_let_it_end
+keep(lambda: os._exit(7))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.wait(30) == 7
+        finally:
+            keeper.kill()

@@ -85,6 +85,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("reasoning_gym", "math_verify", "datasets", "pyarrow"),
     "report": ("plotly", "tensorboard"),
     "plan": ("scipy", "huggingface_hub"),
+    "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

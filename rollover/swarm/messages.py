@@ -1,0 +1,395 @@
+"""The messages between a coordinator and its workers, and their encoding. ``docs/swarm-protocol.md`` describes them.
+
+A frame is one byte, 0 for plain or 1 for zstd, and a MessagePack map. Token ids travel as little-endian uint32 and
+log-probs as little-endian float32, both as bytes: a token takes 8 bytes before compression.
+
+What it keeps true: nothing is decoded beyond the declared types; a frame is bounded before it is decompressed and while
+it is; what cannot be decoded is one ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import zstandard
+
+from rollover.errors import EngineError
+
+T = TypeVar("T")
+
+PROTOCOL = 1
+"""The version of the protocol that this code speaks."""
+SUBPROTOCOL = f"rollover.swarm.v{PROTOCOL}"
+"""Negotiated when the WebSocket is opened."""
+MAX_FRAME_BYTES = 16 * 2**20
+"""Largest frame, before and after decompression."""
+_COMPRESS_ABOVE_BYTES = 512
+_PLAIN, _ZSTD = b"\x00", b"\x01"
+
+
+class ProtocolError(EngineError):
+    """A frame or message that the protocol does not allow."""
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, forbid_unknown_fields=False):
+    """A message; receivers ignore fields that they do not know."""
+
+
+# -- from a worker ----------------------------------------------------------------------------------------------
+
+
+class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call whose tokens a worker still holds, since nobody has acknowledged them.
+
+    Example: ``HeldCall(call_id="8f3a.g4.1#7.", sample_key="g4.1.", start=256, end=300)`` offers 44 response tokens.
+    """
+
+    call_id: str
+    sample_key: str
+    start: int
+    """Position in the response of the first token held."""
+    end: int
+    """Position behind the last token held."""
+    is_running: bool
+    """The worker goes on decoding it."""
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """The first message of a connection.
+
+    Example: ``Hello(protocols=(1,), software="rollover 0.2.0")`` of a worker that has not met this run before.
+    """
+
+    protocols: tuple[int, ...]
+    """Versions of the protocol that the worker speaks."""
+    software: str
+    run_id: str = ""
+    """The run it served last, and the epoch of it; empty and 0 when it served none."""
+    run_epoch: int = 0
+    held: tuple[HeldCall, ...] = ()
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """The worker's engine is open and may be given calls. ``Serving`` says which weights it has.
+
+    Example: ``Ready(max_running=16, max_context_tokens=4096, seeded=True, number_format="bfloat16")``
+    """
+
+    max_running: int
+    max_context_tokens: int
+    seeded: bool
+    number_format: str
+    cuts_logprobs: bool = True
+    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+
+
+class Serving(_Message, frozen=True, kw_only=True):
+    """The engine has confirmed that it serves a version: every token from here on may claim it.
+
+    Example: ``Serving(version=7, manifest="9c1e...", prepare_s=4.1, pause_s=0.3, wire_bytes=81264640)``
+    """
+
+    version: int
+    manifest: str
+    """Digest of the manifest that the weights were made from."""
+    prepare_s: float = 0.0
+    """Time to fetch, verify and materialise the weights, while the engine went on."""
+    pause_s: float = 0.0
+    """Time that the engine stood still."""
+    wire_bytes: int = 0
+    """Bytes fetched."""
+
+
+class NotServing(_Message, frozen=True, kw_only=True):
+    """A version could not be fetched or loaded; the engine goes on with the one before.
+
+    Example: ``NotServing(version=8, reason="blob 9c1e... has another content than its name says")``
+    """
+
+    version: int
+    reason: str
+
+
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
+
+    Example: ``Heartbeat(num_running=12, tokens_per_s=812.5, num_held=4096)``
+    """
+
+    num_running: int
+    tokens_per_s: float
+    """Decoded tokens per second since the last heartbeat, over all calls."""
+    num_held: int
+    """Decoded that wait for an acknowledgement."""
+
+
+class Decoded(_Message, frozen=True, kw_only=True):
+    """Newly decoded tokens of one call, at their position in the response.
+
+    Example: ``Decoded(call_id="8f3a.g4.1#7.", offset=300, ...)`` holds the response's tokens 300 and after. Sent twice,
+    or in another order, it means the same.
+    """
+
+    call_id: str
+    offset: int
+    """Position of the first token in the response, counted from its beginning."""
+    token_ids: bytes
+    logprobs: bytes
+    version: int
+    kv_version: int
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    """Set on the last message of a call and on no other."""
+    num_prefilled_tokens: int = 0
+    """As in ``Chunk``; on the first message of a call only."""
+
+
+class CallFailed(_Message, frozen=True, kw_only=True):
+    """A call ended with an error of the engine; the tokens sent before stay valid.
+
+    Example: ``CallFailed(call_id="8f3a.g4.1#7.", reason="the engine is out of memory")``
+    """
+
+    call_id: str
+    reason: str
+
+
+class Leaving(_Message, frozen=True, kw_only=True):
+    """The worker shuts down: its calls have ended, and it takes no more.
+
+    Example: ``Leaving(reason="stopped by its user")``
+    """
+
+    reason: str
+
+
+FromWorker = Hello | Ready | Serving | NotServing | Heartbeat | Decoded | CallFailed | Leaving
+
+# -- from the coordinator -----------------------------------------------------------------------------------------
+
+
+class Head(_Message, frozen=True, kw_only=True):
+    """The newest publication. Workers fetch it, and change to it at a token boundary.
+
+    Example: ``Head(version=8, manifest="9c1e...")``
+    """
+
+    version: int
+    manifest: str
+    """Digest, and so the name, of the blob that holds the signed manifest."""
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The answer to ``Hello``: the worker is a member under a new lease, which fences every earlier one of it.
+
+    Example: ``Welcome(protocol=1, member="laptop", lease=3, ttl_s=15.0, run_id="sums", run_epoch=1, head=Head(...))``
+    """
+
+    protocol: int
+    member: str
+    """The name under which the worker's token was made out."""
+    lease: int
+    ttl_s: float
+    """The lease ends when so much time has passed without a message of the worker."""
+    run_id: str
+    run_epoch: int
+    """Rises with each start of the run, so that a restart from an older checkpoint is not mistaken for news."""
+    head: Head
+    blob_urls: tuple[str, ...] = ()
+    """Where blobs can be fetched, ``{url}/{digest}``, best first; the coordinator's own is behind the last."""
+
+
+class Assign(_Message, frozen=True, kw_only=True):
+    """A generation call: decode on behind ``response_ids`` until the limit, a stop or an abort.
+
+    Example: a resumed sample is sent with its 300 ``response_ids``; its first ``Decoded`` have ``offset=300``.
+    """
+
+    call_id: str
+    sample_key: str
+    prompt_key: str
+    prompt_ids: bytes
+    response_ids: bytes = b""
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int
+    least_version: int
+    """No token of the call may be sampled from an older version."""
+
+
+class Adopt(_Message, frozen=True, kw_only=True):
+    """Go on with a held call under a new id, and send its tokens again from ``offset``.
+
+    Example: after the coordinator was killed, ``Adopt(held="8f3a.g4.1#7.", call_id="b20c.g4.1#1.", offset=256)`` asks
+    for what had not been journaled.
+    """
+
+    held: str
+    call_id: str
+    offset: int
+
+
+class Abort(_Message, frozen=True, kw_only=True):
+    """Stop calls; each ends with ``Decoded`` that have the finish reason ``abort``, unless it had ended before.
+
+    Example: ``Abort(call_ids=("8f3a.g4.1#7.",))``
+    """
+
+    call_ids: tuple[str, ...]
+
+
+class Ack(_Message, frozen=True, kw_only=True):
+    """The response's tokens before ``offset`` are journaled: the worker may forget them.
+
+    Example: ``Ack(call_id="8f3a.g4.1#7.", offset=300)``
+    """
+
+    call_id: str
+    offset: int
+
+
+class Release(_Message, frozen=True, kw_only=True):
+    """Nobody wants these calls any more: stop them and forget their tokens.
+
+    Example: ``Release(call_ids=("8f3a.g4.1#7.",))`` for a held call of a group that was dropped.
+    """
+
+    call_ids: tuple[str, ...]
+
+
+class Beat(_Message, frozen=True, kw_only=True):
+    """The answer to ``Heartbeat``: the lease goes on.
+
+    Example: ``Beat(head=Head(version=8, manifest="9c1e..."))`` repeats the newest publication, in case its notice was
+    lost.
+    """
+
+    head: Head
+
+
+class Goodbye(_Message, frozen=True, kw_only=True):
+    """The coordinator ends the connection.
+
+    Example: ``Goodbye(reason="the token of 'laptop' was revoked", is_final=True)``
+    """
+
+    reason: str
+    is_final: bool
+    """There is no use in coming back: the worker exits with code 2. Otherwise it tries again."""
+
+
+FromCoordinator = Welcome | Head | Assign | Adopt | Abort | Ack | Release | Beat | Goodbye
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A message with the lease under which it was sent; 0 for ``Hello``."""
+
+    lease: int
+
+
+class UpEnvelope(Envelope, frozen=True, kw_only=True):
+    """An envelope from a worker.
+
+    Example: ``UpEnvelope(lease=3, message=Leaving(reason="stopped"))``
+    """
+
+    message: FromWorker
+
+
+class DownEnvelope(Envelope, frozen=True, kw_only=True):
+    """An envelope from the coordinator.
+
+    Example: ``DownEnvelope(lease=3, message=Abort(call_ids=("a#1.",)))``
+    """
+
+    message: FromCoordinator
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_UP = msgspec.msgpack.Decoder(UpEnvelope)
+_DOWN = msgspec.msgpack.Decoder(DownEnvelope)
+
+
+def encode(lease: int, message: FromWorker | FromCoordinator) -> bytes:
+    """Return the frame of a message. Raises ``ProtocolError`` when it is too large to be sent."""
+    body = _ENCODER.encode({"lease": lease, "message": message})
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body):,} bytes is above the protocol's {MAX_FRAME_BYTES:,}")
+    if len(body) <= _COMPRESS_ABOVE_BYTES:
+        return _PLAIN + body
+    return _ZSTD + zstandard.ZstdCompressor(level=1).compress(body)
+
+
+def decode_up(frame: bytes) -> UpEnvelope:
+    """Return the envelope in a worker's frame. Raises ``ProtocolError``."""
+    return _decode(_UP, frame)
+
+
+def decode_down(frame: bytes) -> DownEnvelope:
+    """Return the envelope in a coordinator's frame. Raises ``ProtocolError``."""
+    return _decode(_DOWN, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    try:
+        return decoder.decode(_body(frame))
+    except (msgspec.DecodeError, zstandard.ZstdError, RecursionError) as e:
+        raise ProtocolError(f"a frame of {len(frame):,} bytes cannot be read: {e}") from None
+
+
+def _body(frame: bytes) -> bytes:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame):,} bytes is above the protocol's {MAX_FRAME_BYTES:,}")
+    kind, body = frame[:1], frame[1:]
+    if kind == _PLAIN:
+        return body
+    if kind != _ZSTD:
+        raise ProtocolError(f"a frame begins with {kind.hex() or 'nothing'}, not with 00 (plain) or 01 (zstd)")
+    size = zstandard.frame_content_size(body)
+    if not 0 <= size <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame says it holds {size:,} bytes, allowed are 0 to {MAX_FRAME_BYTES:,}")
+    return zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_FRAME_BYTES)
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32."""
+    return _little("I", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Return the token ids in ``packed``. Raises ``ProtocolError``."""
+    return tuple(_unpack("I", packed))
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    """Return log-probs as little-endian float32."""
+    return _little("f", logprobs).tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
+    """Return the log-probs in ``packed``. Raises ``ProtocolError``."""
+    return tuple(_unpack("f", packed))
+
+
+def _little(code: str, values: Sequence[float]) -> array[float]:
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
+
+
+def _unpack(code: str, packed: bytes) -> array[Any]:
+    if len(packed) % 4:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of 4-byte values")
+    values: array[Any] = array(code)
+    values.frombytes(packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -39,6 +39,20 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     """A message; receivers ignore fields that they do not know."""
 
 
+# -- of both sides ----------------------------------------------------------------------------------------------
+
+
+class Head(_Message, frozen=True, kw_only=True):
+    """The newest publication. Workers fetch it, and change to it at a token boundary.
+
+    Example: ``Head(version=8, manifest="9c1e...")``
+    """
+
+    version: int
+    manifest: str
+    """Digest, and so the name, of the blob that holds the signed manifest."""
+
+
 # -- from a worker ----------------------------------------------------------------------------------------------
 
 
@@ -70,6 +84,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     run_id: str = ""
     """The run it served last, and the epoch of it; empty and 0 when it served none."""
     run_epoch: int = 0
+    served: tuple[Head, ...] = ()
+    """The publications of that run that it has served, oldest first, as far back as tokens that it still holds."""
     held: tuple[HeldCall, ...] = ()
 
 
@@ -171,17 +187,6 @@ FromWorker = Hello | Ready | Serving | NotServing | Heartbeat | Decoded | CallFa
 # -- from the coordinator -----------------------------------------------------------------------------------------
 
 
-class Head(_Message, frozen=True, kw_only=True):
-    """The newest publication. Workers fetch it, and change to it at a token boundary.
-
-    Example: ``Head(version=8, manifest="9c1e...")``
-    """
-
-    version: int
-    manifest: str
-    """Digest, and so the name, of the blob that holds the signed manifest."""
-
-
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to ``Hello``: the worker is a member under a new lease, which fences every earlier one of it.
 
@@ -225,7 +230,10 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Adopt(_Message, frozen=True, kw_only=True):
-    """Go on with a held call under a new id, and send its tokens again from ``offset``.
+    """Go on with a held call under an id, and send its tokens again from ``offset``.
+
+    The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample went
+    on elsewhere, answers ``CallFailed``.
 
     Example: after the coordinator was killed, ``Adopt(held="8f3a.g4.1#7.", call_id="b20c.g4.1#1.", offset=256)`` asks
     for what had not been journaled.
@@ -234,6 +242,8 @@ class Adopt(_Message, frozen=True, kw_only=True):
     held: str
     call_id: str
     offset: int
+    prefix: str
+    """SHA-256 of the response's token ids before ``offset``, as ``pack_ids`` packs them."""
 
 
 class Abort(_Message, frozen=True, kw_only=True):

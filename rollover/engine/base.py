@@ -45,6 +45,12 @@ class GenerateRequest:
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
     (seed, p) alone, so the same seed is sent on every generation call of a sample."""
+    least_version: int = 0
+    """No token may be sampled from older weights. Engines whose members change weights each in their own time choose
+    one by it; where all serve one version it is met anyway."""
+    is_journaled: bool = False
+    """The caller writes the tokens down and says when; until then an engine that can keeps them, to hand them over again
+    after a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""Settings of the trainer's side of a swarm. Torch-free."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rollover.engine.base import DeclaredCapabilities
+from rollover.settings.changes import Changeable
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmConfig:
+    """Workers on any machines, which dial in with `rollover worker --join URL`. Needs `rollover[swarm]`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["swarm"] = "swarm"
+    mode: Literal["pull", "push_pull"] = "push_pull"
+    """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`: workers
+    decode without pause and change to new weights each in its own time, within `max_staleness`."""
+    listen: Changeable[str] = "127.0.0.1:8790"
+    """Address and port where workers dial in. Port 0 takes a free one."""
+    tls_certificate: Changeable[str | None] = None
+    """Certificate chain (PEM). Without one only this machine can be listened on, unless `insecure` says otherwise."""
+    tls_key: Changeable[str | None] = None
+    """Private key of the certificate (PEM)."""
+    insecure: Changeable[bool] = False
+    """Listen on a network without TLS: for one that is encrypted itself, such as a VPN. Tokens would be readable."""
+    blob_urls: Changeable[tuple[str, ...]] = ()
+    """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as nginx
+    in front of this one or an object store that holds `swarm/blobs` of the run directory."""
+    anchor_every: Changeable[int] = 20
+    """Every so many publications the full weights are published, the others as what has changed. 1 switches that off."""
+    lease_s: Changeable[float] = 15.0
+    """A worker that was not heard of for so long has lost its calls, which others go on with."""
+    abort_timeout_s: Changeable[float] = 10.0
+    """How long a worker may take to hand over stopped calls."""
+    publish_timeout_s: Changeable[float] = 600.0
+    """Longest that writing a publication may take."""
+    logprob_tolerance: Changeable[float | None] = None
+    """As for servers: largest mean difference, in nats, between the log-probs that a worker reports and the trainer's.
+    Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002 where
+    both are float32, 0.1 where one is in half precision."""
+
+    def __post_init__(self) -> None:
+        match = _ADDRESS.fullmatch(self.listen)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: give both or neither")
+        if self.tls_certificate is None and not self.insecure and not _is_loopback(self.address[0]):
+            raise ValueError(
+                f"listen = {self.listen!r} can be reached from other machines: give tls_certificate and tls_key, or set"
+                " insecure = true on a network that is encrypted itself, such as a VPN"
+            )
+        for key in ("lease_s", "abort_timeout_s", "publish_timeout_s", "logprob_tolerance"):
+            if (value := getattr(self, key)) is not None and value <= 0:
+                raise ValueError(f"{key} must be positive, got {value}")
+        if self.anchor_every < 1:
+            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}")
+        for url in self.blob_urls:
+            if not re.fullmatch(r"https?://[^\s?#@]+", url):
+                raise ValueError(f"blob_urls must look like 'https://relay/blobs', got {url!r}")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of ``listen``."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def declared(self) -> DeclaredCapabilities:
+        """See ``DeclaredCapabilities``."""
+        return DeclaredCapabilities(in_flight_update=True, cuts_logprobs=True)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

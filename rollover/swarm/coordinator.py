@@ -1,0 +1,577 @@
+"""The coordinator: members, leases, versions and calls. Pure: no network, no clock, no engine.
+
+A shell tells it what has happened and when, and carries out the effects that it returns.
+
+::
+
+    connected ──Ready──▶ engine open ──Serving──▶ version confirmed ──(log-prob check)──▶ gets calls
+        │                                                                                  │
+        └── disconnected: keeps lease and calls ──ttl without a word──▶ lease ended: its calls fail
+
+What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that the
+member has confirmed and the call accepts; a message under a lease that has ended changes nothing; no lease outlives
+``ttl_s`` of silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+
+from rollover.engine.base import GenerateRequest
+from rollover.swarm.dispatch import Candidate, Work, choose
+from rollover.swarm.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.members import SwarmMember
+from rollover.swarm.messages import (
+    PROTOCOL,
+    Abort,
+    Ack,
+    Adopt,
+    Assign,
+    Beat,
+    CallFailed,
+    Decoded,
+    FromWorker,
+    Goodbye,
+    Head,
+    Heartbeat,
+    HeldCall,
+    Hello,
+    Leaving,
+    NotServing,
+    ProtocolError,
+    Ready,
+    Release,
+    Serving,
+    Welcome,
+    pack_ids,
+    unpack_ids,
+    unpack_logprobs,
+)
+from rollover.swarm.remaining import RemainingTokens
+from rollover.swarm.streams import Piece, TokenStream
+from rollover.types import FinishReason
+
+NUM_SERVED = 64
+"""Versions of a member that are remembered."""
+_LOGPROB_SLACK = 1e-4
+"""How far above 0 rounding may put a log-prob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """The run that a swarm works for.
+
+    Example: ``RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=151936, max_context_tokens=4096)``
+    """
+
+    run_id: str
+    run_epoch: int
+    """The number of this start of the run: 1 for the first."""
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(slots=True)
+class _Call:
+    request: GenerateRequest
+    least_version: int
+    stream: TokenStream
+    prefix: hashlib._Hash
+    """Of the response's tokens that came out, as ``pack_ids`` packs them."""
+    member: str | None = None
+    is_aborted: bool = False
+
+    @property
+    def limit(self) -> int:
+        return self.request.params.max_new_tokens
+
+
+@dataclass(slots=True)
+class SwarmCounters:
+    """Counts of what the protocol absorbed.
+
+    Example: ``fenced`` 3 says that three messages came under leases that had ended.
+    """
+
+    fenced: int = 0
+    repeated_tokens: int = 0
+    adopted_calls: int = 0
+    expired_leases: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Members sent away for breaking the protocol, by name."""
+
+
+class Coordinator:
+    """Assigns calls to the members of a swarm and puts their tokens in order.
+
+    Args:
+        ttl_s: a lease ends when its member was not heard of for so long.
+        exact: assign calls to members with the newest version only (sequential pull), not to all whose version a call
+            accepts (asynchronous push-pull).
+        checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
+
+    Example: one call from its opening to its first token::
+
+        coordinator.opened(request, now_s)                         # [Send(3, Assign(...))]
+        coordinator.received(3, Decoded(...), now_s)               # [Deliver("a#1.", piece, "laptop")]
+    """
+
+    def __init__(
+        self,
+        run: RunIdentity,
+        head: Head,
+        *,
+        ttl_s: float,
+        exact: bool,
+        checks: bool,
+        blob_urls: tuple[str, ...] = (),
+    ) -> None:
+        self.run = run
+        self.head = head
+        self.members: dict[str, SwarmMember] = {}
+        self.counters = SwarmCounters()
+        self.checks = checks
+        self._ttl_s = ttl_s
+        self._exact = exact
+        self._blob_urls = blob_urls
+        self._publications = {head.version: head.manifest}
+        self._leases: dict[int, SwarmMember] = {}
+        self._last_lease = 0
+        self._calls: dict[str, _Call] = {}
+        self._waiting: dict[str, None] = {}
+        """Calls without a member, in order of arrival."""
+        self._with: dict[str, tuple[str, str]] = {}
+        """Member and call id that hold the unacknowledged tokens of a sample, by sample key."""
+        self._remaining = RemainingTokens()
+
+    # -- connections ------------------------------------------------------------------------------------------
+
+    def connected(self, name: str, hello: Hello, now_s: float) -> list[Effect]:
+        """A worker has opened a connection and shown the token of ``name``."""
+        member = self.members.setdefault(name, SwarmMember(name))
+        effects: list[Effect] = []
+        if member.lease and member.is_connected:
+            effects += self._goodbye(member.lease, f"{name!r} has connected again elsewhere", is_final=False)
+        self._leases.pop(member.lease, None)
+        self._last_lease += 1
+        member.lease = self._last_lease
+        if refusal := self._refusal(member, hello):
+            self._leases[member.lease] = member
+            return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
+        self._leases[member.lease] = member
+        member.is_connected, member.heard_s = True, now_s
+        member.ready = member.version = member.checked_version = None
+        effects.append(Send(member.lease, self._welcome(member)))
+        return effects + self._take_up(member, hello)
+
+    def _refusal(self, member: SwarmMember, hello: Hello) -> str:
+        if PROTOCOL not in hello.protocols:
+            spoken = ", ".join(map(str, hello.protocols)) or "none"
+            return f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}"
+        return f"{member.name!r} is not trusted any more: {member.distrust}" if member.distrust else ""
+
+    def _welcome(self, member: SwarmMember) -> Welcome:
+        return Welcome(
+            protocol=PROTOCOL,
+            member=member.name,
+            lease=member.lease,
+            ttl_s=self._ttl_s,
+            run_id=self.run.run_id,
+            run_epoch=self.run.run_epoch,
+            head=self.head,
+            blob_urls=self._blob_urls,
+        )
+
+    def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
+        """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
+        if hello.run_id != self.run.run_id:
+            return self._calls_failed(member, f"{member.name} was started anew", set(member.calls))
+        for head in hello.served:
+            if self._publications.get(head.version, head.manifest) == head.manifest:
+                member.served[head.version] = head.manifest
+        held = {call.call_id: call for call in hello.held}
+        effects = self._calls_failed(member, f"{member.name} was started anew", member.calls - held.keys())
+        member.held = {}
+        for call_id, offer in held.items():
+            call = self._calls.get(call_id)
+            if call is not None and call.member == member.name:
+                effects.append(Send(member.lease, self._adopt(offer, call_id, call)))
+            else:
+                member.held[offer.sample_key] = offer
+        return effects
+
+    @staticmethod
+    def _adopt(offer: HeldCall, call_id: str, call: _Call) -> Adopt:
+        prefix = call.prefix.copy().hexdigest()
+        return Adopt(held=offer.call_id, call_id=call_id, offset=call.stream.position, prefix=prefix)
+
+    def disconnected(self, lease: int, now_s: float) -> list[Effect]:
+        """The connection of a lease is gone; the lease goes on until its time is over."""
+        if (member := self._leases.get(lease)) is not None:
+            member.is_connected = False
+            return [Changed(f"{member.name} has lost its connection")]
+        return []
+
+    def expire(self, now_s: float) -> list[Effect]:
+        """End the leases whose members were not heard of for ``ttl_s``, and promises that nobody took up."""
+        effects: list[Effect] = []
+        for lease, member in list(self._leases.items()):
+            member.reserved = {key: until_s for key, until_s in member.reserved.items() if until_s > now_s}
+            if now_s - member.heard_s > self._ttl_s:
+                self.counters.expired_leases += 1
+                reason = f"{member.name} has not been heard of for {self._ttl_s:g} s"
+                if member.is_connected:
+                    effects += self._goodbye(lease, reason, is_final=False)
+                effects += self._ended(member, reason)
+        return effects
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        """When ``expire`` should be called next; ``None`` while nobody has a lease."""
+        return min((m.heard_s + self._ttl_s for m in self._leases.values()), default=None)
+
+    def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
+        """Take the lease of a member away."""
+        self._leases.pop(member.lease, None)
+        member.is_connected, member.lease, member.last_error = False, 0, reason
+        member.ready = member.version = member.checked_version = None
+        member.reserved, member.held = {}, {}
+        failed = self._calls_failed(member, reason, set(member.calls))
+        return [*failed, Changed(reason)]
+
+    def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> list[Effect]:
+        return [Send(lease, Goodbye(reason=reason, is_final=is_final)), Close(lease)]
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def received(self, lease: int, message: FromWorker, now_s: float) -> list[Effect]:
+        """A worker has sent ``message`` under ``lease``."""
+        member = self._leases.get(lease)
+        if member is None or not member.is_connected:
+            self.counters.fenced += 1
+            return []
+        member.heard_s = now_s
+        try:
+            return self._handle(member, message)
+        except ProtocolError as e:
+            return self.distrust(member.name, str(e))
+
+    def _handle(self, member: SwarmMember, message: FromWorker) -> list[Effect]:
+        match message:
+            case Decoded():
+                return self._decoded(member, message)
+            case Heartbeat():
+                member.measured(message.tokens_per_s, message.num_running)
+                member.num_held = message.num_held
+                return [Send(member.lease, Beat(head=self.head))]
+            case CallFailed(call_id=call_id, reason=reason):
+                return self._calls_failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
+            case Ready():
+                return self._is_ready(member, message)
+            case Serving():
+                return self._serving(member, message)
+            case NotServing(version=version, reason=reason):
+                member.last_error = f"version {version}: {reason}"
+                return []
+            case Leaving(reason=reason):
+                left = f"{member.name} has left: {reason}"
+                return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
+            case Hello():
+                raise ProtocolError("a second hello on one connection")
+
+    def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
+        if ready.max_running < 1:
+            raise ProtocolError(f"room for {ready.max_running} calls")
+        if ready.max_context_tokens < self.run.max_context_tokens:
+            reason = (
+                f"its engine holds contexts of {ready.max_context_tokens} tokens, the run needs"
+                f" {self.run.max_context_tokens}: give the worker's engine a longer context"
+            )
+            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        member.ready = ready
+        return [Changed(f"{member.name} is ready"), *self._placed()]
+
+    def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
+        """Take note of a confirmed version. One that was never published, or that goes back, is a lie or a mix-up."""
+        version, manifest = serving.version, serving.manifest
+        if self._publications.get(version) != manifest:
+            raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
+        if member.version is not None and version < member.version:
+            raise ProtocolError(f"it says that it serves version {version} after {member.version}")
+        member.version, member.served[version] = version, manifest
+        for old in sorted(member.served)[:-NUM_SERVED]:
+            del member.served[old]
+        effects: list[Effect] = [Changed(f"{member.name} serves version {version}")]
+        if self.checks and member.checked_version != version:
+            effects.append(CheckLogprobs(member.name, version))
+        return effects + self._placed()
+
+    def _decoded(self, member: SwarmMember, message: Decoded) -> list[Effect]:
+        call = self._calls.get(message.call_id)
+        if call is None or call.member != member.name:
+            return []  # it has ended here: what it still says is of no use to anybody
+        piece = self._piece(member, call, message)
+        before = call.stream.position
+        out = call.stream.arrived(piece)
+        num_new = call.stream.position - before
+        self.counters.repeated_tokens += max(0, len(piece.token_ids) - num_new) if not call.stream.num_early else 0
+        member.num_decoded += num_new
+        effects: list[Effect] = []
+        for each in out:
+            call.prefix.update(pack_ids(each.token_ids))
+            effects.append(Deliver(message.call_id, each, member.name))
+        if call.stream.is_over:
+            if out[-1].finish_reason is not FinishReason.ABORT:
+                self._remaining.ended(call.stream.position)
+            self._forget(message.call_id)
+            effects += self._placed()
+        if out and not call.request.is_journaled:
+            effects += self._ack(member.name, message.call_id, call.stream.position)
+        return effects
+
+    def _piece(self, member: SwarmMember, call: _Call, message: Decoded) -> Piece:
+        """Return a message's tokens. Raises ``ProtocolError`` for what cannot be true."""
+        ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
+        if len(ids) != len(logprobs):
+            raise ProtocolError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
+        if ids and message.version not in member.served:
+            raise ProtocolError(f"tokens of version {message.version}, which it was not confirmed to serve")
+        if ids and message.version < call.least_version:
+            raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
+        if max(ids, default=0) >= self.run.vocab_size:
+            raise ProtocolError(f"token {max(ids)}, where the vocabulary has {self.run.vocab_size}")
+        if not all(isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
+            raise ProtocolError("a log-prob that is not a finite number below 0")
+        if message.offset < 0 or message.offset + len(ids) > call.limit:
+            raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")
+        return Piece(
+            offset=message.offset,
+            token_ids=ids,
+            logprobs=logprobs,
+            version=message.version,
+            kv_version=min(message.kv_version, message.version),
+            finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
+            num_prefilled_tokens=max(0, message.num_prefilled_tokens),
+        )
+
+    # -- versions and trust -----------------------------------------------------------------------------------
+
+    def published(self, head: Head) -> list[Effect]:
+        """A new version of the weights can be fetched."""
+        assert head.version >= self.head.version, "versions only grow"
+        self.head = head
+        self._publications[head.version] = head.manifest
+        connected = [member for member in self._leases.values() if member.is_connected]
+        return [Send(member.lease, head) for member in connected]
+
+    def checked(self, name: str, version: int) -> list[Effect]:
+        """The log-probs of a member are those of ``version``."""
+        member = self.members[name]
+        member.checked_version = version
+        return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placed()]
+
+    def distrust(self, name: str, reason: str) -> list[Effect]:
+        """Send a member away for good; its calls fail."""
+        member = self.members.get(name)
+        if member is None or member.distrust:
+            return []
+        member.distrust = reason
+        self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
+        lease = member.lease
+        bye = self._goodbye(lease, f"{name!r} is not trusted any more: {reason}", is_final=True) if lease else []
+        return [*bye, *self._ended(member, f"{name} is not trusted any more: {reason}")]
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    @property
+    def max_running(self) -> int:
+        """Calls that all members which may get some decode at the same time."""
+        return sum(m.ready.max_running for m in self._serving_members() if m.ready is not None)
+
+    @property
+    def num_running(self) -> int:
+        """Calls that are with a member."""
+        return len(self._calls) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def reserve(self, sample_key: str, prompt_tokens: int, limit: int, least_version: int, until_s: float) -> int | None:
+        """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
+        when no member should get the call now."""
+        name = choose(self._candidates(), self._work(self._least(least_version), 0, limit))
+        if name is None:
+            return None
+        member = self.members[name]
+        member.reserved[sample_key] = until_s
+        return member.serves(checked=self.checks)
+
+    def opened(self, request: GenerateRequest) -> list[Effect]:
+        """Somebody wants tokens. The call goes to a member at once or waits for one."""
+        call_id = request.request_id
+        call = _Call(
+            request=request,
+            least_version=self._least(request.least_version),
+            stream=TokenStream(len(request.response_ids)),
+            prefix=hashlib.sha256(pack_ids(request.response_ids)),
+        )
+        self._calls[call_id] = call
+        effects = self._adopted(call_id, call)
+        if call.member is not None:
+            return effects
+        for member in self._leases.values():
+            if member.reserved.pop(request.sample_key, None) is not None and self._can_serve(member, call):
+                return [*effects, *self._assign(call_id, call, member)]
+        self._waiting[call_id] = None
+        return [*effects, *self._placed()]
+
+    def aborted(self, call_ids: Collection[str]) -> list[Effect]:
+        """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
+        effects: list[Effect] = []
+        by_member: dict[str, list[str]] = {}
+        for call_id in call_ids:
+            call = self._calls.get(call_id)
+            if call is None or call.is_aborted:
+                continue
+            call.is_aborted = True
+            member = self.members[call.member] if call.member is not None else None
+            if member is None or not member.is_connected:
+                effects.append(self._cut(call_id, call))
+            else:
+                by_member.setdefault(member.name, []).append(call_id)
+        effects += [Send(self.members[n].lease, Abort(call_ids=tuple(ids))) for n, ids in by_member.items()]
+        return effects
+
+    def cut(self, call_ids: Iterable[str]) -> list[Effect]:
+        """End calls with what has arrived, since their member does not answer; it is to forget the rest."""
+        effects: list[Effect] = []
+        for call_id in call_ids:
+            if (call := self._calls.get(call_id)) is not None:
+                member = self.members.get(call.member or "")
+                effects.append(self._cut(call_id, call))
+                if member is not None and member.is_connected:
+                    effects.append(Send(member.lease, Release(call_ids=(call_id,))))
+        return effects
+
+    def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
+        """The first ``num_tokens`` of a sample's response are durable."""
+        if (where := self._with.get(sample_key)) is None:
+            return []
+        name, call_id = where
+        if call_id not in self._calls:
+            del self._with[sample_key]
+        return self._ack(name, call_id, num_tokens)
+
+    def _ack(self, name: str, call_id: str, offset: int) -> list[Effect]:
+        member = self.members[name]
+        return [Send(member.lease, Ack(call_id=call_id, offset=offset))] if member.is_connected else []
+
+    def _cut(self, call_id: str, call: _Call) -> Effect:
+        version = self.head.version
+        end = Piece(
+            offset=call.stream.position,
+            token_ids=(),
+            logprobs=(),
+            version=version,
+            kv_version=version,
+            finish_reason=FinishReason.ABORT,
+        )
+        self._forget(call_id)
+        return Deliver(call_id, end, call.member or "")
+
+    def _calls_failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
+        effects: list[Effect] = []
+        for call_id in sorted(call_ids):
+            call = self._calls[call_id]
+            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason))
+            self._forget(call_id)
+        return effects
+
+    def _forget(self, call_id: str) -> None:
+        if (call := self._calls.pop(call_id, None)) is not None:
+            self._waiting.pop(call_id, None)
+            if call.member is not None:
+                self.members[call.member].calls.discard(call_id)
+
+    # -- placing ----------------------------------------------------------------------------------------------
+
+    def _placed(self) -> list[Effect]:
+        """Give waiting calls to members as far as there is room."""
+        effects: list[Effect] = []
+        for call_id in list(self._waiting):
+            candidates = self._candidates()
+            if not any(c.room > 0 for c in candidates):
+                break
+            call = self._calls[call_id]
+            effects += self._adopted(call_id, call)
+            if call.member is None:
+                name = choose(candidates, self._work(call.least_version, call.stream.position, call.limit))
+                if name is not None:
+                    effects += self._assign(call_id, call, self.members[name])
+        return effects
+
+    def _adopted(self, call_id: str, call: _Call) -> list[Effect]:
+        """Have a member go on with a call of the sample that it holds, where one does."""
+        key, position = call.request.sample_key, call.stream.position
+        for member in self._leases.values():
+            offer = member.held.get(key)
+            if offer is None or not member.is_connected:
+                continue
+            del member.held[key]
+            if not offer.start <= position <= offer.end:
+                return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
+            self._give(call_id, call, member)
+            self.counters.adopted_calls += 1
+            return [Send(member.lease, self._adopt(offer, call_id, call))]
+        return []
+
+    def _assign(self, call_id: str, call: _Call, member: SwarmMember) -> list[Effect]:
+        request, params = call.request, call.request.params
+        self._give(call_id, call, member)
+        assign = Assign(
+            call_id=call_id,
+            sample_key=request.sample_key,
+            prompt_key=request.prompt_key,
+            prompt_ids=pack_ids(request.prompt_ids),
+            response_ids=pack_ids(request.response_ids),
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=params.stop_token_ids,
+            stop_strings=params.stop_strings,
+            seed=request.seed,
+            least_version=call.least_version,
+        )
+        return [Send(member.lease, assign)]
+
+    def _give(self, call_id: str, call: _Call, member: SwarmMember) -> None:
+        self._waiting.pop(call_id, None)
+        call.member = member.name
+        member.calls.add(call_id)
+        if call.request.is_journaled:
+            self._with[call.request.sample_key] = (member.name, call_id)
+
+    def _serving_members(self) -> list[SwarmMember]:
+        return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]
+
+    def _candidates(self) -> list[Candidate]:
+        return [m.candidate(m.version) for m in self._serving_members() if m.version is not None]
+
+    def _can_serve(self, member: SwarmMember, call: _Call) -> bool:
+        version = member.serves(checked=self.checks)
+        return version is not None and version >= call.least_version
+
+    def _least(self, least_version: int) -> int:
+        return max(least_version, self.head.version) if self._exact else least_version
+
+    def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
+        return Work(
+            least_version=least_version,
+            remaining_tokens=self._remaining.expected(num_decoded, limit),
+            mean_remaining_tokens=self._remaining.expected(num_decoded // 2, limit),
+        )

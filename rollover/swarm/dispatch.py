@@ -1,0 +1,82 @@
+"""The choice of a member for a call: the one that is expected to finish it first, counting the wait for room.
+
+Let a call have ``r`` tokens left, as far as past lengths tell, and a member decode ``v`` tokens per second for each of its
+``n`` calls. With room it finishes the call after ``r / v``. Without room it does so after ``w + r / v``, where ``w`` is
+the time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. The call goes to the member
+with the least of these. When that is one without room, the call waits: a member that is 50 times slower than one which is
+about to have room would only hold it up.
+
+So a slow member gets work while the fast ones are busy for longer than it would need, long remainders go to fast
+members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NUM_PROBES = 4
+"""Calls that a member gets before its speed is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A member as the rule sees it.
+
+    Example: ``Candidate(name="laptop", version=7, num_running=3, max_running=16, call_tokens_per_s=21.0)``
+    """
+
+    name: str
+    version: int
+    num_running: int
+    max_running: int
+    call_tokens_per_s: float | None
+    """Tokens per second for each of its calls; ``None`` while nothing is measured."""
+
+    @property
+    def room(self) -> int:
+        """Calls that it can take now."""
+        limit = self.max_running if self.call_tokens_per_s is not None else min(self.max_running, NUM_PROBES)
+        return limit - self.num_running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A call to be placed.
+
+    Example: ``Work(least_version=6, remaining_tokens=412.0, mean_remaining_tokens=300.0)``
+    """
+
+    least_version: int
+    """Members that serve an older version do not get it."""
+    remaining_tokens: float
+    """Tokens that it is expected to decode."""
+    mean_remaining_tokens: float
+    """Tokens that a running call has left on average."""
+    limit_s: float = math.inf
+    """A member that would take longer does not get it."""
+
+
+def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
+    """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
+    able = [c for c in candidates if c.version >= work.least_version and c.max_running > 0]
+    typical = _typical_speed(able)
+    timed = [(finish_s(c, work, typical), c.num_running / c.max_running, c.name, c) for c in able]
+    best = min((t for t in timed if t[0] <= work.limit_s), default=None)
+    return best[3].name if best is not None and best[3].room > 0 else None
+
+
+def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> float:
+    """Return the expected time until ``member`` has finished the call."""
+    speed = typical_tokens_per_s if member.call_tokens_per_s is None else member.call_tokens_per_s
+    if speed <= 0:
+        return math.inf
+    wait_s = 0.0 if member.room > 0 else work.mean_remaining_tokens / (max(1, member.num_running) * speed)
+    return wait_s + work.remaining_tokens / speed
+
+
+def _typical_speed(candidates: Iterable[Candidate]) -> float:
+    """Return what a member is taken for whose speed is not known: the median of the others."""
+    speeds = sorted(c.call_tokens_per_s for c in candidates if c.call_tokens_per_s)
+    return speeds[len(speeds) // 2] if speeds else 1.0

@@ -1,0 +1,74 @@
+"""The members of a swarm, as the coordinator knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollover.swarm.dispatch import Candidate
+from rollover.swarm.messages import HeldCall, Ready
+
+_SMOOTHING = 0.3
+"""Weight of the newest measurement of a member's speed."""
+
+
+@dataclass(slots=True)
+class SwarmMember:
+    """One worker, from its first connection to the end of the run.
+
+    Example: a laptop that lost its connection a moment ago keeps its lease, its calls and what it has served, and gets no
+    new call until it is back.
+    """
+
+    name: str
+    lease: int = 0
+    """Its current lease; 0 when it has none."""
+    is_connected: bool = False
+    heard_s: float = 0.0
+    """When it was heard of last."""
+    ready: Ready | None = None
+    """What its engine can do, once it is open."""
+    version: int | None = None
+    """The version that its engine has confirmed."""
+    checked_version: int | None = None
+    """The version for which it has passed the log-prob check last."""
+    served: dict[int, str] = field(default_factory=dict)
+    """Versions it has confirmed, with the digest of each manifest: what its tokens may claim."""
+    calls: set[str] = field(default_factory=set)
+    reserved: dict[str, float] = field(default_factory=dict)
+    """Sample keys that were promised a place, and until when."""
+    held: dict[str, HeldCall] = field(default_factory=dict)
+    """Calls that it offers to go on with, by sample key."""
+    call_tokens_per_s: float | None = None
+    tokens_per_s: float = 0.0
+    num_held: int = 0
+    num_decoded: int = 0
+    distrust: str = ""
+    """Why it gets no call any more."""
+    last_error: str = ""
+
+    @property
+    def num_running(self) -> int:
+        """Calls that it has or was promised."""
+        return len(self.calls) + len(self.reserved)
+
+    def serves(self, *, checked: bool) -> int | None:
+        """Return the version under which it may get calls now; ``checked``: only one that passed the log-prob check."""
+        able = self.is_connected and self.ready is not None and not self.distrust
+        return self.version if able and (not checked or self.checked_version == self.version) else None
+
+    def candidate(self, version: int) -> Candidate:
+        assert self.ready is not None, "only members whose engine is open are candidates"
+        return Candidate(
+            name=self.name,
+            version=version,
+            num_running=self.num_running,
+            max_running=self.ready.max_running,
+            call_tokens_per_s=self.call_tokens_per_s,
+        )
+
+    def measured(self, tokens_per_s: float, num_running: int) -> None:
+        """Take note of what a heartbeat says about its speed; an idle member says nothing."""
+        self.tokens_per_s = tokens_per_s
+        if num_running > 0 and tokens_per_s > 0:
+            new, old = tokens_per_s / num_running, self.call_tokens_per_s
+            self.call_tokens_per_s = new if old is None else old + _SMOOTHING * (new - old)

@@ -17,7 +17,7 @@ Laws every implementation keeps (``tests/engine/contract.py`` proves them):
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,8 +49,8 @@ class GenerateRequest:
     """No token may be sampled from older weights. Engines whose members change weights each in their own time choose
     one by it; where all serve one version it is met anyway."""
     is_journaled: bool = False
-    """The caller writes the tokens down and says when; until then an engine that can keeps them, to hand them over again
-    after a crash."""
+    """The caller writes the tokens down and says when; until then an engine that can keeps them, to hand them over
+    again after a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,4 +171,29 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything; open calls end with ``abort``."""
+        ...
+
+
+class Placement(Protocol):
+    """An engine whose members come and go and change weights each in its own time says where a call would run.
+
+    Example: ``reserve("g7.0.", 3, 512)`` returns 4: a call of this sample that is opened now is with a member that
+    serves version 4.
+    """
+
+    def room(self) -> int:
+        """Return how many calls the members decode at the same time, all together."""
+        ...
+
+    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int) -> int | None:
+        """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
+        serves, at least ``least_version``; ``None`` when the sample should wait."""
+        ...
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called whenever a sample that was to wait may be placed."""
+        ...
+
+    def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
+        """Say that the first so many tokens of these samples, by sample key, are written down."""
         ...

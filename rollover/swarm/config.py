@@ -21,8 +21,8 @@ class SwarmConfig:
 
     kind: Literal["swarm"] = "swarm"
     mode: Literal["pull", "push_pull"] = "push_pull"
-    """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`: workers
-    decode without pause and change to new weights each in its own time, within `max_staleness`."""
+    """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`:
+    workers decode without pause and change to new weights each in its own time, within `max_staleness`."""
     listen: Changeable[str] = "127.0.0.1:8790"
     """Address and port where workers dial in. Port 0 takes a free one."""
     tls_certificate: Changeable[str | None] = None
@@ -32,10 +32,11 @@ class SwarmConfig:
     insecure: Changeable[bool] = False
     """Listen on a network without TLS: for one that is encrypted itself, such as a VPN. Tokens would be readable."""
     blob_urls: Changeable[tuple[str, ...]] = ()
-    """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as nginx
-    in front of this one or an object store that holds `swarm/blobs` of the run directory."""
+    """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
+    nginx in front of this one or an object store that holds `swarm/blobs` of the run directory."""
     anchor_every: Changeable[int] = 20
-    """Every so many publications the full weights are published, the others as what has changed. 1 switches that off."""
+    """Every so many publications the full weights are published, the others as what has changed. 1 switches that
+    off."""
     lease_s: Changeable[float] = 15.0
     """A worker that was not heard of for so long has lost its calls, which others go on with."""
     abort_timeout_s: Changeable[float] = 10.0
@@ -44,8 +45,8 @@ class SwarmConfig:
     """Longest that writing a publication may take."""
     logprob_tolerance: Changeable[float | None] = None
     """As for servers: largest mean difference, in nats, between the log-probs that a worker reports and the trainer's.
-    Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002 where
-    both are float32, 0.1 where one is in half precision."""
+    Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002
+    where both are float32, 0.1 where one is in half precision."""
 
     def __post_init__(self) -> None:
         match = _ADDRESS.fullmatch(self.listen)

@@ -8,8 +8,8 @@ A shell tells it what has happened and when, and carries out the effects that it
         │                                                                                  │
         └── disconnected: keeps lease and calls ──ttl without a word──▶ lease ended: its calls fail
 
-What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that the
-member has confirmed and the call accepts; a message under a lease that has ended changes nothing; no lease outlives
+What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that
+the member has confirmed and the call accepts; a message under a lease that has ended changes nothing; no lease outlives
 ``ttl_s`` of silence.
 """
 
@@ -139,7 +139,7 @@ class Coordinator:
         self._blob_urls = blob_urls
         self._publications = {head.version: head.manifest}
         self._leases: dict[int, SwarmMember] = {}
-        self._last_lease = 0
+        self.last_lease = 0
         self._calls: dict[str, _Call] = {}
         self._waiting: dict[str, None] = {}
         """Calls without a member, in order of arrival."""
@@ -156,8 +156,8 @@ class Coordinator:
         if member.lease and member.is_connected:
             effects += self._goodbye(member.lease, f"{name!r} has connected again elsewhere", is_final=False)
         self._leases.pop(member.lease, None)
-        self._last_lease += 1
-        member.lease = self._last_lease
+        self.last_lease += 1
+        member.lease = self.last_lease
         if refusal := self._refusal(member, hello):
             self._leases[member.lease] = member
             return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
@@ -400,18 +400,19 @@ class Coordinator:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def reserve(self, sample_key: str, prompt_tokens: int, limit: int, least_version: int, until_s: float) -> int | None:
+    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, until_s: float) -> int | None:
         """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
         when no member should get the call now."""
-        name = choose(self._candidates(), self._work(self._least(least_version), 0, limit))
+        name = choose(self._candidates(), self._work(self._least(least_version), 0, max_new_tokens))
         if name is None:
             return None
         member = self.members[name]
         member.reserved[sample_key] = until_s
-        return member.serves(checked=self.checks)
+        return member.version
 
-    def opened(self, request: GenerateRequest) -> list[Effect]:
-        """Somebody wants tokens. The call goes to a member at once or waits for one."""
+    def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
+        """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
+        none, and then also before its log-probs are checked."""
         call_id = request.request_id
         call = _Call(
             request=request,
@@ -420,6 +421,12 @@ class Coordinator:
             prefix=hashlib.sha256(pack_ids(request.response_ids)),
         )
         self._calls[call_id] = call
+        if only is not None:
+            member = self.members[only]
+            if member.serves(checked=False) is not None:
+                return self._assign(call_id, call, member)
+            self._forget(call_id)
+            return [Fail(call_id, f"{only} is gone: {member.last_error}")]
         effects = self._adopted(call_id, call)
         if call.member is not None:
             return effects

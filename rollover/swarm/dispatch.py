@@ -1,10 +1,10 @@
 """The choice of a member for a call: the one that is expected to finish it first, counting the wait for room.
 
-Let a call have ``r`` tokens left, as far as past lengths tell, and a member decode ``v`` tokens per second for each of its
-``n`` calls. With room it finishes the call after ``r / v``. Without room it does so after ``w + r / v``, where ``w`` is
-the time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. The call goes to the member
-with the least of these. When that is one without room, the call waits: a member that is 50 times slower than one which is
-about to have room would only hold it up.
+Let a call have ``r`` tokens left, as far as past lengths tell, and a member decode ``v`` tokens per second for each of
+its ``n`` calls. With room it finishes the call after ``r / v``. Without room it does so after ``w + r / v``, where
+``w`` is the time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. The call goes
+to the member with the least of these. When that is one without room, the call waits: a member that is 50 times slower
+than one which is about to have room would only hold it up.
 
 So a slow member gets work while the fast ones are busy for longer than it would need, long remainders go to fast
 members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.

@@ -15,8 +15,8 @@ _SMOOTHING = 0.3
 class SwarmMember:
     """One worker, from its first connection to the end of the run.
 
-    Example: a laptop that lost its connection a moment ago keeps its lease, its calls and what it has served, and gets no
-    new call until it is back.
+    Example: a laptop that lost its connection a moment ago keeps its lease, its calls and what it has served, and gets
+    no new call until it is back.
     """
 
     name: str

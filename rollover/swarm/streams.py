@@ -1,7 +1,7 @@
 """Token streams by position: whatever arrives, however often and in whatever order, comes out once and in order.
 
-What it keeps true: the pieces that come out, put one behind the other, are the response from ``start`` on without a gap or
-a repetition, and nothing comes out behind the piece that ends it.
+What it keeps true: the pieces that come out, put one behind the other, are the response from ``start`` on without a
+gap or a repetition, and nothing comes out behind the piece that ends it.
 """
 
 from __future__ import annotations

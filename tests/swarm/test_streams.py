@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +31,7 @@ def deliveries(draw: st.DrawFn) -> list[Piece]:
     pieces: list[Piece] = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted({START, START + 30, *draw(st.lists(st.integers(START + 1, START + 29), max_size=6))})
-        pieces += [piece(a, b, last=b == START + 30) for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces += [piece(a, b, last=b == START + 30) for a, b in itertools.pairwise(cuts)]
     pieces += draw(st.lists(st.sampled_from(pieces), max_size=5))
     return draw(st.permutations(pieces))
 

@@ -1,0 +1,190 @@
+"""A worker without engine, network or clock, for tests of the coordinator: what it decodes is a function of the sample."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from rollover.engine.base import GenerateRequest
+from rollover.swarm.messages import (
+    PROTOCOL,
+    Abort,
+    Ack,
+    Adopt,
+    Assign,
+    CallFailed,
+    Decoded,
+    FromCoordinator,
+    FromWorker,
+    Goodbye,
+    Head,
+    HeldCall,
+    Hello,
+    Ready,
+    Release,
+    Serving,
+    Welcome,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
+from rollover.types import SamplingParams
+
+VOCAB = 1000
+LENGTH = 40
+
+
+def token_at(sample_key: str, position: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{sample_key}/{position}".encode(), digest_size=2).digest(), "big") % VOCAB
+
+
+def response(sample_key: str, start: int = 0, end: int = LENGTH) -> tuple[int, ...]:
+    return tuple(token_at(sample_key, i) for i in range(start, end))
+
+
+def head(version: int) -> Head:
+    return Head(version=version, manifest=hashlib.sha256(f"manifest {version}".encode()).hexdigest())
+
+
+def request(
+    sample: str, call: int = 0, *, num_done: int = 0, least_version: int = 0, journaled: bool = True
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{sample}#{call}.",
+        sample_key=f"{sample}.",
+        prompt_key="p.",
+        prompt_ids=(1, 2),
+        response_ids=response(f"{sample}.", 0, num_done),
+        params=SamplingParams(max_new_tokens=LENGTH),
+        seed=0,
+        least_version=least_version,
+        is_journaled=journaled,
+    )
+
+
+@dataclass
+class ModelCall:
+    """A call as a worker remembers it: tokens before ``acked`` are forgotten."""
+
+    call_id: str
+    sample_key: str
+    start: int
+    """Where the call began."""
+    end: int
+    acked: int
+    sent: int
+    least_version: int
+    versions: dict[int, int] = field(default_factory=dict)
+    """Version by position."""
+    is_over: bool = False
+    is_aborted: bool = False
+
+
+@dataclass
+class ModelWorker:
+    """Speaks the worker's side of the protocol."""
+
+    name: str
+    room: int = 4
+    version: int = 0
+    lease: int = 0
+    served: dict[int, Head] = field(default_factory=dict)
+    calls: dict[str, ModelCall] = field(default_factory=dict)
+    run_id: str = ""
+    goodbye: Goodbye | None = None
+
+    def hello(self) -> Hello:
+        held = tuple(
+            HeldCall(call_id=c.call_id, sample_key=c.sample_key, start=c.acked, end=c.end, is_running=not c.is_over)
+            for c in self.calls.values()
+        )
+        return Hello(
+            protocols=(PROTOCOL,), software="model", run_id=self.run_id, served=tuple(self.served.values()), held=held
+        )
+
+    def start(self, welcome: Welcome) -> list[FromWorker]:
+        self.lease, self.run_id, self.goodbye = welcome.lease, welcome.run_id, None
+        if not self.served:
+            self.version = welcome.head.version
+            self.served[self.version] = welcome.head
+        return [
+            Ready(max_running=self.room, max_context_tokens=64, seeded=True, number_format="float32"),
+            self.serving(),
+        ]
+
+    def serving(self) -> Serving:
+        return Serving(version=self.version, manifest=self.served[self.version].manifest)
+
+    def change(self, new: Head) -> Serving:
+        self.version, self.served[new.version] = new.version, new
+        return self.serving()
+
+    def got(self, message: FromCoordinator) -> list[FromWorker]:
+        match message:
+            case Welcome():
+                return self.start(message)
+            case Assign() if message.call_id not in self.calls:
+                start = len(unpack_ids(message.response_ids))
+                assert unpack_ids(message.response_ids) == response(message.sample_key, 0, start)
+                self.calls[message.call_id] = ModelCall(
+                    message.call_id, message.sample_key, start, start, start, start, message.least_version
+                )
+            case Adopt():
+                call = self.calls.pop(message.held, None)
+                if call is None or not call.acked <= message.offset <= call.end:
+                    return [CallFailed(call_id=message.call_id, reason="it is not held any more")]
+                prefix = pack_ids(response(call.sample_key, 0, message.offset))
+                assert hashlib.sha256(prefix).hexdigest() == message.prefix
+                call.call_id, call.sent = message.call_id, message.offset
+                self.calls[message.call_id] = call
+            case Abort(call_ids=call_ids):
+                for call_id in call_ids:
+                    if call_id in self.calls:
+                        self.calls[call_id].is_aborted = True
+            case Ack(call_id=call_id, offset=offset):
+                if (call := self.calls.get(call_id)) is not None:
+                    call.acked = max(call.acked, offset)
+                    if call.is_over and call.acked >= call.end:
+                        del self.calls[call_id]
+            case Release(call_ids=call_ids):
+                for call_id in call_ids:
+                    self.calls.pop(call_id, None)
+            case Goodbye():
+                self.goodbye = message
+            case _:
+                pass
+        return []
+
+    def decode(self, call_id: str, num_tokens: int) -> None:
+        call = self.calls[call_id]
+        if call.is_over or self.version < call.least_version:
+            return
+        for position in range(call.end, min(LENGTH, call.end + num_tokens)):
+            call.versions[position] = self.version
+        call.end = min(LENGTH, call.end + num_tokens)
+        call.is_over = call.end == LENGTH
+
+    def send(self, call_id: str) -> list[Decoded]:
+        """What was decoded since the last time, one message for each version."""
+        call, out = self.calls[call_id], []
+        while call.sent < call.end:
+            version, stop = call.versions[call.sent], call.sent + 1
+            while stop < call.end and call.versions[stop] == version:
+                stop += 1
+            out.append(self.piece(call, call.sent, stop, version))
+            call.sent = stop
+        if call.is_aborted and not call.is_over:
+            call.is_over = True
+            out.append(self.piece(call, call.end, call.end, self.version, "abort"))
+        return out
+
+    def piece(self, call: ModelCall, start: int, stop: int, version: int, reason: str | None = None) -> Decoded:
+        return Decoded(
+            call_id=call.call_id,
+            offset=start,
+            token_ids=pack_ids(response(call.sample_key, start, stop)),
+            logprobs=pack_logprobs([-0.5] * (stop - start)),
+            version=version,
+            kv_version=version,
+            finish_reason=reason or ("length" if stop == LENGTH else None),  # type: ignore[arg-type]
+        )

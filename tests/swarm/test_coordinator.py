@@ -1,0 +1,428 @@
+"""The coordinator's laws, against model workers: each call once, tokens once and in order, versions as confirmed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollover.swarm.coordinator import Coordinator, RunIdentity
+from rollover.swarm.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.messages import (
+    Ack,
+    Assign,
+    Decoded,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Ready,
+    Serving,
+    Welcome,
+    pack_ids,
+    pack_logprobs,
+)
+from rollover.types import FinishReason
+from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
+
+TTL_S = 15.0
+
+
+def coordinator(**changes: Any) -> Coordinator:
+    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
+    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, **changes})
+
+
+def join(hub: Coordinator, worker: ModelWorker, now_s: float = 0.0) -> list[Effect]:
+    """Connect a worker and let it be ready. Returns the effects behind its welcome."""
+    rest = hub.connected(worker.name, worker.hello(), now_s)
+    (welcome,) = sent(rest, Welcome)
+    for message in worker.got(welcome):
+        rest += hub.received(worker.lease, message, now_s)
+    return rest
+
+
+def sent(effects: list[Effect], kind: type) -> list[Any]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]:
+    worker.decode(call_id, num_tokens)
+    return worker.send(call_id)
+
+
+def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    (assign,) = sent(hub.opened(request("g0.0")), Assign)
+    worker.got(assign)
+    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
+    (out,) = hub.received(worker.lease, piece, 1.0)
+    assert isinstance(out, Deliver) and out.member == "a"
+    assert out.piece.token_ids == response("g0.0.") and out.piece.finish_reason is FinishReason.LENGTH
+    assert hub.num_running == 0
+
+
+def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(1))
+    assert hub.opened(request("g0.0", least_version=1)) == []
+    (assign,) = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
+    assert assign.least_version == 1
+
+
+def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> None:
+    hub, worker = coordinator(exact=True), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(1))
+    assert hub.reserve("g0.0.", 0, LENGTH, until_s=9.0) is None
+    assert hub.opened(request("g0.0")) == []
+    assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
+
+
+def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> None:
+    hub, slow, fast = coordinator(), ModelWorker("slow", room=1), ModelWorker("fast", room=1)
+    join(hub, slow)
+    join(hub, fast)
+    hub.published(head(1))
+    hub.received(fast.lease, fast.change(head(1)), 0.0)
+    versions = [hub.reserve(f"g{i}.0.", 0, LENGTH, until_s=60.0) for i in range(3)]
+    assert sorted(versions[:2], key=str) == [0, 1] and versions[2] is None, "each has room for one"
+    to = {v: e.lease for i, v in enumerate(versions[:2]) for e in hub.opened(request(f"g{i}.0")) if isinstance(e, Send)}
+    assert to == {0: slow.lease, 1: fast.lease}
+
+
+def test_a_promise_that_nobody_takes_up_lapses() -> None:
+    hub, worker = coordinator(), ModelWorker("a", room=1)
+    join(hub, worker)
+    assert hub.reserve("g0.0.", 0, LENGTH, until_s=5.0) == 0
+    assert hub.reserve("g1.0.", 0, LENGTH, until_s=5.0) is None
+    hub.expire(6.0)
+    assert hub.reserve("g1.0.", 0, LENGTH, until_s=9.0) == 0
+
+
+def test_silence_beyond_the_lease_fails_the_calls_and_fences_what_comes_later() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    assert hub.expire(TTL_S) == []
+    effects = hub.expire(TTL_S + 0.1)
+    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
+    assert sent(effects, Goodbye)[0].is_final is False
+    assert hub.received(worker.lease, decoded(worker, "g0.0#0.", 5)[0], 20.0) == []
+    assert hub.counters.fenced == 1 and hub.counters.expired_leases == 1
+
+
+def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.received(worker.lease, Heartbeat(num_running=4, tokens_per_s=100.0, num_held=7), 10.0)
+    assert hub.expire(20.0) == [] and hub.next_expiry_s == 10.0 + TTL_S
+    assert hub.members["a"].call_tokens_per_s == 25.0 and hub.members["a"].num_held == 7
+
+
+def test_a_cut_connection_resumes_where_it_was() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    out = [e for m in decoded(worker, "g0.0#0.", 10) for e in hub.received(worker.lease, m, 1.0)]
+    hub.disconnected(worker.lease, 2.0)
+    worker.decode("g0.0#0.", 20)
+    worker.send("g0.0#0.")  # lost on the way
+    old = worker.lease
+    for effect in join(hub, worker, 3.0):
+        if isinstance(effect, Send):
+            worker.got(effect.message)
+    assert worker.lease != old
+    out += [e for m in decoded(worker, "g0.0#0.", LENGTH) for e in hub.received(worker.lease, m, 4.0)]
+    tokens = [t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids]
+    assert tuple(tokens) == response("g0.0.")
+
+
+def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
+    first, worker = coordinator(), ModelWorker("a")
+    join(first, worker)
+    worker.got(sent(first.opened(request("g0.0")), Assign)[0])
+    decoded(worker, "g0.0#0.", 30)
+    second = coordinator()
+    join(second, worker)
+    effects = second.opened(request("g0.0", 1, num_done=12))
+    assert not sent(effects, Assign), "the worker has it: nobody decodes it again"
+    for effect in effects:
+        assert isinstance(effect, Send)
+        worker.got(effect.message)
+    out = [e for m in decoded(worker, "g0.0#1.", LENGTH) for e in second.received(worker.lease, m, 4.0)]
+    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.", 12)
+    assert second.counters.adopted_calls == 1
+
+
+def test_a_worker_that_was_started_anew_has_lost_its_calls() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.opened(request("g0.0"))
+    effects = join(hub, ModelWorker("a"), 1.0)
+    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
+
+
+def test_tokens_are_acknowledged_when_they_are_journaled() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
+    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == []
+    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH)]
+    worker.got(sent(hub.opened(request("e0", journaled=False)), Assign)[0])
+    (piece,) = decoded(worker, "e0#0.", LENGTH)
+    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == [Ack(call_id="e0#0.", offset=LENGTH)]
+
+
+def test_an_abort_ends_at_once_what_no_member_has() -> None:
+    hub = coordinator()
+    hub.opened(request("g0.0"))
+    (end,) = hub.aborted(["g0.0#0.", "unknown"])
+    assert isinstance(end, Deliver) and end.piece.finish_reason is FinishReason.ABORT and end.piece.token_ids == ()
+    assert hub.num_waiting == 0
+
+
+def test_a_member_is_checked_before_it_gets_calls_under_each_version() -> None:
+    hub, worker = coordinator(checks=True), ModelWorker("a")
+    effects = join(hub, worker)
+    assert CheckLogprobs("a", 0) in effects
+    assert hub.opened(request("g0.0")) == []
+    assert sent(hub.opened(request("check"), only="a"), Assign), "the check's own calls reach it"
+    assert len(sent(hub.checked("a", 0), Assign)) == 1
+    hub.published(head(1))
+    hub.received(worker.lease, worker.change(head(1)), 1.0)
+    assert hub.opened(request("g0.1")) == []
+
+
+LIES = {
+    "version that was not confirmed": {"version": 3},
+    "version older than the call accepts": {"version": 0},
+    "token beyond the vocabulary": {"token_ids": pack_ids([VOCAB])},
+    "log-prob above 0": {"logprobs": pack_logprobs([0.3])},
+    "log-prob that is no number": {"logprobs": pack_logprobs([float("nan")])},
+    "more log-probs than tokens": {"logprobs": pack_logprobs([-1.0, -1.0])},
+    "bytes that are no numbers": {"token_ids": b"abc"},
+    "tokens beyond the limit": {"offset": LENGTH},
+    "tokens before the beginning": {"offset": -1},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_be_true_ends_the_membership(lie: str) -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(1))
+    hub.received(worker.lease, worker.change(head(1)), 0.0)
+    worker.got(sent(hub.opened(request("g0.0", least_version=1)), Assign)[0])
+    true = {
+        "call_id": "g0.0#0.",
+        "offset": 0,
+        "token_ids": pack_ids([5]),
+        "logprobs": pack_logprobs([-0.5]),
+        "version": 1,
+        "kv_version": 1,
+    }
+    effects = hub.received(worker.lease, Decoded(**{**true, **LIES[lie]}), 1.0)
+    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
+    assert sent(effects, Goodbye)[0].is_final
+    assert hub.max_running == 0 and hub.counters.refused == {"a": 1}
+    again = hub.connected("a", ModelWorker("a").hello(), 2.0)
+    assert sent(again, Goodbye)[0].is_final and not sent(again, Welcome)
+
+
+def test_a_version_that_goes_back_or_was_never_published_is_refused() -> None:
+    for version, manifest in ((0, head(5).manifest), (7, head(7).manifest)):
+        hub, worker = coordinator(), ModelWorker("a")
+        join(hub, worker)
+        effects = hub.received(worker.lease, Serving(version=version, manifest=manifest), 1.0)
+        assert sent(effects, Goodbye)[0].is_final
+
+
+def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
+    hub = coordinator()
+    effects = hub.connected("a", Hello(protocols=(99,), software="other"), 0.0)
+    (bye,) = sent(effects, Goodbye)
+    assert bye.is_final and "speaks version 1" in bye.reason and "99" in bye.reason
+    assert any(isinstance(e, Close) for e in effects)
+    worker = ModelWorker("b")
+    worker.got(sent(hub.connected("b", worker.hello(), 0.0), Welcome)[0])
+    short = Ready(max_running=4, max_context_tokens=63, seeded=True, number_format="float32")
+    (bye,) = sent(hub.received(worker.lease, short, 0.0), Goodbye)
+    assert bye.is_final and "63" in bye.reason and "64" in bye.reason
+
+
+def test_one_connection_for_each_name() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    first = worker.lease
+    effects = hub.connected("a", worker.hello(), 1.0)
+    assert [
+        (e.lease, e.message.is_final) for e in effects if isinstance(e, Send) and isinstance(e.message, Goodbye)
+    ] == [(first, False)]
+
+
+def test_leaving_hands_the_calls_over() -> None:
+    hub, a = coordinator(), ModelWorker("a")
+    join(hub, a)
+    hub.opened(request("g0.0"))
+    effects = hub.received(a.lease, Leaving(reason="stopped"), 1.0)
+    assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."] and hub.max_running == 0
+
+
+# -- everything at once ------------------------------------------------------------------------------------------------
+
+
+class Swarm(RuleBasedStateMachine):
+    """Samples are driven to their end as the driver does it, over workers and a network that fail at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub = coordinator()
+        self.now_s = 0.0
+        self.workers = {name: ModelWorker(name, room=2) for name in "abc"}
+        self.wires: dict[str, list[Any]] = {name: [] for name in "abc"}
+        """Messages to the coordinator that are under way, with their lease."""
+        self.connected: set[str] = set()
+        self.done: dict[str, list[int]] = {}
+        """Tokens by sample, as the driver has them."""
+        self.least: dict[str, int] = {}
+        self.open: dict[str, str] = {}
+        """Sample by open call."""
+        self.finished: set[str] = set()
+        self.num_calls = 0
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Deliver(call_id, piece, _):
+                    sample = self.open[call_id]
+                    assert piece.offset == len(self.done[sample])
+                    if piece.token_ids:
+                        assert piece.version >= self.least[sample]
+                    self.done[sample] += piece.token_ids
+                    if piece.finish_reason is not None:
+                        del self.open[call_id]
+                        if piece.finish_reason is not FinishReason.ABORT:
+                            self.finished.add(sample)
+                case Fail(call_id, _):
+                    del self.open[call_id]
+                case Send(lease, message):
+                    for worker in self.workers.values():
+                        if worker.lease == lease and worker.name in self.connected:
+                            self.wires[worker.name] += [(lease, m) for m in worker.got(message)]
+                case Close(lease):
+                    for worker in self.workers.values():
+                        if worker.lease == lease:
+                            self.connected.discard(worker.name)
+
+    names = st.sampled_from("abc")
+
+    @rule(name=names, anew=st.booleans())
+    def connect(self, name: str, anew: bool) -> None:
+        if anew:
+            self.workers[name] = ModelWorker(name, room=2)
+        worker = self.workers[name]
+        effects = self.hub.connected(name, worker.hello(), self.now_s)
+        (welcome,) = sent(effects, Welcome)
+        self.connected.add(name)
+        self.wires[name] = [(welcome.lease, m) for m in worker.got(welcome)]
+        self.perform([e for e in effects if not (isinstance(e, Send) and e.message is welcome)])
+
+    @rule(name=names)
+    def disconnect(self, name: str) -> None:
+        if name in self.connected:
+            self.connected.discard(name)
+            self.wires[name] = []
+            self.perform(self.hub.disconnected(self.workers[name].lease, self.now_s))
+
+    @rule(name=names, num_tokens=st.integers(1, 25))
+    def decode(self, name: str, num_tokens: int) -> None:
+        worker = self.workers[name]
+        for call_id in list(worker.calls):
+            worker.decode(call_id, num_tokens)
+            messages = worker.send(call_id)
+            if name in self.connected:
+                self.wires[name] += [(worker.lease, m) for m in messages]
+
+    @rule(name=names, twice=st.booleans())
+    def deliver(self, name: str, twice: bool) -> None:
+        under_way, self.wires[name] = self.wires[name], []
+        for lease, message in under_way:
+            for _ in range(1 + (twice and isinstance(message, Decoded))):
+                self.perform(self.hub.received(lease, message, self.now_s))
+
+    @rule(name=names)
+    def change(self, name: str) -> None:
+        worker = self.workers[name]
+        if worker.served and worker.version < self.hub.head.version and name in self.connected:
+            self.wires[name].append((worker.lease, worker.change(self.hub.head)))
+
+    @rule()
+    def publish(self) -> None:
+        self.perform(self.hub.published(head(self.hub.head.version + 1)))
+
+    @rule(step_s=st.floats(0.1, 20.0))
+    def wait(self, step_s: float) -> None:
+        self.now_s += step_s
+        self.perform(self.hub.expire(self.now_s))
+
+    @rule(number=st.integers(0, 5))
+    def start(self, number: int) -> None:
+        sample = f"g{number}.0"
+        if sample in self.finished or sample in self.open.values():
+            return
+        self.done.setdefault(sample, [])
+        least = self.least.get(sample, 0)
+        if sample not in self.least:
+            version = self.hub.reserve(f"{sample}.", 0, LENGTH, until_s=self.now_s + 60.0)
+            if version is None:
+                return
+            least = self.least[sample] = version
+        self.num_calls += 1
+        call = request(sample, self.num_calls, num_done=len(self.done[sample]), least_version=least)
+        self.open[call.request_id] = sample
+        self.perform(self.hub.opened(call))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.perform(self.hub.aborted([data.draw(st.sampled_from(sorted(self.open)))]))
+
+    @precondition(lambda self: self.done)
+    @rule(data=st.data())
+    def journal(self, data: st.DataObject) -> None:
+        sample = data.draw(st.sampled_from(sorted(self.done)))
+        self.perform(self.hub.journaled(f"{sample}.", len(self.done[sample])))
+
+    @rule()
+    def restart_the_coordinator(self) -> None:
+        """All that was delivered is journaled here; calls and leases are gone."""
+        version = self.hub.head.version
+        self.hub = coordinator()
+        for v in range(1, version + 1):
+            self.hub.published(head(v))
+        self.connected.clear()
+        self.wires = {name: [] for name in "abc"}
+        self.open.clear()
+
+    @invariant()
+    def tokens_are_the_samples_own(self) -> None:
+        for sample, tokens in self.done.items():
+            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
+
+    @invariant()
+    def each_call_is_with_one_member(self) -> None:
+        calls = [call for member in self.hub.members.values() for call in member.calls]
+        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
+        for member in self.hub.members.values():
+            assert member.ready is None or member.num_running <= 2 + len(member.reserved) or member.held is not None
+
+
+TestSwarm = Swarm.TestCase
+TestSwarm.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

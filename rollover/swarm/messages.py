@@ -230,7 +230,7 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Adopt(_Message, frozen=True, kw_only=True):
-    """Go on with a held call under an id, and send its tokens again from ``offset``.
+    """Go on with a held call under an id, and send its tokens again from ``offset``. One that was stopped decodes on.
 
     The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample went
     on elsewhere, answers ``CallFailed``.

@@ -78,6 +78,7 @@ class ModelCall:
     """Version by position."""
     is_over: bool = False
     is_aborted: bool = False
+    is_end_sent: bool = False
 
 
 @dataclass
@@ -135,7 +136,13 @@ class ModelWorker:
                     return [CallFailed(call_id=message.call_id, reason="it is not held any more")]
                 prefix = pack_ids(response(call.sample_key, 0, message.offset))
                 assert hashlib.sha256(prefix).hexdigest() == message.prefix
-                call.call_id, call.sent = message.call_id, message.offset
+                call.call_id, call.sent, call.is_aborted, call.is_end_sent = (
+                    message.call_id,
+                    message.offset,
+                    False,
+                    False,
+                )
+                call.is_over = call.end == LENGTH  # one that was stopped goes on
                 self.calls[message.call_id] = call
             case Abort(call_ids=call_ids):
                 for call_id in call_ids:
@@ -173,9 +180,10 @@ class ModelWorker:
                 stop += 1
             out.append(self.piece(call, call.sent, stop, version))
             call.sent = stop
-        if call.is_aborted and not call.is_over:
-            call.is_over = True
-            out.append(self.piece(call, call.end, call.end, self.version, "abort"))
+        if not call.is_end_sent and (call.is_over or call.is_aborted):
+            if not (out and out[-1].finish_reason):
+                out.append(self.piece(call, call.end, call.end, self.version, None if call.is_over else "abort"))
+            call.is_over = call.is_end_sent = True
         return out
 
     def piece(self, call: ModelCall, start: int, stop: int, version: int, reason: str | None = None) -> Decoded:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollover.swarm.coordinator import Coordinator, RunIdentity
 from rollover.swarm.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
@@ -323,6 +323,30 @@ class Swarm(RuleBasedStateMachine):
 
     names = st.sampled_from("abc")
 
+    @initialize()
+    def begin(self) -> None:
+        self.bring_up()
+
+    def bring_up(self) -> None:
+        for name in "abc":
+            if name not in self.connected:
+                self.connect(name, anew=False)
+            self.deliver(name, twice=False)
+
+    def teardown(self) -> None:
+        """Whatever has happened, all samples that were begun can be brought to their end."""
+        for _ in range(60):
+            self.bring_up()
+            for sample in list(self.done):
+                self.start(int(sample[1:-2]))
+            for name in "abc":
+                self.change(name)
+                self.decode(name, LENGTH)
+                self.deliver(name, twice=True)
+            if self.finished == self.done.keys():
+                return
+        raise AssertionError(f"{self.done.keys() - self.finished} were never finished")
+
     @rule(name=names, anew=st.booleans())
     def connect(self, name: str, anew: bool) -> None:
         if anew:
@@ -340,6 +364,12 @@ class Swarm(RuleBasedStateMachine):
             self.connected.discard(name)
             self.wires[name] = []
             self.perform(self.hub.disconnected(self.workers[name].lease, self.now_s))
+
+    @rule(num_tokens=st.integers(1, 25))
+    def work(self, num_tokens: int) -> None:
+        for name in "abc":
+            self.decode(name, num_tokens)
+            self.deliver(name, twice=False)
 
     @rule(name=names, num_tokens=st.integers(1, 25))
     def decode(self, name: str, num_tokens: int) -> None:
@@ -367,7 +397,7 @@ class Swarm(RuleBasedStateMachine):
     def publish(self) -> None:
         self.perform(self.hub.published(head(self.hub.head.version + 1)))
 
-    @rule(step_s=st.floats(0.1, 20.0))
+    @rule(step_s=st.sampled_from([1.0, 4.0, 16.0]))
     def wait(self, step_s: float) -> None:
         self.now_s += step_s
         self.perform(self.hub.expire(self.now_s))
@@ -425,4 +455,4 @@ class Swarm(RuleBasedStateMachine):
 
 
 TestSwarm = Swarm.TestCase
-TestSwarm.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSwarm.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

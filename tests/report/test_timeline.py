@@ -92,7 +92,7 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
     trace = Timeline.of(ROLLED_OVER).samples[1]
     assert trace == SampleTrace(
         sample_id=SampleId(1, 0),
-        prompt="prompt 1",
+        prompt=opened(1, 2).prompt,
         spans=(
             DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
             DecodedSpan(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
@@ -100,9 +100,8 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
         gaps=(Gap(start_s=3.5, end_s=5.5),),
         reward=0.0,
         trained_step=1,
-        waste=None,
-        finished=True,
     )
+    assert trace.finished
     assert (trace.num_tokens, trace.num_resumes, trace.oldest_version) == (16, 1, 0)
 
 

@@ -39,12 +39,11 @@ _NO_B0 = 1e6
 class Recorded:
     """A run as the simulator needs it: lengths, setting, engine and trainer.
 
-    Example: ``read_recorded(Path("runs/quickstart")).replica.c0_s`` is 0.0061.
+    Example: ``read_recorded(Path("runs/quickstart")).scenario.replicas[0].c0_s`` is 0.0061.
     """
 
     trace: Trace
     rollout: SimulatedRollout
-    replica: ReplicaModel
     scenario: Scenario
     num_steps: int
     step_tokens_per_s: tuple[tuple[int, float], ...]
@@ -82,7 +81,6 @@ def read_recorded(path: Path) -> Recorded:
     return Recorded(
         trace=trace,
         rollout=rollout,
-        replica=replica,
         scenario=Scenario(
             replicas=(replica,), trainer=trainer, reward=reward, kv_on_update="keep" if keep else "recompute"
         ),

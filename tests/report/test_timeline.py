@@ -264,11 +264,11 @@ def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:
     assert measures.weighted_quantile(counts, 1.0) == 2
 
 
-def test_a_clipped_step_curve_starts_with_the_value_in_force() -> None:
+def test_a_clipped_step_curve_starts_and_ends_with_the_value_in_force() -> None:
     active = ((1.0, 4), (3.0, 2), (4.0, 0))
-    assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2))
-    assert measures.clip_curve(active, 3.0, 9.0) == ((3.0, 2), (4.0, 0))
-    assert measures.clip_curve(active, 0.0, 2.0) == ((0.0, 0), (1.0, 4))
+    assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2), (4.0, 2))
+    assert measures.clip_curve(active, 3.0, 9.0) == ((3.0, 2), (4.0, 0), (9.0, 0))
+    assert measures.clip_curve(active, 0.0, 2.0) == ((0.0, 0), (1.0, 4), (2.0, 4))
 
 
 def test_windows_tile_the_run_and_count_the_samples_that_go_on_in_them() -> None:

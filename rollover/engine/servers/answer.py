@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cache
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import from_json
 
 from rollover.errors import EngineError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MAX_ANSWER_BYTES = 1 << 24
@@ -109,7 +108,7 @@ class Reader:
     def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
         """The JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not fit."""
         try:
-            return _adapter(kind).validate_json(body, strict=True, context=self)
+            return kind.model_validate_json(body, strict=True, context=self)
         except ValidationError as e:
             raise self._misfit(e, body, what) from None
 
@@ -161,12 +160,6 @@ class Reader:
             return "nowhere"
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
         return self.shown(f"{place}{parts.path}", _MAX_VALUE_CHARS) or "nowhere"
-
-
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Made once for each kind: making one takes longer than using it."""
-    return TypeAdapter(kind)
 
 
 def _encoding(answer: httpx.Response) -> str:

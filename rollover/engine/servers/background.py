@@ -34,8 +34,8 @@ class BackgroundTasks:
 
 async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> None:
     """Return when one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
-    timer = asyncio.create_task(_passed(clock, limit_s))
-    waiting = [timer, *(asyncio.create_task(_is_set(event)) for event in events)]
+    awaited: list[Coroutine[Any, Any, object]] = [clock.sleep(limit_s), *(event.wait() for event in events)]
+    waiting = [asyncio.create_task(each) for each in awaited]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -52,11 +52,3 @@ async def in_time(work: Coroutine[Any, Any, None], limit_s: float | None, who: s
         raise
     except TimeoutError:
         raise EngineTimeout(f"{who} did not {what} within {limit_s:g} s") from None
-
-
-async def _passed(clock: Clock, seconds: float) -> None:
-    await clock.sleep(seconds)
-
-
-async def _is_set(event: asyncio.Event) -> None:
-    await event.wait()

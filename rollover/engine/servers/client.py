@@ -17,6 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel
 
 from rollover.engine.servers.answer import Reader, ServerBusy
 from rollover.engine.servers.config import ServerConfig
@@ -25,7 +26,7 @@ from rollover.errors import ConfigError, EngineError, EngineTimeout
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 
 
 class Patience:

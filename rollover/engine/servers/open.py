@@ -65,16 +65,7 @@ async def open_servers(
         for engine in engines:
             stack.push_async_callback(engine.close)
         await _all([engine.open() for engine in engines])
-        pool = EnginePool(
-            engines,
-            FolderWeights(0, model.path),
-            clock,
-            probe_interval_s=config.health_interval_s,
-            max_retry_after_s=config.rejoin_max_interval_s,
-            all_down_timeout_s=config.all_down_timeout_s,
-            switch_timeout_s=config.switch_timeout_s,
-            load_timeout_s=config.install_timeout_s,
-        )
+        pool = EnginePool(engines, FolderWeights(0, model.path), clock, config)
         await pool.open()
         stack.pop_all()
         return pool

@@ -116,7 +116,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
     if recorded is not None:
         unit: Unit = "s"
         name, notes, known = str(request.run), recorded.notes, recorded.scenario
-        lengths = recorded.trace if cap is None else capped(recorded.trace, cap)
+        lengths = capped(recorded.trace, cap)
     else:
         name = request.workload or DEFAULT_WORKLOAD
         lengths = read_lengths(name, cap_tokens=cap)

@@ -21,6 +21,7 @@ from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.errors import EngineError
@@ -84,7 +85,7 @@ def config_of(url: str, **settings: Any) -> SGLangConfig:
 async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(url, **settings)
     client, model = HTTPClient(url, config), ModelFolder.read(folder)
-    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model))
+    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("real"))
     try:
         await engine.open()
         yield engine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rollover.clock import Clock
@@ -43,12 +44,19 @@ async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> 
             each.cancel()
 
 
-async def in_time(work: Coroutine[Any, Any, None], limit_s: float | None, who: str, what: str) -> None:
-    """Do ``work``. Raises ``EngineTimeout``, which says that ``who`` did not ``what``, after ``limit_s``."""
+@asynccontextmanager
+async def within(limit_s: float, late: str) -> AsyncIterator[None]:
+    """Raise ``EngineTimeout`` with the message ``late`` when the block takes longer than ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):
-            await work
+            yield
     except EngineTimeout:
         raise
     except TimeoutError:
-        raise EngineTimeout(f"{who} did not {what} within {limit_s:g} s") from None
+        raise EngineTimeout(late) from None
+
+
+async def in_time(work: Coroutine[Any, Any, None], limit_s: float, who: str, what: str) -> None:
+    """Do ``work``. Raises ``EngineTimeout``, which says that ``who`` did not ``what``, after ``limit_s``."""
+    async with within(limit_s, f"{who} did not {what} within {limit_s:g} s"):
+        await work

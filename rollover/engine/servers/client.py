@@ -20,6 +20,7 @@ import httpx
 from pydantic import BaseModel
 
 from rollover.engine.servers.answer import Reader, ServerBusy
+from rollover.engine.servers.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.sse import EventDecoder
 from rollover.errors import ConfigError, EngineError, EngineTimeout
@@ -129,16 +130,11 @@ class HTTPClient:
         """
         limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
         what = f"{method} {path}"
-        try:
-            async with asyncio.timeout(limit_s):
-                with self._naming(what):
-                    async with self._http.stream(method, path, json=body, params=params) as answer:
-                        self._heard()
-                        return await self.reader.accepted(answer, what)
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            raise EngineTimeout(f"{self.url} did not answer {what} within {limit_s:g} s") from None
+        async with within(limit_s, f"{self.url} did not answer {what} within {limit_s:g} s"):
+            with self._naming(what):
+                async with self._http.stream(method, path, json=body, params=params) as answer:
+                    self._heard()
+                    return await self.reader.accepted(answer, what)
 
     async def ask(self, kind: type[T], method: str, path: str, **call: Any) -> T:
         """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""

@@ -213,7 +213,8 @@ class Members:
 
     async def _one(self, member: Member, act: Act, limit_s: float | None, what: str) -> EngineError | None:
         lost = asyncio.create_task(member.lost.wait())
-        done = asyncio.create_task(in_time(act(member), limit_s, member.name, what))
+        work = act(member)
+        done = asyncio.create_task(work if limit_s is None else in_time(work, limit_s, member.name, what))
         try:
             await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
             if not done.done():

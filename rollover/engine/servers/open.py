@@ -36,7 +36,6 @@ class ServerKind:
     """Arguments with which the command serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
     """Variables that its environment needs."""
-    health_path: str
     program: str
     """Its name in messages."""
 
@@ -81,9 +80,8 @@ async def _start(
         [*config.launch_command, *kind.arguments(port), *config.launch_args],
         env={**kind.env, **devices, **config.launch_env},
         log=logs / f"server-{number}.log",
-        ready=lambda: client.call("GET", kind.health_path, timeout_s=config.health_timeout_s),
-        start_timeout_s=config.launch_timeout_s,
-        stop_timeout_s=config.stop_timeout_s,
+        ready=lambda: client.call("GET", "/health", timeout_s=config.health_timeout_s),
+        config=config,
     )
     stack.push_async_callback(process.stop)
     try:

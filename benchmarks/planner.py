@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +25,11 @@ from rollover.devices.records import WorkloadSpec
 from rollover.planner import fleet
 from rollover.planner.optimum import solve
 from rollover.planner.problem import PlanSpec, fleet_problem
-from rollover.planner.verification import violations
 from rollover.settings import toml
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.planner.verification import violations
 
 QWEN_7B = {
     "model_type": "qwen2",

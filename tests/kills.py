@@ -103,7 +103,7 @@ def cases() -> list[Case]:
     for strategy, config in STRATEGIES.items():
         for unit in ("group", "sample"):
             made.append(Case(strategy=strategy, unit=unit))
-            made += [] if config.overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
+            made += [] if config().overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
     return made
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
+from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.launch import ServerProcess
 from rollover.errors import EngineError
 from rollover.report.comparison import write_comparison
@@ -209,9 +210,8 @@ def test_a_server_log_is_private(tmp_path: Path) -> None:
         raise EngineError("not there")
 
     log = tmp_path / "logs" / "server-0.log"
-    process = ServerProcess(
-        [sys.executable, "-c", "raise SystemExit(1)"], env={}, log=log, ready=never, start_timeout_s=60.0, stop_timeout_s=1.0
-    )  # fmt: skip
+    config = ServerConfig(launch=True, launch_timeout_s=60.0, stop_timeout_s=1.0)
+    process = ServerProcess([sys.executable, "-c", "raise SystemExit(1)"], env={}, log=log, ready=never, config=config)
     with pytest.raises(EngineError):
         asyncio.run(process.start())
     assert stat.S_IMODE(log.stat().st_mode) == 0o600

@@ -27,8 +27,8 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
 from rollover.trainer.config import ScratchConfig, TrainerConfig
+from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import pick_device
-from rollover.trainer.open import open_trainer
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
 
@@ -225,7 +225,7 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSiz
     settings = TrainerConfig(
         device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length
     )
-    trainer = open_trainer(
+    trainer = LocalTrainer(
         settings,
         resolve(AlgorithmConfig()),
         folder,

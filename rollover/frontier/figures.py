@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.frontier.pictures import Picture
 from rollover.frontier.settings import knob_of, label, name_of, place_of, value_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
-from rollover.report import measures
+from rollover.report.measures import clip_curve
 from rollover.report.plot import Figure, axis, figure, line
 from rollover.report.plot import label as escaped
 
@@ -115,17 +114,12 @@ def sensitivity(study: Study) -> list[tuple[str, Figure]]:
 
 
 def _by_knob(study: Study, strategies: list[str], x_title: str) -> Figure:
-    """Gain, solid, and lag, dotted, on its own axis."""
     palette = colours(study)
-    data = []
+    curves = []
     for strategy in strategies:
-        points = study.of(strategy)
-        x, colour = [value_of(p.config) or 0.0 for p in points], palette[strategy]
-        gain = line(x, [p.gain.mean for p in points], strategy, colour, mode="lines+markers", marker={"size": 6})
-        lag = line(x, [p.lag for p in points], f"{strategy}, lag", colour, yaxis="y2", showlegend=False)
-        lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
-        data += [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
-    return _two_axes(data, x_title)
+        points = [(value_of(p.config) or 0.0, p) for p in study.of(strategy)]
+        curves += _gain_and_lag(strategy, palette[strategy], points)
+    return _two_axes(curves, x_title)
 
 
 def _by_variation(study: Study, what: str, x_title: str) -> Figure:
@@ -136,21 +130,25 @@ def _by_variation(study: Study, what: str, x_title: str) -> Figure:
     }[what]
     palette = colours(study)
     shown = {p.config: p for p in (study.current, study.advice[-1].chosen) if p.config.strategy.kind != "sync"}
-    data = []
+    curves = []
     for config, point in shown.items():
         found = [(float(here), point)]
-        name = label(config)
         for variation in study.variations:
             other = variation.point.config
             if variation.what == what and place_of(other) == place_of(config):
                 found.append((variation.value, variation.point))
         found.sort(key=lambda pair: pair[0])
-        x, colour = [v for v, _ in found], palette[name_of(config)]
-        gain = line(x, [p.gain.mean for _, p in found], name, colour, mode="lines+markers", marker={"size": 6})
-        lag = line(x, [p.lag for _, p in found], f"{name}, lag", colour, yaxis="y2", showlegend=False)
-        lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
-        data += [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
-    return _two_axes(data, x_title)
+        curves += _gain_and_lag(label(config), palette[name_of(config)], found)
+    return _two_axes(curves, x_title)
+
+
+def _gain_and_lag(name: str, colour: str, points: list[tuple[float, FrontierPoint]]) -> list[dict[str, Any]]:
+    """Gain, solid, and lag, dotted, on its own axis."""
+    x = [v for v, _ in points]
+    gain = line(x, [p.gain.mean for _, p in points], name, colour, mode="lines+markers", marker={"size": 6})
+    lag = line(x, [p.lag for _, p in points], f"{name}, lag", colour, yaxis="y2", showlegend=False)
+    lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
+    return [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
 
 
 def _two_axes(data: list[dict[str, Any]], x_title: str) -> Figure:
@@ -172,10 +170,9 @@ def active(study: Study) -> Figure:
     palette = ("--muted", "--orange", "--blue")
     data = []
     for picture, colour in zip(study.pictures, palette, strict=False):
-        window = window_of(picture)
-        curve = measures.clip_curve(picture.timeline.active, window.start_s, window.end_s)
-        x = [t - window.start_s for t, _ in curve] + [window.end_s - window.start_s]
-        y = [float(n) for _, n in curve] + [float(curve[-1][1])]
+        start_s = picture.window.start_s
+        curve = clip_curve(picture.timeline.active, start_s, picture.window.end_s)
+        x, y = [t - start_s for t, _ in curve], [float(n) for _, n in curve]
         shape = {"line": {"color": colour, "width": 2, "shape": "hv"}}
         data.append({**line(x, y, label(picture.config), colour, **shape), "hovertemplate": "%{y}"})
     unit = time_title(study)
@@ -186,10 +183,6 @@ def active(study: Study) -> Figure:
         yaxis=axis("samples decoding", rangemode="tozero"),
         hovermode="x unified",
     )
-
-
-def window_of(picture: Picture) -> measures.StepWindow:
-    return measures.window_of(picture.timeline, picture.first_step, picture.last_step)
 
 
 def time_title(study: Study) -> str:

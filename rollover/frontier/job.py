@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,12 +15,14 @@ from rollover.errors import ConfigError
 from rollover.frontier import engine, report
 from rollover.frontier.replay import Recorded, read_recorded
 from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies
-from rollover.frontier.setup import ScenarioFile, Setup, build_setup, read_scenario, shaped
+from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_setup, read_scenario, shaped
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
+from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import Scenario
 from rollover.sim.strategies import SimulatedRollout
-from rollover.workload.source import read_lengths
+from rollover.workload.source import Lengths, capped, read_lengths
 
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
@@ -110,26 +112,34 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
     recorded = read_recorded(request.run) if request.run else None
     rollout = file.rollout or (recorded.rollout if recorded else SimulatedRollout())
     rollout = shaped(rollout, batch_size=request.batch_size, group_size=request.group_size)
-    in_use = file.rollout is not None or recorded is not None
     replicas = file.engine.replicas or request.replicas
     if recorded is not None:
-        setup = build_setup(
-            str(request.run),
-            recorded.trace,
-            recorded.replica,
-            file,
-            rollout=rollout,
-            is_in_use=in_use,
-            replicas=replicas,
-            unit="s",
-            notes=recorded.notes,
-            cap_tokens=cap,
-            base=recorded.scenario,
-        )
-        return setup, recorded
-    name = request.workload or DEFAULT_WORKLOAD
-    lengths = read_lengths(name, cap_tokens=cap)
-    rollout = replace(rollout, max_new_tokens=lengths.cap_tokens)
+        unit: Unit = "s"
+        name, notes, known = str(request.run), recorded.notes, recorded.scenario
+        lengths = capped(recorded.trace, cap)
+    else:
+        name = request.workload or DEFAULT_WORKLOAD
+        lengths = read_lengths(name, cap_tokens=cap)
+        replica, note, unit = _engine(request, file, lengths, rollout, replicas)
+        notes, known = (note,), Scenario(replicas=(replica,))
+    setup = build_setup(
+        name,
+        lengths,
+        known,
+        file,
+        rollout=rollout,
+        is_in_use=file.rollout is not None or recorded is not None,
+        replicas=replicas,
+        unit=unit,
+        notes=notes,
+    )
+    return setup, recorded
+
+
+def _engine(
+    request: StudyRequest, file: ScenarioFile, lengths: Lengths, rollout: SimulatedRollout, replicas: int
+) -> tuple[ReplicaModel, str, Unit]:
+    """A replica, where it comes from, and the unit of its times."""
     if request.device is not None and request.model is not None:
         replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
     elif request.engine is not None:
@@ -139,18 +149,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
     is_timed = request.device is not None or request.engine is not None or file.engine.c0_s is not None
     if file.engine.c0_s is not None:
         note = f"Engine: as {request.scenario} says."
-    setup = build_setup(
-        name,
-        lengths,
-        replica,
-        file,
-        rollout=rollout,
-        is_in_use=in_use,
-        replicas=replicas,
-        unit="s" if is_timed else "c0",
-        notes=(note,),
-    )
-    return setup, None
+    return replica, note, "s" if is_timed else "c0"
 
 
 def _checked(found: Study, recorded: Recorded) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import strategy_of
+from rollover.report.measures import StepWindow, window_of
 from rollover.report.timeline import Timeline
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import Event
@@ -27,8 +28,7 @@ class Picture:
 
     config: RolloutConfig
     timeline: Timeline
-    first_step: int
-    last_step: int
+    window: StepWindow
 
 
 def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, ...]:
@@ -42,7 +42,7 @@ def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, .
         if shown is not None:
             first, last = shown
             return tuple(
-                Picture(config=config, timeline=timeline, first_step=first, last_step=last)
+                Picture(config=config, timeline=timeline, window=window_of(timeline, first, last))
                 for config, timeline in zip(configs, timelines, strict=True)
             )
         num_steps *= 2

@@ -16,6 +16,7 @@ from typing import Any
 from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
+from rollover.report.record import JOURNAL, read_config
 from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import effective, read_events
@@ -26,7 +27,7 @@ from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import FinishReason, SampleId
-from rollover.workload import runs
+from rollover.workload.runs import read_run
 from rollover.workload.trace import Trace
 
 _MIN_STEPS = 4
@@ -38,12 +39,11 @@ _NO_B0 = 1e6
 class Recorded:
     """A run as the simulator needs it: lengths, setting, engine and trainer.
 
-    Example: ``read_recorded(Path("runs/quickstart")).replica.c0_s`` is 0.0061.
+    Example: ``read_recorded(Path("runs/quickstart")).scenario.replicas[0].c0_s`` is 0.0061.
     """
 
     trace: Trace
     rollout: SimulatedRollout
-    replica: ReplicaModel
     scenario: Scenario
     num_steps: int
     step_tokens_per_s: tuple[tuple[int, float], ...]
@@ -63,10 +63,10 @@ def read_recorded(path: Path) -> Recorded:
         RunError: it is no run, or too short.
         DataError: how long iterations take cannot be told from it.
     """
-    trace = runs.read_run(path)
-    config = runs.read_config(path)
+    trace = read_run(path)
+    config = read_config(path)
     rollout = _rollout(path, config)
-    events = [event for _, event in effective(read_events(path / "journal.sqlite"))]
+    events = [event for _, event in effective(read_events(path / JOURNAL))]
     timeline = Timeline.of(events)
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values]
     tokens = {s.step: s.num_tokens for s in timeline.steps}
@@ -81,7 +81,6 @@ def read_recorded(path: Path) -> Recorded:
     return Recorded(
         trace=trace,
         rollout=rollout,
-        replica=replica,
         scenario=Scenario(
             replicas=(replica,), trainer=trainer, reward=reward, kv_on_update="keep" if keep else "recompute"
         ),

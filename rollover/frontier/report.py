@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -17,8 +16,8 @@ from rollover.frontier.refine import TOLERANCE
 from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
-from rollover.report.page import Page, header, table, tiles
-from rollover.report.timeline_figure import gantt
+from rollover.report.page import Page, finite, header, table, tiles
+from rollover.report.timeline_figure import aligned
 
 _FRONTIER = (
     "Each point is a setting of a strategy, simulated on the same lengths as all others; a line runs from little"
@@ -35,22 +34,22 @@ _SENSITIVITY = (
     "How much the answer depends on the setting, and on what may be otherwise than assumed. Solid: throughput over"
     " synchronous rollout under the same change; dotted, on the right: lag."
 )
-HEAD = (
-    "setting",
-    "gain",
-    "tokens/{unit}",
-    "of ceiling",
-    "lag",
-    "p95",
-    "max",
-    "head",
-    "off-policy",
-    "wasted",
-    "prefilled",
-    "length",
-    "K",
-)
-
+_FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
+    "gain": lambda p, _: f"{p.gain.mean:.2f}×" + ("" if p.gain.margin is None else f" ±{p.gain.margin:.2f}"),
+    "tokens/{unit}": lambda p, _: f"{p.mean('tokens_per_s'):,.0f}",
+    "of ceiling": lambda p, ceiling: f"{p.mean('tokens_per_s') / ceiling:.0%}",
+    "lag": lambda p, _: f"{p.lag:.2f}",
+    "p95": lambda p, _: f"{p.mean('lag_p95'):.1f}",
+    "max": lambda p, _: f"{p.max_lag}",
+    "head": lambda p, _: f"{p.mean('head_lag'):.2f}",
+    "off-policy": lambda p, _: f"{p.mean('off_policy'):.0%}",
+    "wasted": lambda p, _: f"{sum(p.wasted.values()):.0%}",
+    "prefilled": lambda p, _: f"{p.mean('prefilled'):.2f}",
+    "length": lambda p, _: f"{p.mean('trained_length'):.2f}",
+    "K": lambda p, _: f"{p.mean('iterations'):,.0f}",
+}
+"""Columns of the table: name, and what it shows of a point under the setup's ceiling."""
+HEAD = ("setting", *_FIGURES)
 FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{unit}", "of ceiling")
 """Columns a narrow terminal does without, in this order. Gain, lag, waste and length bias always stand together."""
 
@@ -58,31 +57,10 @@ FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{un
 def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
     """One a setting; the columns are ``HEAD``'s."""
     ceiling = study.setup.ceiling
-    found: list[tuple[FrontierPoint, tuple[str, ...]]] = []
-    for p in study.points:
-        gain = p.gain
-        margin = "" if gain.margin is None else f" ±{gain.margin:.2f}"
-        found.append(
-            (
-                p,
-                (
-                    label(p.config) + _mark(study, p),
-                    f"{gain.mean:.2f}×{margin}",
-                    f"{p.mean('tokens_per_s'):,.0f}",
-                    f"{p.mean('tokens_per_s') / ceiling:.0%}",
-                    f"{p.lag:.2f}",
-                    f"{p.mean('lag_p95'):.1f}",
-                    f"{p.max_lag}",
-                    f"{p.mean('head_lag'):.2f}",
-                    f"{p.mean('off_policy'):.0%}",
-                    f"{sum(p.wasted.values()):.0%}",
-                    f"{p.mean('prefilled'):.2f}",
-                    f"{p.mean('trained_length'):.2f}",
-                    f"{p.mean('iterations'):,.0f}",
-                ),
-            )
-        )
-    return found
+    return [
+        (p, (label(p.config) + _mark(study, p), *(shown(p, ceiling) for shown in _FIGURES.values())))
+        for p in study.points
+    ]
 
 
 def _mark(study: Study, point: FrontierPoint) -> str:
@@ -222,21 +200,10 @@ def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
 
 
 def _timelines(page: Page, study: Study) -> None:
-    windows = [figures.window_of(p) for p in study.pictures]
-    length_s = max(w.end_s - w.start_s for w in windows)
+    drawn = aligned([(p.timeline, p.window) for p in study.pictures], time_title=figures.time_title(study))
     cards = [
-        page.figure(
-            f"{label(picture.config)}: {_time(window.end_s - window.start_s)} {study.setup.unit}",
-            gantt(
-                picture.timeline,
-                window,
-                origin_s=window.start_s,
-                length_s=length_s,
-                time_title=figures.time_title(study),
-            ),
-            "",
-        )
-        for picture, window in zip(study.pictures, windows, strict=True)
+        page.figure(f"{label(p.config)}: {_time(p.window.end_s - p.window.start_s)} {study.setup.unit}", figure, "")
+        for p, figure in zip(study.pictures, drawn, strict=True)
     ]
     page.section("Timelines", _TIMELINES, *cards, layout="column")
 
@@ -266,7 +233,7 @@ def study_json(study: Study) -> str:
             for a in study.advice
         ],
     }
-    return json.dumps(_finite(content), indent=1) + "\n"
+    return json.dumps(finite(content), indent=1) + "\n"
 
 
 def _point_json(point: FrontierPoint) -> dict[str, Any]:
@@ -278,14 +245,3 @@ def _point_json(point: FrontierPoint) -> dict[str, Any]:
         "lag": point.lag,
         "seeds": [asdict(o) for o in point.outcomes],
     }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: what is unlimited is null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value

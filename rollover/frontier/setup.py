@@ -14,7 +14,7 @@ from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.scenario import Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import UNBOUNDED
-from rollover.workload.source import Lengths, capped
+from rollover.workload.source import Lengths
 
 PUBLISHED_LOAD = 2.4
 """Samples of a batch over B0 in APRIL's experiments: 256 samples, Qwen3-4B on 8 GPUs with B0 = 108."""
@@ -23,6 +23,7 @@ PREFILL_PER_C0 = 1600.0
 Unit = Literal["s", "c0"]
 _SHARES = ("draft_acceptance", "draft_cost")
 _MOST = {"replicas": 10_000, "fast_lane_replicas": 10_000, "draft_tokens": 1000}
+_OF_SCENARIO = ("trainer", "reward", "kv_on_update", "accuracy", "filter_zero_signal")
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", *_SHARES)
 
 
@@ -66,23 +67,6 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencySection:
-    """``base_s + s_per_token * tokens``, times a lognormal factor of mean 1 where ``sigma`` is above 0."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    base_s: float = 0.0
-    s_per_token: float = 0.0
-    sigma: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.latency()
-
-    def latency(self) -> Latency:
-        return Latency(base_s=self.base_s, s_per_token=self.s_per_token, sigma=self.sigma)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioFile:
     """A scenario file. Every key may be left out."""
 
@@ -91,9 +75,9 @@ class ScenarioFile:
     rollout: SimulatedRollout | None = None
     """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
     engine: EngineSection = EngineSection()
-    trainer: LatencySection | None = None
+    trainer: Latency | None = None
     """Time of a training step, by the response tokens of its batch."""
-    reward: LatencySection | None = None
+    reward: Latency | None = None
     """Time of a reward, by the response tokens of its sample."""
     kv_on_update: Literal["keep", "recompute"] | None = None
     """Whether key-value caches outlive new weights; recomputed when absent."""
@@ -191,7 +175,7 @@ def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tupl
 def build_setup(
     name: str,
     lengths: Lengths,
-    model: ReplicaModel,
+    known: Scenario,
     file: ScenarioFile,
     *,
     rollout: SimulatedRollout,
@@ -199,27 +183,23 @@ def build_setup(
     replicas: int,
     unit: Unit,
     notes: tuple[str, ...],
-    cap_tokens: int | None = None,
-    base: Scenario | None = None,
 ) -> Setup:
-    """Put the parts together; ``base`` has what the scenario file leaves open."""
-    lengths = lengths if cap_tokens is None else capped(lengths, cap_tokens)
-    model = overlaid(model, file.engine)
-    known = base or Scenario(replicas=(model,))
+    """Put the parts together: ``replicas`` like the first of ``known``, which also has what the scenario file leaves
+    open."""
+    given = {key: value for key in _OF_SCENARIO if (value := getattr(file, key)) is not None}
+    model = overlaid(known.replicas[0], file.engine)
     try:
-        scenario = Scenario(
-            replicas=replicas_of(model, file.engine, file.engine.replicas or replicas),
-            trainer=known.trainer if file.trainer is None else file.trainer.latency(),
-            reward=known.reward if file.reward is None else file.reward.latency(),
-            kv_on_update=file.kv_on_update or known.kv_on_update,
-            accuracy=known.accuracy if file.accuracy is None else file.accuracy,
-            filter_zero_signal=bool(file.filter_zero_signal),
-        )
+        scenario = replace(known, replicas=replicas_of(model, file.engine, replicas), **given)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"scenario: {error}") from None
-    rollout = replace(rollout, max_new_tokens=lengths.cap_tokens)
     return Setup(
-        name=name, lengths=lengths, rollout=rollout, is_in_use=is_in_use, scenario=scenario, unit=unit, notes=notes
+        name=name,
+        lengths=lengths,
+        rollout=replace(rollout, max_new_tokens=lengths.cap_tokens),
+        is_in_use=is_in_use,
+        scenario=scenario,
+        unit=unit,
+        notes=notes,
     )

@@ -15,7 +15,6 @@ from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialR
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.theory import StepModel
 from rollover.workload.law import MAX_TOKENS, LengthLaw
-from rollover.workload.source import capped
 
 _THEORY_PROMPTS = 4096
 Progress = Callable[[str, int, int], None]
@@ -209,7 +208,7 @@ def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
             found.append(("group size", other, replace(setup, rollout=replace(setup.rollout, group_size=other))))
     for cap in (setup.cap_tokens // 2, 2 * setup.cap_tokens):
         if 1 <= cap <= MAX_TOKENS and (cap < setup.cap_tokens or isinstance(setup.lengths, LengthLaw)):
-            lengths = capped(setup.lengths, cap)
+            lengths = setup.lengths.capped(cap)
             found.append(
                 ("cap", cap, replace(setup, lengths=lengths, rollout=replace(setup.rollout, max_new_tokens=cap)))
             )

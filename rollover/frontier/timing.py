@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,41 +72,30 @@ class IterationFit:
     """Mean relative error of the segments' times, weighted by tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """The best c0 and start for a B0."""
-
-    c0_s: float
-    start_s: float
-    loss: float
-    error: float
-
-
 def fit_iterations(segments: Segments) -> IterationFit | None:
     """Least squares of the relative errors, weighted by tokens; ``None`` where times do not grow with tokens."""
     from scipy.optimize import minimize_scalar
 
-    losses = [_line(segments, math.exp(x)).loss for x in _LOG_B0]
+    losses = [_loss(segments, x) for x in _LOG_B0]
     place = int(np.argmin(losses))
     around = (float(_LOG_B0[max(0, place - 1)]), float(_LOG_B0[min(len(_LOG_B0) - 1, place + 1)]))
-    found = minimize_scalar(lambda x: _line(segments, math.exp(x)).loss, bounds=around, method="bounded")
-    b0 = math.exp(found.x)
-    line = _line(segments, b0)
+    b0 = math.exp(minimize_scalar(lambda x: _loss(segments, x), bounds=around, method="bounded").x)
+    found, _ = _fitted(segments, b0)
     full_speed_s = segments.full_speed_s(b0)
-    if line.c0_s * segments.tokens.sum() < _LEAST_EXPLAINED * full_speed_s.sum():
+    if found.c0_s * segments.tokens.sum() < _LEAST_EXPLAINED * full_speed_s.sum():
         return None
     begun = segments.begins > 0
     slowed = float(np.mean(((segments.end_s - segments.start_s) / full_speed_s)[begun])) if begun.any() else 1.0
-    return IterationFit(
-        c0_s=line.c0_s,
-        b0=b0 if place < len(_LOG_B0) - 1 else math.inf,
-        start_s=line.start_s * slowed,
-        error=line.error,
-    )
+    return replace(found, b0=b0 if place < len(_LOG_B0) - 1 else math.inf, start_s=found.start_s * slowed)
 
 
-def _line(segments: Segments, b0: float) -> _Line:
-    """``full_speed_s = start_s begins + c0_s tokens``, neither below 0."""
+def _loss(segments: Segments, log_b0: float) -> float:
+    return _fitted(segments, math.exp(log_b0))[1]
+
+
+def _fitted(segments: Segments, b0: float) -> tuple[IterationFit, float]:
+    """The best c0 and start for a B0, and their loss: ``full_speed_s = start_s begins + c0_s tokens``, neither below
+    0. The start is that of a call which nothing slows down."""
     from scipy.optimize import nnls
 
     seconds = segments.full_speed_s(b0)
@@ -114,9 +103,5 @@ def _line(segments: Segments, b0: float) -> _Line:
     design = np.stack([segments.begins, segments.tokens], axis=1)
     (start_s, c0_s), residual = nnls(design * weights[:, None], seconds * weights)
     errors = np.abs(design @ np.array([start_s, c0_s]) / seconds - 1)
-    return _Line(
-        c0_s=float(c0_s),
-        start_s=float(start_s),
-        loss=float(residual),
-        error=float(np.average(errors, weights=segments.tokens)),
-    )
+    error = float(np.average(errors, weights=segments.tokens))
+    return IterationFit(c0_s=float(c0_s), b0=b0, start_s=float(start_s), error=error), float(residual)

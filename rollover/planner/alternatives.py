@@ -90,7 +90,7 @@ def _of_plan(name: str, made: Plan) -> Alternative:
 def _of_one_type(plan: Plan) -> Iterator[Alternative]:
     """Plan as many devices of one type as the plan's cost buys; where prices are missing, those of the fleet."""
     money = plan.solution.cost_per_hour
-    for device, stock in zip(plan.fleet.devices, plan.fleet.stock, strict=True):
+    for device, stock in plan.fleet.stock.items():
         count, name = stock, f"the fleet's {device.name} alone"
         if money is not None and device.price_per_hour is not None:
             count = int(money / device.price_per_hour * (1 + 1e-9))

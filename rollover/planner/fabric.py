@@ -29,11 +29,6 @@ class Fabric:
     bandwidth: Floats
     """(islands, islands), bytes/s one way between a device of each; on the diagonal between two devices inside."""
 
-    def __post_init__(self) -> None:
-        n = len(self.types)
-        if len(self.sizes) != n or self.bandwidth.shape != (n, n):
-            raise ValueError(f"sizes and bandwidth must cover the {n} islands of types")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
@@ -48,10 +43,6 @@ class Demand:
     """Devices of a training stage that must share an island (tensor parallel)."""
     replica_blocks: Mapping[int, int]
     """Devices of a replica's stage that must share an island -> how many such blocks."""
-
-    def __post_init__(self) -> None:
-        if self.train_devices % self.train_block:
-            raise ValueError(f"train_devices {self.train_devices} is no multiple of train_block {self.train_block}")
 
     @property
     def rollout_devices(self) -> int:

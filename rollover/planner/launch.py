@@ -128,7 +128,7 @@ def _vllm(plan: Plan, replica: _Replica, model: str) -> list[str]:
         *(model, "--port", str(replica.port)),
         *("--tensor-parallel-size", str(c.tp), "--pipeline-parallel-size", str(c.pp)),
         *("--max-num-seqs", str(c.batch_cap), "--max-model-len", str(_context(plan))),
-        *("--gpu-memory-utilization", f"{plan.devices[c.device].efficiency.memory:g}"),
+        *("--gpu-memory-utilization", f"{plan.fleet.by_name[c.device].efficiency.memory:g}"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--seed", str(replica.number)),  # two servers must not draw the same noise
         "--enable-prompt-tokens-details",
@@ -141,7 +141,7 @@ def _sglang(plan: Plan, replica: _Replica, model: str) -> list[str]:
         *("--model-path", model, "--port", str(replica.port)),
         *("--tp-size", str(c.tp), "--pp-size", str(c.pp)),
         *("--max-running-requests", str(c.batch_cap), "--context-length", str(_context(plan))),
-        *("--mem-fraction-static", f"{plan.devices[c.device].efficiency.memory:g}"),
+        *("--mem-fraction-static", f"{plan.fleet.by_name[c.device].efficiency.memory:g}"),
         *("--random-seed", str(replica.number)),
         "--incremental-streaming-output",
     ]

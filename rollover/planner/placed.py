@@ -6,13 +6,14 @@ its collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.records import ReplicaKind, TrainingPlan
-from rollover.devices.costs.rollout import replica_costs, replica_kind
+from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import trainer_costs, training_plan
-from rollover.devices.records import Device, Link, ModelShape
+from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.placement import Pipeline, Placement, neighbours, rings
 from rollover.planner.records import Problem, Solution
 from rollover.planner.routing import Routing, routed
@@ -49,13 +50,13 @@ def costed_on_links(
 
     ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
     """
-    devices = {device.name: device for device in topology.fleet.devices}
     ways = topology.broadcast(placement.training_nodes, placement.rollout_nodes)
-    plan, joints = _training(topology, devices, model, problem, solution, placement, ways.values())
+    plan, joints = _training(topology, model, problem.workload, solution.plan, placement, ways)
     kinds = []
     for c in solution.active:
-        replicas = [r for r in placement.replicas if r.member == c]
-        kinds.append(_kind(topology, devices, model, problem, problem.replica_kinds[c], replicas, ways))
+        kind, replicas = problem.replica_kinds[c], [r for r in placement.replicas if r.member == c]
+        engine = engine_on_links(topology, model, problem.workload, kind, replicas)
+        kinds.append(replica_kind(engine, kind.batch_cap, weights_link(engine.device, replicas, ways)))
     unrouted = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
     used = routed(unrouted, routing)
     counts = [solution.replicas[c] for c in solution.active]
@@ -63,7 +64,21 @@ def costed_on_links(
     return PlacedSolution(problem=used, unrouted=unrouted, solution=held(used, counts), networks=networks)
 
 
-def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
+def engine_on_links(
+    topology: Topology, model: ModelShape, workload: WorkloadSpec, kind: ReplicaKind, replicas: Sequence[Pipeline]
+) -> ReplicaCosts:
+    """The costs of ``replicas`` of one kind, whose stages hand over on the narrowest link that any of them uses."""
+    device = topology.fleet.by_name[kind.device]
+    link = _stage_link(topology, replicas) or device.link
+    return replica_costs(model, workload, device, kind.tp, kind.pp, stage_link=link)
+
+
+def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:
+    """The narrowest link over which new weights come to ``replicas``; ``ways`` is ``Topology.broadcast``."""
+    return narrowest(ways[node] for r in replicas for node in r.nodes) or device.link
+
+
+def _stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
     """The narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` where none leaves its
     node."""
     return topology.narrowest(pair for pipeline in pipelines for pair in neighbours(pipeline))
@@ -71,57 +86,28 @@ def stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None
 
 def _training(
     topology: Topology,
-    devices: dict[str, Device],
     model: ModelShape,
-    problem: Problem,
-    solution: Solution,
+    workload: WorkloadSpec,
+    plan: TrainingPlan,
     placement: Placement,
-    ways: Iterable[Link | None],
+    ways: Mapping[int, Link | None],
 ) -> tuple[TrainingPlan, dict[str, Link]]:
     """The plan at its real links, and by device the narrowest link among its pipelines."""
     trainers, joints = [], {}
-    for member, part in enumerate(solution.plan.parts):
-        device = devices[part.device]
+    for member, part in enumerate(plan.parts):
+        device = topology.fleet.by_name[part.device]
         pipelines = [p for p in placement.training if p.member == member]
-        ring = topology.narrowest(rings(pipelines))
-        hand_over = stage_link(topology, pipelines)
+        ring, hand_over = topology.narrowest(rings(pipelines)), _stage_link(topology, pipelines)
         if ring is not None:
             # Pipelines on several nodes reduce their gradients between nodes, be they few enough for one.
             device = replace(device, node_size=min(device.node_size, part.tp * part.pp))
-        found = _narrower(ring, hand_over)
+        found = narrowest((ring, hand_over))
         if found is not None:
             joints[part.device] = found
-        trainers.append(
-            trainer_costs(model, problem.workload, device, part, ring_link=ring, stage_link=hand_over or device.link)
-        )
-    slowest = None
-    for way in ways:
-        slowest = _narrower(slowest, way)
+        stage_link = hand_over or device.link
+        trainers.append(trainer_costs(model, workload, device, part, ring_link=ring, stage_link=stage_link))
     # On shared nodes alone, weights travel inside.
-    return training_plan(tuple(trainers), slowest or trainers[0].device.link), joints
-
-
-def _kind(
-    topology: Topology,
-    devices: dict[str, Device],
-    model: ModelShape,
-    problem: Problem,
-    kind: ReplicaKind,
-    replicas: list[Pipeline],
-    ways: dict[int, Link | None],
-) -> ReplicaKind:
-    device = devices[kind.device]
-    hand_over = stage_link(topology, replicas)
-    engine = replica_costs(model, problem.workload, device, kind.tp, kind.pp, stage_link=hand_over or device.link)
-    return replica_kind(engine, kind.batch_cap, weights_link(device, replicas, ways))
-
-
-def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:
-    """The narrowest link over which new weights come to ``replicas``; ``ways`` is ``Topology.broadcast``."""
-    slowest = None
-    for node in {node for r in replicas for node in r.nodes}:
-        slowest = _narrower(slowest, ways[node])
-    return slowest or device.link
+    return training_plan(tuple(trainers), narrowest(ways.values()) or trainers[0].device.link), joints
 
 
 def _networks(topology: Topology, ways: Mapping[int, Link | None], joints: Mapping[str, Link]) -> dict[str, Link]:
@@ -129,13 +115,7 @@ def _networks(topology: Topology, ways: Mapping[int, Link | None], joints: Mappi
     found = dict(joints)
     for node, way in ways.items():
         name = topology.fleet.nodes[node].device.name
-        narrower = _narrower(found.get(name), way)
+        narrower = narrowest((found.get(name), way))
         if narrower is not None:
             found[name] = narrower
     return found
-
-
-def _narrower(a: Link | None, b: Link | None) -> Link | None:
-    if a is None or b is None:
-        return a or b
-    return Link(bytes_per_s=min(a.bytes_per_s, b.bytes_per_s), latency_s=max(a.latency_s, b.latency_s))

@@ -13,10 +13,9 @@ from rollover.devices.costs.passes import batch_tokens, extra_passes
 from rollover.devices.costs.records import TrainingPlan
 from rollover.devices.costs.training import trainer_costs
 from rollover.devices.records import BF16_BYTES, Device, ModelShape, WorkloadSpec
+from rollover.planner.arrangement import arrange, metis_order
 from rollover.planner.composition import compose
 from rollover.planner.fabric import Demand, Shares, Traffic
-from rollover.planner.metis import metis_order
-from rollover.planner.partition import partition
 from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.topology import Topology
 
@@ -71,9 +70,10 @@ def place(
     fleet, fabric = topology.fleet, topology.fabric()
     demands = {device.name: _demand(device, problem, solution) for device in fleet.devices}
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)
-    first = metis_order(fabric, compose(fabric, demands)) if metis else None
-    shares = partition(fabric, demands, traffic, seed=seed, first=first)
-    return _Assigner(topology, problem, solution, shares).placement()
+    shares = compose(fabric, demands)
+    first = metis_order(fabric, shares) if metis else None
+    arranged = arrange(fabric, shares, traffic, seed=seed, first=first)
+    return _Assigner(topology, problem, solution, arranged).placement()
 
 
 def _block(device: Device, tp: int, pp: int) -> int:
@@ -96,11 +96,10 @@ def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
 
 def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
     """Bytes of a training step: gradients or gathered weights, activations between stages, and the new weights."""
-    devices = {device.name: device for device in fleet.devices}
     weights = BF16_BYTES * model.parameters
     train = 0.0
     for part in plan.parts:
-        trainer = trainer_costs(model, workload, devices[part.device], part)
+        trainer = trainer_costs(model, workload, fleet.by_name[part.device], part)
         rounds = max(1.0, trainer.num_micro_batches * part.share / part.dp)
         exchanged = (3 + extra_passes(workload)) * rounds if part.sharded else 2.0
         train += exchanged * weights * (part.dp > 1)
@@ -132,8 +131,8 @@ class _Assigner:
             for pipeline in self._pipelines(self.train, member, part.device, part.tp, part.pp, part.dp)
         ]
         kinds = self.problem.replica_kinds
-        device = {device.name: device for device in self.topology.fleet.devices}
-        blocks = {c: _block(device[kinds[c].device], kinds[c].tp, kinds[c].pp) for c in self.solution.active}
+        devices = self.topology.fleet.by_name
+        blocks = {c: _block(devices[kinds[c].device], kinds[c].tp, kinds[c].pp) for c in self.solution.active}
         order = sorted(blocks, key=lambda c: (-blocks[c], c))
         replicas = [
             pipeline

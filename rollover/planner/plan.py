@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.placement import Placement
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
@@ -122,13 +122,8 @@ class Plan:
     @property
     def idle(self) -> dict[str, int]:
         """Devices not in use of each type that has any."""
-        stock = zip(self.fleet.devices, self.fleet.stock, strict=True)
-        left = {device.name: count - self.used.get(device.name, 0) for device, count in stock}
+        left = {device.name: count - self.used.get(device.name, 0) for device, count in self.fleet.stock.items()}
         return {name: count for name, count in left.items() if count}
-
-    @property
-    def devices(self) -> dict[str, Device]:
-        return {device.name: device for device in self.fleet.devices}
 
     def to_json(self) -> str:
         """The whole plan; ``from_json`` reads it."""

@@ -43,9 +43,8 @@ def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
     Raises:
         PlanError: the model fits nowhere.
     """
-    stock = dict(zip(fleet.devices, fleet.stock, strict=True))
     built = stock_problem(
-        stock, spec.model, spec.workload, max_staleness=spec.max_staleness, one_device=spec.one_device
+        fleet.stock, spec.model, spec.workload, max_staleness=spec.max_staleness, one_device=spec.one_device
     )
     return replace(
         built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail

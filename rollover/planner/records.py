@@ -27,7 +27,7 @@ class Node:
 class Fleet:
     """The nodes to plan with, their links and the budget; at most ``MAX_DEVICES`` devices.
 
-    Example: two nodes of 8 H800 and four of 8 H20 have ``stock == (16, 32)``.
+    Example: of two nodes of 8 H800 and four of 8 H20 the ``stock`` has 16 and 32.
     """
 
     name: str
@@ -44,20 +44,13 @@ class Fleet:
         return tuple(dict.fromkeys(node.device for node in self.nodes))
 
     @property
-    def stock(self) -> tuple[int, ...]:
-        """Devices of each type."""
-        return tuple(sum(n.num_devices for n in self.nodes if n.device == device) for device in self.devices)
+    def by_name(self) -> dict[str, Device]:
+        return {node.device.name: node.device for node in self.nodes}
 
-    def link(self, a: Node, b: Node) -> Link:
-        """The connection between nodes ``a`` and ``b``, or inside a node."""
-        if a.name == b.name:
-            return a.device.link
-        pair = tuple(sorted((a.name, b.name)))
-        for first, second, link in self.links:
-            if (first, second) == pair:
-                return link
-        ends = (a.device.network, b.device.network)
-        return Link(bytes_per_s=min(end.bytes_per_s for end in ends), latency_s=max(end.latency_s for end in ends))
+    @property
+    def stock(self) -> dict[Device, int]:
+        """The number of devices of each type."""
+        return {device: sum(n.num_devices for n in self.nodes if n.device == device) for device in self.devices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
             "Cost",
             "–" if cost is None else f"{cost:,.2f}",
             f"{currency}/hour" if cost is not None else "",
-            f"{sum(plan.used.values())} of {sum(plan.fleet.stock)} devices",
+            f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices",
         ),
         (
             "Cost of a million tokens",
@@ -232,7 +232,7 @@ def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
     for c, kind in enumerate(plan.problem.replica_kinds):
         ways = f"tp {kind.tp}" + (f" pp {kind.pp}" if kind.pp > 1 else "")
         yield _colour(c), f"rollout, {kind.device}, {ways}, batch {kind.batch_cap}"
-    if sum(plan.used.values()) < sum(plan.fleet.stock):
+    if sum(plan.used.values()) < sum(plan.fleet.stock.values()):
         yield _IDLE, "idle"
 
 

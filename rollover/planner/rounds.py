@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rollover.devices.records import Link, ModelShape
+from rollover.devices.records import Link
 from rollover.errors import PlanError
 from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import solve
 from rollover.planner.placed import PlacedSolution, costed_on_links
-from rollover.planner.placement import Pipeline, Placement, place
+from rollover.planner.placement import Placement, place
 from rollover.planner.plan import Plan, PlanningRound
 from rollover.planner.problem import PlanSpec, fleet_problem
 from rollover.planner.records import Fleet, Problem, Solution
@@ -29,14 +29,13 @@ _SHORT = 1e-3
 """Part of an asked-for rate that may be missing: the solver's tolerance."""
 
 
-def assumed_problem(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link]) -> Problem:
-    """Build phase 1's problem with all length buckets. ``networks``: links between nodes by device type, where they
-    differ from the fleet's.
-
-    Raises:
-        PlanError: the model fits nowhere.
-    """
-    return fleet_problem(_with_networks(fleet, networks), spec)
+def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
+    """The fleet as phase 1 should see it. ``networks``: links between nodes by device type, where they differ from the
+    fleet's."""
+    nodes = [
+        replace(n, device=replace(n.device, network=networks.get(n.device.name, n.device.network))) for n in fleet.nodes
+    ]
+    return replace(fleet, nodes=tuple(nodes))
 
 
 def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *, explain: bool = True) -> Plan:
@@ -51,7 +50,7 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *
     rounds: list[PlanningRound] = []
     seen = set()
     while len(rounds) < MAX_ROUNDS:
-        problem = _with_placed(assumed_problem(spec, fleet, networks), met)
+        problem = _with_placed(fleet_problem(with_networks(fleet, networks), spec), met)
         solution = solve(routed(problem, spec.routing))
         if solution is None:
             if found:
@@ -62,8 +61,7 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *
         rounds.append(_round(solution, real))
         if real.solution is not None:
             proved = replace(real.solution, gap=solution.gap, solve_s=solution.solve_s)
-            made = _plan(fleet, model, real, proved, placement, solution.active)
-            found.append(replace(made, workload=spec.workload, routing=spec.routing))
+            found.append(_plan(spec, fleet, real.problem, proved, _renumbered(placement, solution.active)))
         choice = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
         if rounds[-1].moved < SETTLED or choice in seen:
             break
@@ -87,26 +85,22 @@ def rank(plan: Plan) -> tuple[float, float]:
     return missing, plan.cost_per_hour or 0.0
 
 
-def _plan(
-    fleet: Fleet,
-    model: ModelShape,
-    real: PlacedSolution,
-    solution: Solution,
-    placement: Placement,
-    active: tuple[int, ...],
-) -> Plan:
-    """``active``: the kinds of the phase-1 problem that ``real`` has kept, in order."""
-    places = {c: index for index, c in enumerate(active)}
-    replicas = tuple(Pipeline(member=places[r.member], stages=r.stages) for r in placement.replicas)
+def _plan(spec: PlanSpec, fleet: Fleet, problem: Problem, solution: Solution, placement: Placement) -> Plan:
     return Plan(
         fleet=fleet,
-        model=model,
-        workload=real.problem.workload,
-        routing="load",
-        problem=real.problem,
+        model=spec.model,
+        workload=spec.workload,
+        routing=spec.routing,
+        problem=problem,
         solution=solution,
-        placement=replace(placement, replicas=replicas),
+        placement=placement,
     )
+
+
+def _renumbered(placement: Placement, active: Sequence[int]) -> Placement:
+    """``active``: the kinds of the phase-1 problem that are kept, in order."""
+    replicas = tuple(replace(r, member=active.index(r.member)) for r in placement.replicas)
+    return replace(placement, replicas=replicas)
 
 
 def _round(assumed: Solution, real: PlacedSolution) -> PlanningRound:
@@ -129,14 +123,3 @@ def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
         plans |= {plan.shape: plan for plan in placed.plans}
         kinds |= {kind.key: kind for kind in placed.replica_kinds}
     return replace(problem, plans=tuple(plans.values()), replica_kinds=tuple(kinds.values()))
-
-
-def _with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
-    """The fleet as phase 1 should see it."""
-    nodes = [
-        replace(node, device=replace(node.device, network=networks[node.device.name]))
-        if node.device.name in networks
-        else node
-        for node in fleet.nodes
-    ]
-    return replace(fleet, nodes=tuple(nodes))

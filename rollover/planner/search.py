@@ -9,9 +9,9 @@ from rollover.errors import PlanError
 from rollover.planner.optimum import GAP, may_reach
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.problem import PlanSpec
+from rollover.planner.problem import PlanSpec, fleet_problem
 from rollover.planner.records import Fleet, Supply
-from rollover.planner.rounds import assumed_problem, best_of_rounds, rank
+from rollover.planner.rounds import best_of_rounds, rank, with_networks
 from rollover.planner.routing import routed
 from rollover.planner.solution import held
 from rollover.planner.subfleets import alone, inside, parts, widest
@@ -52,7 +52,7 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
 def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
     """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its
     widest."""
-    problem = routed(assumed_problem(spec, part, widest(part)), spec.routing)
+    problem = routed(fleet_problem(with_networks(part, widest(part)), spec), spec.routing)
     target = spec.target_steps_per_s
     if target is None:
         return may_reach(problem, best.solution.steps_per_s * (1 + GAP))
@@ -65,7 +65,7 @@ def _on(fleet: Fleet, plan: Plan, nodes: Sequence[int]) -> Plan:
     placement = plan.placement
     supplies = tuple(
         Supply(device=device.name, count=count, price_per_hour=device.price_per_hour)
-        for device, count in zip(fleet.devices, fleet.stock, strict=True)
+        for device, count in fleet.stock.items()
     )
     problem = replace(plan.problem, supplies=supplies)
     solution = held(problem, plan.solution.replicas)

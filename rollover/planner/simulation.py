@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollover.devices.costs.links import weight_update_s
-from rollover.devices.costs.rollout import replica_costs
 from rollover.devices.engine_model import engine_model
-from rollover.planner.placed import stage_link, weights_link
+from rollover.planner.placed import engine_on_links, weights_link
 from rollover.planner.plan import Plan
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
@@ -68,9 +67,8 @@ def scenario(plan: Plan) -> Scenario:
     models: list[ReplicaModel] = []
     for c, kind in enumerate(plan.problem.replica_kinds):
         replicas = [r for r in plan.placement.replicas if r.member == c]
-        device = plan.devices[kind.device]
-        link = stage_link(topology, replicas) or device.link
-        engine = replica_costs(plan.model, workload, device, kind.tp, kind.pp, link)
+        engine = engine_on_links(topology, plan.model, workload, kind, replicas)
+        device = engine.device
         pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
         models += [engine_model(engine, pause_s=pause_s, batch_cap=kind.batch_cap)] * len(replicas)
     tokens = workload.batch_size * workload.response_tokens

@@ -13,11 +13,10 @@ ROLLOUT_PART = 0.75
 
 def by_number(problem: Problem, fleet: Fleet) -> Problem:
     """Let three quarters of the devices roll out, as in AReaL (arXiv 2505.24298): those with most FLOP/s train."""
-    devices = {device.name: device for device in fleet.devices}
     total = sum(supply.count for supply in problem.supplies)
     left = total - int(ROLLOUT_PART * total)
     training = {}
-    for supply in sorted(problem.supplies, key=lambda s: -devices[s.device].flops):
+    for supply in sorted(problem.supplies, key=lambda s: -fleet.by_name[s.device].flops):
         training[supply.device] = min(supply.count, left)
         left -= training[supply.device]
     return _split(problem, training)
@@ -26,8 +25,7 @@ def by_number(problem: Problem, fleet: Fleet) -> Problem:
 def by_type(problem: Problem, fleet: Fleet) -> Problem:
     """Let the type with most FLOP/s per memory bandwidth train and the others roll out; of one type alone a half
     each."""
-    devices = {device.name: device for device in fleet.devices}
-    first = max(problem.supplies, key=lambda s: devices[s.device].flops / devices[s.device].hbm_bytes_per_s)
+    first = max(problem.supplies, key=lambda s: fleet.by_name[s.device].flops / fleet.by_name[s.device].hbm_bytes_per_s)
     training = {s.device: s.count if s is first else 0 for s in problem.supplies}
     if len(problem.supplies) == 1:
         training[first.device] = max(1, first.count // 2)

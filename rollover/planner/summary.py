@@ -158,7 +158,7 @@ def _counted(devices: Mapping[str, int]) -> str:
 
 def _worth(plan: Plan, devices: Mapping[str, int]) -> str:
     """State what is saved without them."""
-    prices = [(plan.devices[name].price_per_hour, n) for name, n in devices.items()]
+    prices = [(plan.fleet.by_name[name].price_per_hour, n) for name, n in devices.items()]
     if any(price is None for price, _ in prices):
         return ""
     saved = sum((price or 0.0) * n for price, n in prices)
@@ -200,8 +200,8 @@ def _limit(plan: Plan, binding: Binding) -> str:
     bound = plan.problem.max_staleness
     match binding.row:
         case "stock":
-            stock = dict(zip((d.name for d in plan.fleet.devices), plan.fleet.stock, strict=True))
-            return f"All {stock[binding.subject]} {binding.subject} are in use."
+            count = plan.fleet.stock[plan.fleet.by_name[binding.subject]]
+            return f"All {count} {binding.subject} are in use."
         case "budget":
             return f"The budget of {plan.problem.budget_per_hour:,.2f} {plan.fleet.currency} per hour is spent."
         case "staleness":

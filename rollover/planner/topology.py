@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollover.devices.costs.links import narrowest
 from rollover.devices.records import Link
 from rollover.planner.fabric import Fabric, Floats
 from rollover.planner.records import Fleet
@@ -44,12 +45,13 @@ class Topology:
             types=tuple(n.device.name for n in self.fleet.nodes), sizes=tuple(sizes.tolist()), bandwidth=shared
         )
 
+    def link(self, a: int, b: int) -> Link:
+        """The link between two nodes, or inside one."""
+        return Link(bytes_per_s=float(self.widths[a, b]), latency_s=float(self.latencies[a, b]))
+
     def narrowest(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
         """The narrowest of the links between different nodes; ``None`` where there is none."""
-        found = [(float(self.widths[a, b]), float(self.latencies[a, b])) for a, b in pairs if a != b]
-        if not found:
-            return None
-        return Link(bytes_per_s=min(w for w, _ in found), latency_s=max(s for _, s in found))
+        return narrowest(self.link(a, b) for a, b in pairs if a != b)
 
     def chain(self, nodes: Sequence[int]) -> list[int]:
         """The nodes in an order whose neighbours are joined by wide links: each time the widest link onwards."""
@@ -74,11 +76,6 @@ class Topology:
             links = self.widths[np.ix_(joined, waiting)]
             at = np.unravel_index(int(np.argmax(links)), links.shape)
             near, far = joined[int(at[0])], waiting[int(at[1])]
-            onto = self.narrowest([(near, far)])
-            assert onto is not None, "they are different nodes"
-            before = reached[near] or onto
-            reached[far] = Link(
-                bytes_per_s=min(before.bytes_per_s, onto.bytes_per_s), latency_s=max(before.latency_s, onto.latency_s)
-            )
+            reached[far] = narrowest((reached[near], self.link(near, far)))
             waiting.remove(far)
         return {target: reached[target] for target in targets}

@@ -26,7 +26,7 @@ from rollover.report.summary import (
     steps_text,
     summarize,
 )
-from rollover.report.timeline_figure import gantt
+from rollover.report.timeline_figure import aligned
 from rollover.types import WasteCause
 
 
@@ -202,14 +202,10 @@ def _timelines(page: Page, records: Sequence[RunRecord], names: Sequence[str]) -
         cards = [page.figure("", None, "The runs have no training step in common yet.")]
     else:
         shown = [measures.window_of(r.timeline, *steps) for r in records]
-        length_s = max(w.end_s - w.start_s for w in shown)
+        drawn = aligned([(r.timeline, w) for r, w in zip(records, shown, strict=True)], time_title="seconds")
         cards = [
-            page.figure(
-                f"{name}, {window_label(w)}: {duration_text(w.end_s - w.start_s)}",
-                gantt(record.timeline, w, origin_s=w.start_s, length_s=length_s, time_title="seconds"),
-                "",
-            )
-            for name, record, w in zip(names, records, shown, strict=True)
+            page.figure(f"{name}, {window_label(w)}: {duration_text(w.end_s - w.start_s)}", figure, "")
+            for name, w, figure in zip(names, shown, drawn, strict=True)
         ]
     page.section("Timelines", captions.ALIGNED, *cards, layout="column")
 

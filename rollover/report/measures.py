@@ -108,10 +108,11 @@ def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[f
 
 
 def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float) -> tuple[tuple[float, int], ...]:
-    """The step curve inside an interval; its first point is at ``start_s`` with the value in force there."""
+    """The step curve inside an interval: from ``start_s`` to ``end_s``, with the values in force there."""
     first = bisect_right(curve, start_s, key=lambda point: point[0])
     level = curve[first - 1][1] if first else 0
-    return ((start_s, level), *(p for p in curve[first:] if p[0] < end_s))
+    inside = ((start_s, level), *(p for p in curve[first:] if p[0] < end_s))
+    return (*inside, (end_s, inside[-1][1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

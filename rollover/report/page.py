@@ -79,17 +79,18 @@ def write_page(path: Path, text: str) -> Path:
 
 def script_json(value: Any) -> str:
     """JSON that can stand inside a script element: nothing in it can end the element, and no NaN."""
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` as JSON can hold it: it has no infinity and no NaN, so they are null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value
 
 

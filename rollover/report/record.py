@@ -15,6 +15,8 @@ from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import Timeline
 from rollover.rollout.journal import effective, read_events
 
+JOURNAL = "journal.sqlite"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
@@ -34,28 +36,47 @@ def read_run(run_dir: Path) -> RunRecord:
     Raises:
         RunError: it is no run directory, or one of its files is damaged.
     """
-    path = run_dir / "config.json"
-    if not path.is_file():
-        raise RunError(f"{run_dir} is not a run directory: it holds no config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as e:
-        raise RunError(f"{path} cannot be read: {e}") from e
+    config = read_config(run_dir)
     meta = config.pop("meta", None)
     if not isinstance(meta, dict):
         raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
-    journal = run_dir / "journal.sqlite"
-    events = effective(read_events(journal)) if journal.is_file() else []
     redactor = Redactor(config)
     return RunRecord(
         name=run_dir.resolve().name,
         config=redactor.value(config),
         meta=redactor.value(meta),
         metrics=read_metrics(run_dir),
-        timeline=Timeline.of(event for _, event in events),
+        timeline=read_timeline(run_dir),
     )
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The resolved config, with what ran it and where under ``meta``.
+
+    Raises:
+        RunError: there is none, or it cannot be read.
+    """
+    path = run_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{run_dir} is not a run directory: it holds no config.json") from None
+    except (OSError, ValueError) as e:
+        raise RunError(f"{path} cannot be read: {e}") from e
+    return config
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """The timeline that the journal tells; empty until there is a journal.
+
+    Raises:
+        RunError: it is not a journal.
+    """
+    journal = run_dir / JOURNAL
+    events = effective(read_events(journal)) if journal.is_file() else []
+    return Timeline.of(event for _, event in events)
 
 
 def distinct_names(records: Sequence[RunRecord]) -> list[str]:

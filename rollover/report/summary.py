@@ -33,11 +33,11 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guessing:
+class DraftTokens:
     """Draft tokens of the engine and how many were accepted, evaluations included."""
 
     accepted_fraction: float
-    """Guesses that were right, of those made."""
+    """Share of the draft tokens."""
     tokens_per_iteration: float
     """Tokens of a sample per iteration that decoded it, mean; 1 where no draft token is accepted."""
 
@@ -68,8 +68,8 @@ class RunSummary:
     trained_tokens_per_s: float | None
     """Both as ``throughput`` defines them."""
     lag: LagSummary | None
-    guessing: Guessing | None
-    """``None`` where the engine makes no guesses."""
+    draft_tokens: DraftTokens | None
+    """``None`` where the engine makes none."""
     resumes_per_sample: float | None
     """Over trained samples."""
     generated: LengthSummary | None
@@ -122,7 +122,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
         lag=measures.lag(timeline.steps),
-        guessing=_guessing(rows),
+        draft_tokens=_draft_tokens(rows),
         resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
         generated=generated,
         trained=trained_lengths,
@@ -160,13 +160,13 @@ def _by_dataset(rows: Sequence[MetricRow]) -> dict[str, tuple[Accuracy, Accuracy
     return found
 
 
-def _guessing(rows: Sequence[MetricRow]) -> Guessing | None:
+def _draft_tokens(rows: Sequence[MetricRow]) -> DraftTokens | None:
     decoded, drafted, accepted = (
         sum(_values(rows, f"engine/{name}_tokens")) for name in ("decoded", "drafted", "accepted")
     )
     if not drafted:
         return None
-    return Guessing(accepted_fraction=accepted / drafted, tokens_per_iteration=decoded / (decoded - accepted))
+    return DraftTokens(accepted_fraction=accepted / drafted, tokens_per_iteration=decoded / (decoded - accepted))
 
 
 def _phases(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, float]:
@@ -198,7 +198,7 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ("wasted by the rollout", waste_text(s, s.wasted_by_rollout)),
         ("without a gradient", waste_text(s, s.without_gradient)),
         ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
-        *((("guessed tokens", guessing_text(s.guessing)),) if s.guessing else ()),
+        *((("draft tokens", draft_tokens_text(s.draft_tokens)),) if s.draft_tokens else ()),
         ("resumes per sample", number(s.resumes_per_sample, ".2f")),
         ("generated lengths", lengths_text(s.generated)),
         ("trained lengths", lengths_text(s.trained)),
@@ -246,7 +246,7 @@ def lengths_text(found: LengthSummary | None) -> str:
     return f"mean {found.mean:.1f}, median {found.median}, p95 {found.p95}, max {found.max} tokens"
 
 
-def guessing_text(found: Guessing) -> str:
+def draft_tokens_text(found: DraftTokens) -> str:
     return f"{found.accepted_fraction:.0%} accepted; {found.tokens_per_iteration:.2f} tokens per sample and iteration"
 
 

@@ -1,16 +1,16 @@
 """The timeline of every sample, read from the journal's events.
 
 ``Timeline.of`` is one pass over the events that count (``rollover.rollout.journal.effective``). It keeps
-counts and times, never token ids, so the timeline of a long run stays small. The token account closes:
+counts and times, never the tokens of responses, so the timeline of a long run stays small. The token account closes:
 ``decoded = trained + wasted (by cause) + live``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from rollover.rollout.events import (
     BatchConsumed,
@@ -27,7 +27,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.types import FinishReason, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +57,18 @@ class SampleTrace:
     """One sample from its first token to its end."""
 
     sample_id: SampleId
-    prompt: str
-    spans: tuple[DecodedSpan, ...]
-    gaps: tuple[Gap, ...]
-    reward: float | None
-    trained_step: int | None
+    prompt: Prompt
+    spans: tuple[DecodedSpan, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    reward: float | None = None
+    trained_step: int | None = None
     """Step whose batch holds it; ``None`` while there is none or when it was wasted."""
-    waste: WasteCause | None
-    finished: bool
-    """It ended by itself (stop or length)."""
+    waste: WasteCause | None = None
+
+    @property
+    def finished(self) -> bool:
+        """It ended by itself (stop or length)."""
+        return bool(self.spans) and self.spans[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
     def num_tokens(self) -> int:
@@ -140,9 +143,10 @@ class Timeline:
         fold = _Fold()
         for event in events:
             fold.apply(event)
-        samples = tuple(s.trace(fold.now_s) for _, s in sorted(fold.samples.items()) if s.spans)
+        for sample_id in tuple(fold.stopped_s):
+            fold.go_on(sample_id, fold.now_s)
         return cls(
-            samples=samples,
+            samples=tuple(s for _, s in sorted(fold.samples.items()) if s.spans),
             steps=tuple(step for _, step in sorted(fold.steps.items())),
             publishes=tuple(fold.publishes),
             restarts_s=tuple(fold.restarts_s),
@@ -175,66 +179,14 @@ class Timeline:
         return self.decoded_tokens - self.trained_tokens - sum(self.wasted_tokens.values())
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample while the events pass by."""
-
-    sample_id: SampleId
-    prompt: str
-    spans: list[DecodedSpan] = field(default_factory=list)
-    gaps: list[Gap] = field(default_factory=list)
-    stopped_s: float | None = None
-    """Since when it has been parked."""
-    reward: float | None = None
-    failed: bool = False
-    trained_step: int | None = None
-    waste: WasteCause | None = None
-    finished: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.spans)
-
-    def add(self, segment: Segment, now_s: float) -> None:
-        self.spans.append(
-            DecodedSpan(
-                start_s=segment.start_s,
-                end_s=segment.end_s,
-                policy_version=segment.policy_version,
-                num_tokens=len(segment.token_ids),
-                finish_reason=segment.finish_reason,
-            )
-        )
-        if segment.finish_reason is FinishReason.ABORT and self.num_tokens:
-            self.stopped_s = now_s
-        self.finished = segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-    def go_on(self, now_s: float) -> None:
-        """The gap ends: the sample was resumed, or nobody waits for it any longer."""
-        if self.stopped_s is not None and now_s > self.stopped_s:
-            self.gaps.append(Gap(start_s=self.stopped_s, end_s=now_s))
-        self.stopped_s = None
-
-    def trace(self, end_s: float) -> SampleTrace:
-        self.go_on(end_s)
-        return SampleTrace(
-            sample_id=self.sample_id,
-            prompt=self.prompt,
-            spans=tuple(self.spans),
-            gaps=tuple(self.gaps),
-            reward=self.reward,
-            trained_step=self.trained_step,
-            waste=self.waste,
-            finished=self.finished,
-        )
-
-
 class _Fold:
     """The state between two events."""
 
     def __init__(self) -> None:
-        self.samples: dict[SampleId, _Sample] = {}
-        self.groups: dict[int, tuple[_Sample, ...]] = {}
+        self.samples: dict[SampleId, SampleTrace] = {}
+        self.groups: dict[int, tuple[SampleId, ...]] = {}
+        self.stopped_s: dict[SampleId, float] = {}
+        """Since when each parked sample with tokens has been parked."""
         self.steps: dict[int, ConsumedStep] = {}
         self.running: set[SampleId] = set()
         self.active: list[tuple[float, int]] = []
@@ -257,28 +209,26 @@ class _Fold:
         self.now_s = max(self.now_s, event.time_s)
         match event:
             case GroupOpened(group_id=group_id, prompt=prompt, group_size=size):
-                ids = [SampleId(group_id, i) for i in range(size)]
-                self.groups[group_id] = tuple(_Sample(sample_id=i, prompt=prompt.text) for i in ids)
-                self.samples.update(zip(ids, self.groups[group_id], strict=True))
+                self.groups[group_id] = tuple(SampleId(group_id, i) for i in range(size))
+                self.samples |= {i: SampleTrace(sample_id=i, prompt=prompt) for i in self.groups[group_id]}
             case SampleStarted(sample_id=sample_id):
-                self.samples[sample_id].go_on(event.time_s)
-                self._run(sample_id, event.time_s)
+                self.go_on(sample_id, event.time_s)
+                self.running.add(sample_id)
+                self._count(event.time_s)
             case SegmentEnded(sample_id=sample_id, segment=segment):
-                self.samples[sample_id].add(segment, event.time_s)
+                self._decoded(sample_id, segment, event.time_s)
                 self.reprefilled_tokens += segment.num_prefilled_tokens
                 if segment.finish_reason is not None:
                     self._leave([sample_id], event.time_s)
                 if segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     self.unscored.add(sample_id)
             case SampleScored(sample_id=sample_id, reward=reward):
-                self.samples[sample_id].reward = reward
+                self._change(sample_id, reward=reward)
                 self.unscored.discard(sample_id)
             case SampleFailed(sample_id=sample_id):
-                self.samples[sample_id].failed = True
-                self._write_off([self.samples[sample_id]], event.time_s, WasteCause.FAILED)
+                self._write_off([sample_id], event.time_s, WasteCause.FAILED)
             case GroupDropped(group_id=group_id, cause=cause):
-                kept = [s for s in self.groups[group_id] if not s.failed]
-                self._write_off(kept, event.time_s, cause)
+                self._write_off(self._kept(group_id), event.time_s, cause)
             case BatchConsumed():
                 self._consume(event)
             case BatchTrained(step=step, untrained=untrained):
@@ -306,9 +256,31 @@ class _Fold:
         of_steps = [point for points in self.waste_of_steps.values() for point in points]
         return sorted([*self.waste, *of_steps], key=lambda point: point.time_s)
 
-    def _run(self, sample_id: SampleId, now_s: float) -> None:
-        self.running.add(sample_id)
-        self._count(now_s)
+    def _change(self, sample_id: SampleId, **changes: Any) -> SampleTrace:
+        self.samples[sample_id] = replace(self.samples[sample_id], **changes)
+        return self.samples[sample_id]
+
+    def _decoded(self, sample_id: SampleId, segment: Segment, now_s: float) -> None:
+        span = DecodedSpan(
+            start_s=segment.start_s,
+            end_s=segment.end_s,
+            policy_version=segment.policy_version,
+            num_tokens=len(segment.token_ids),
+            finish_reason=segment.finish_reason,
+        )
+        sample = self._change(sample_id, spans=(*self.samples[sample_id].spans, span))
+        if segment.finish_reason is FinishReason.ABORT and sample.num_tokens:
+            self.stopped_s[sample_id] = now_s
+
+    def go_on(self, sample_id: SampleId, now_s: float) -> None:
+        """The gap ends: the sample was resumed, or nobody waits for it any longer."""
+        stopped_s = self.stopped_s.pop(sample_id, now_s)
+        if now_s > stopped_s:
+            self._change(sample_id, gaps=(*self.samples[sample_id].gaps, Gap(start_s=stopped_s, end_s=now_s)))
+
+    def _kept(self, group_id: int) -> list[SampleId]:
+        """Samples of the group that did not fail."""
+        return [i for i in self.groups[group_id] if self.samples[i].waste is None]
 
     def _leave(self, sample_ids: Iterable[SampleId], now_s: float) -> None:
         before = len(self.running)
@@ -322,48 +294,42 @@ class _Fold:
             self.active.pop()
         self.active.append((now_s, len(self.running)))
 
-    def _write_off(self, samples: Iterable[_Sample], now_s: float, cause: WasteCause) -> None:
-        samples = list(samples)
-        for sample in samples:
-            sample.go_on(now_s)
-            sample.waste = cause
-        self.waste.append(WastePoint(time_s=now_s, cause=cause, num_tokens=sum(s.num_tokens for s in samples)))
-        self._leave([s.sample_id for s in samples], now_s)
-        self.unscored.difference_update(s.sample_id for s in samples)
+    def _write_off(self, sample_ids: Sequence[SampleId], now_s: float, cause: WasteCause) -> None:
+        for sample_id in sample_ids:
+            self.go_on(sample_id, now_s)
+            self._change(sample_id, waste=cause)
+        num_tokens = sum(self.samples[i].num_tokens for i in sample_ids)
+        self.waste.append(WastePoint(time_s=now_s, cause=cause, num_tokens=num_tokens))
+        self._leave(sample_ids, now_s)
+        self.unscored.difference_update(sample_ids)
 
     def _consume(self, event: BatchConsumed) -> None:
-        samples = [s for g in event.group_ids for s in self.groups[g] if not s.failed]
+        samples = [self._change(i, trained_step=event.step) for g in event.group_ids for i in self._kept(g)]
         lags: Counter[int] = Counter()
-        heads = []
-        for sample in samples:
-            sample.trained_step = event.step
-            for span in sample.spans:
-                if span.num_tokens:
-                    lags[event.step - span.policy_version] += span.num_tokens
-            if sample.num_tokens:
-                heads.append(event.step - min(s.policy_version for s in sample.spans if s.num_tokens))
+        for span in (span for sample in samples for span in sample.spans if span.num_tokens):
+            lags[event.step - span.policy_version] += span.num_tokens
         self.steps[event.step] = ConsumedStep(
             step=event.step,
             consumed_s=event.time_s,
             num_groups=len(event.group_ids),
             num_samples=len(samples),
-            num_resumes=sum(p.finish_reason is FinishReason.ABORT for sample in samples for p in sample.spans[:-1]),
+            num_resumes=sum(s.num_resumes for s in samples),
             lags=dict(sorted(lags.items())),
-            head_lags=tuple(heads),
+            head_lags=tuple(event.step - v for s in samples if (v := s.oldest_version) is not None),
         )
 
     def _restart(self, event: Restarted) -> None:
         """Running samples fall back to what the journal has; batches from ``step`` on are not trained yet."""
         for sample_id in self.running:
-            sample = self.samples[sample_id]
-            sample.stopped_s = sample.spans[-1].end_s if sample.num_tokens else None
+            if (sample := self.samples[sample_id]).num_tokens:
+                self.stopped_s[sample_id] = sample.spans[-1].end_s
         self._leave(tuple(self.running), event.time_s)
         for step in [s for s in self.steps if s >= event.step]:
             del self.steps[step]
             self.waste_of_steps.pop(step, None)
-        for sample in self.samples.values():
+        for sample_id, sample in self.samples.items():
             if sample.trained_step is not None and sample.trained_step >= event.step:
-                sample.trained_step = None
+                self._change(sample_id, trained_step=None)
         self.restarts_s.append(event.time_s)
         self.lost_tokens += event.lost_tokens
         if event.lost_tokens:

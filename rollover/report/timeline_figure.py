@@ -58,6 +58,15 @@ def gantt(
     )
 
 
+def aligned(shown: Sequence[tuple[Timeline, StepWindow]], *, time_title: str) -> list[Figure]:
+    """One window of each run, from its own zero, on axes of equal length."""
+    length_s = max(window.end_s - window.start_s for _, window in shown)
+    return [
+        gantt(timeline, window, origin_s=window.start_s, length_s=length_s, time_title=time_title)
+        for timeline, window in shown
+    ]
+
+
 def thinned(samples: Sequence[SampleTrace]) -> tuple[list[SampleTrace], int]:
     """Samples of every k-th group, with the smallest k that keeps within ``MAX_SPANS``."""
     every = -(-sum(len(s.spans) for s in samples) // MAX_SPANS) or 1
@@ -136,7 +145,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
     elif sample.trained_step is not None:
         fate = f"trained at step {sample.trained_step}"
     reward = "" if sample.reward is None else f", reward {sample.reward:g}"
-    prompt = html.escape(sample.prompt if len(sample.prompt) <= 60 else sample.prompt[-60:])
+    prompt = html.escape(sample.prompt.text[-60:])
     return (
         f"<b>{sample.sample_id}</b> under v{span.policy_version}:"
         f" {span.num_tokens} of {sample.num_tokens} tokens, {end}<br>{fate}{reward}<br>{prompt}"
@@ -168,12 +177,11 @@ def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
 
 
 def _active(active: Sequence[tuple[float, int]], window: StepWindow, origin_s: float) -> dict[str, Any]:
-    closed = [*active, (window.end_s, active[-1][1])]
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": [round(t - origin_s, 3) for t, _ in closed],
-        "y": [n for _, n in closed],
+        "x": [round(t - origin_s, 3) for t, _ in active],
+        "y": [n for _, n in active],
         "yaxis": "y2",
         "showlegend": False,
         "fill": "tozeroy",

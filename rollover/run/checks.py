@@ -10,7 +10,7 @@ from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES, Need
+from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import NumRunning
 from rollover.tasks.config import TasksConfig
 from rollover.trainer.config import ScratchConfig, TrainerConfig
@@ -79,17 +79,16 @@ def context_needed(config: Sections, key: str) -> int:
 
 def check_capabilities(config: Sections, capabilities: Capabilities) -> None:
     """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
-    need = config.rollout.strategy.needs
-    if need is not None and not getattr(capabilities, need.capability):
-        raise ConfigError(_lacking(config, need))
+    if config.rollout.strategy.needs_in_flight_update and not capabilities.in_flight_update:
+        raise ConfigError(_lacking(config))
 
 
-def _lacking(config: Sections, need: Need) -> str:
-    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.needs != need)
+def _lacking(config: Sections) -> str:
+    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if not strategy.needs_in_flight_update)
     return (
-        f"rollout.strategy {config.rollout.strategy.kind!r} {need.purpose}, which this engine (engine.kind"
-        f" {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that does without:"
-        f" {others}"
+        f"rollout.strategy {config.rollout.strategy.kind!r} loads weights under running samples, which this engine"
+        f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
+        f" does without: {others}"
     )
 
 
@@ -115,9 +114,8 @@ def _contradictions(config: Sections) -> Iterator[str]:
             f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
             f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
         )
-    need = rollout.strategy.needs
-    if need is not None and not getattr(can, need.capability):
-        yield _lacking(config, need)
+    if rollout.strategy.needs_in_flight_update and not can.in_flight_update:
+        yield _lacking(config)
     if config.deterministic:
         yield from _nondeterminism(config)
     if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):

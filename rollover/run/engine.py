@@ -48,9 +48,9 @@ def publish_timeout_s(config: RunConfig) -> float:
 def check_engine(config: RunConfig) -> None:
     """Raise ``ModelError`` or ``ConfigError`` for a device that is missing, or a model that the embedded engine would
     refuse. This needs no weights, and so comes before the warm-up."""
-    from rollover.trainer.models import pick_device
-
     if config.trainer.device not in ("auto", "cpu"):
+        from rollover.trainer.models import pick_device
+
         pick_device(config.trainer.device)
     if not isinstance(config.engine, EmbeddedConfig):
         return

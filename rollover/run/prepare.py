@@ -21,7 +21,7 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
-from rollover.tasks.examples import Solutions, examples
+from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.sources import SourceConfig
 
@@ -92,9 +92,8 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
     plain = replace(config.tasks, train=configs, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
     source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
-    solutions = Solutions(source, configs)
     prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
-    texts = [f"{p.text}\n{solutions.of(p)}" for p in prompts]
+    texts = [f"{p.text}\n{source.solution(p)}" for p in prompts]
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
     build_scratch_model(folder, tokenizer, shape, seed=config.seed)
     return folder
@@ -118,7 +117,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
     wanted = warmup.num_steps * warmup.batch_size
-    supervised = islice(examples(source, configs, tokenizer, bare_answers=warmup.bare_answers), wanted)
+    supervised = islice(examples(source, tokenizer, bare_answers=warmup.bare_answers), wanted)
     run_sft(base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress)
 
 

@@ -209,11 +209,11 @@ def _resumed(
 
 def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
     from rollover.trainer.checkpoint import read_manifest
-    from rollover.trainer.open import open_trainer
+    from rollover.trainer.local import LocalTrainer
 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
-    return open_trainer(
+    return LocalTrainer(
         config.trainer,
         resolve(config.algorithm),
         folder,

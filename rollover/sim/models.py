@@ -34,14 +34,14 @@ class ReplicaModel:
     fast_lane: bool = False
     """Takes only samples that ask for the fast lane."""
     draft_tokens: int = 0
-    """Later tokens guessed for each sample in an iteration, at most (speculative decoding); 0 for none."""
+    """Draft tokens of each sample in an iteration, at most (speculative decoding); 0 for none."""
     draft_rows: int = 2**31
-    """Samples and guesses of an iteration, at most."""
+    """Samples and draft tokens of an iteration, at most."""
     draft_acceptance: float = 0.5
-    """Chance that a guess is right if those before it were."""
+    """Chance that a draft token is accepted if those before it were."""
     draft_cost: float = 1.0
-    """What a guess costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory is,
-    since a guess reads no cache of its own."""
+    """What a draft token costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory
+    is, since a draft token reads no cache of its own."""
     iteration_table: tuple[tuple[int, float], ...] = ()
     """Measured (samples, seconds) of an iteration, by ascending samples: where given, times are interpolated between
     these instead of following the line, which stays what replicas are compared and theory is reckoned by."""
@@ -73,18 +73,18 @@ class ReplicaModel:
         return self.c0_s * (1 + num_running / self.b0)
 
     def token_s(self, num_running: int) -> float:
-        """Mean time in which each of ``num_running`` samples gets one token further. Of g guesses for each,
-        a + a^2 + ... + a^g are right in the mean."""
+        """Mean time in which each of ``num_running`` samples gets one token further. Of g draft tokens for
+        each, a + a^2 + ... + a^g are accepted in the mean."""
         if not self.draft_tokens or not num_running:
             return self.iteration_s(num_running)
-        num_guesses = min(self.draft_tokens, max(0, self.draft_rows // num_running - 1))
-        tokens = sum(self.draft_acceptance**i for i in range(num_guesses + 1))
-        return self.iteration_s(num_running * (1 + num_guesses * self.draft_cost)) / tokens
+        num_drafts = min(self.draft_tokens, max(0, self.draft_rows // num_running - 1))
+        tokens = sum(self.draft_acceptance**i for i in range(num_drafts + 1))
+        return self.iteration_s(num_running * (1 + num_drafts * self.draft_cost)) / tokens
 
     @property
     def most_tokens_per_s(self) -> float:
         """Return what no batch exceeds: one so large that only caches are read, or as large as leaves rows for
-        guesses."""
+        draft tokens."""
         batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
         return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
 
@@ -106,6 +106,8 @@ class ReplicaModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
     """``base_s + s_per_token * tokens``, times a lognormal factor of mean 1 where ``sigma`` is above 0."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     base_s: float = 0.0
     s_per_token: float = 0.0

@@ -60,32 +60,40 @@ class ColumnMap:
         self._settings = settings
         self._prompt_key = f"prompt_column of source {settings.source!r}"
         self._answer_key = f"answer_column of source {settings.source!r}"
-        self._prompt = settings.prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
-        self._replies = ends_with_reply(_require(first, self._prompt, key=self._prompt_key, where=where))
-        self._answer = settings.answer
-        if self._answer is None and self._replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
-            self._answer = self._prompt
-        elif self._answer is None and settings.needs_answer:
-            self._answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
+        self.prompt = settings.prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
+        """The path of the prompt."""
+        self.replies = ends_with_reply(_require(first, self.prompt, key=self._prompt_key, where=where))
+        """Whether the messages of the first row end with an assistant's turn."""
+        self.answer = settings.answer
+        """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of the
+        prompt when it is the reply in there."""
+        if self.answer is None and self.replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
+            self.answer = self.prompt
+        elif self.answer is None and settings.needs_answer:
+            self.answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
         # A name that no column has is the function's mistake, and told where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
         self.content(first, where)
-        self._travelling = tuple(self.kept(first, where))
+        self.travelling = tuple(self.kept(first, where))
+        """The columns of the first row that travel with its prompt, and the name under which functions get the reply
+        where it is the reference."""
+        if self.replies and self.answer == self.prompt:
+            self.travelling += (REPLY,)
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
         """Give the prompt of a row: text, or messages without the reply that they may end with. ``DataError`` when its
         prompt, its answer or a column that the reward function asks for is missing."""
-        if self._answer is not None:
-            _require(row, self._answer, key=self._answer_key, where=where)
+        if self.answer is not None:
+            _require(row, self.answer, key=self._answer_key, where=where)
         for name in self._needed:
             if name not in row:  # null is a value that functions may know what to do with
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
-        content = _require(row, self._prompt, key=self._prompt_key, where=where)
+        content = _require(row, self.prompt, key=self._prompt_key, where=where)
         if not is_messages(content):
             return content
         prompt, reply = split_conversation(content, where)
-        if reply is None and self._answer == self._prompt:
+        if reply is None and self.answer == self.prompt:
             raise DataError(
                 f"{where}: the messages do not end with an assistant's turn, which is the reference answer of this"
                 f" source; mend the row or set {self._answer_key}"
@@ -101,35 +109,13 @@ class ColumnMap:
         for name in wanted or ():
             _require(row, name, key=f"keep_columns of source {self._settings.source!r}", where=where)
         names = set(row if wanted is None else wanted)
-        if self._answer is not None:
-            names.add(_top(row, self._answer))
-        if isinstance(row.get(self._prompt), str):
-            names.discard(self._prompt)
+        if self.answer is not None:
+            names.add(_top(row, self.answer))
+        if isinstance(row.get(self.prompt), str):
+            names.discard(self.prompt)
         else:
-            names.add(_top(row, self._prompt))
+            names.add(_top(row, self.prompt))
         return {name: _as_json(row[name], name, where) for name in row if name in names}
-
-    @property
-    def prompt(self) -> str:
-        """Give the path of the prompt."""
-        return self._prompt
-
-    @property
-    def answer(self) -> str | None:
-        """Give the path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of
-        the prompt when it is the reply in there."""
-        return self._answer
-
-    @property
-    def replies(self) -> bool:
-        """Tell whether the messages of the first row end with an assistant's turn."""
-        return self._replies
-
-    @property
-    def travelling(self) -> tuple[str, ...]:
-        """Name the columns of the first row that travel with its prompt, and the name under which functions get the
-        reply where it is the reference."""
-        return (*self._travelling, REPLY) if self._replies and self._answer == self._prompt else self._travelling
 
 
 def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, where: str) -> str | None:

@@ -39,10 +39,10 @@ class TasksConfig:
     long_prompts: Annotated[Literal["skip", "error"], OnResume(_stays_skipping, "may change to `skip` on resume")] = (
         "skip"
     )
-    """Longer prompts are left out and counted, or stop the run at once."""
+    """Longer prompts are left out, or stop the run at once."""
     keep_eval_out: bool = True
     """Leave prompts out of training (and warm-up) that are also evaluation prompts, so that accuracy is measured on
-    what was never shown. Compared by their text; they count as skipped."""
+    what was never shown. Compared by their text."""
     eval_seed: int = 0
     """Draws the generated evaluation items; not the run's seed, so that runs of several seeds are measured
     on the same ones."""

@@ -6,36 +6,21 @@ that ends the messages, where they end with one, and else the answer column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 from rollover.tasks.prompt_source import PromptSource
-from rollover.tasks.sources import SourceConfig
-from rollover.types import Prompt
-
-
-class Solutions:
-    """Knows the responses that the prompts of ``source`` should have; ``configs`` are those of its parts."""
-
-    def __init__(self, source: PromptSource, configs: Sequence[SourceConfig]) -> None:
-        self._configs = {config.name: config for config in configs}
-        self._prompt_columns = {spec.source: spec.prompt_column for spec in source.reward_specs}
-
-    def of(self, prompt: Prompt) -> str:
-        """Raises ``DataError`` when the task has no worked solutions, or the row neither reply nor answer."""
-        return self._configs[prompt.source].solution(prompt, self._prompt_columns[prompt.source])
 
 
 def examples(
-    source: PromptSource, configs: Sequence[SourceConfig], tokenizer: Any, *, bare_answers: float = 0.0
+    source: PromptSource, tokenizer: Any, *, bare_answers: float = 0.0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield (prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of
     them only the last line is left, spread evenly over the examples."""
-    solutions = Solutions(source, configs)
     for index in count():
         prompt = source.prompt(index)
-        text = solutions.of(prompt)
+        text = source.solution(prompt)
         if _spread(index) < bare_answers:
             text = text.rsplit("\n", 1)[-1]
         response = tokenizer([text], add_special_tokens=False)["input_ids"][0]

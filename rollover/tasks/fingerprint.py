@@ -1,6 +1,8 @@
-"""Takes the fingerprint of a dataset, by which another can be told from it.
+"""Takes the fingerprint of a dataset, by which another can be told from it, and watches a file while it is read.
 
-That of a file is its content (see ``data_file.py``). That of a dataset of the hub or a saved folder is the number of
+A dataset must stay as it is while a run reads it, and between a run and its resume. A file is known by its size and a
+hash: of all its bytes up to 64 MiB, beyond that of blocks spread evenly from head to tail. A change that keeps the size
+and lies between those blocks is not seen. The fingerprint of a dataset of the hub or a saved folder is the number of
 rows and a hash of a few hundred of them, so that another version of the library or a new download of the same rows is
 no change.
 """
@@ -10,29 +12,84 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollover.tasks.data_file import DataFile
+from rollover.errors import DataError
 from rollover.tasks.rows import DatasetRows
 
+_WHOLE_BYTES = 64 * 2**20
+_BLOCK_BYTES = 2**18
+_NUM_BLOCKS = 256
 _NUM_ROWS = 256
 
 Fingerprint = dict[str, Any]
 """JSON: ``path``, ``size``, ``unit`` of the size, ``sha256`` and, of a file, when it was ``written``."""
 
 
-def fingerprint_of_file(path: Path) -> Fingerprint:
-    """Hash the content of a file. Raises ``DataError`` when it cannot be read."""
-    file = DataFile(path)
-    written = datetime.datetime.fromtimestamp(file.written_s).astimezone()
-    return {
-        "path": str(file.path),
-        "size": file.content.size,
-        "unit": "bytes",
-        "sha256": file.content.sha256,
-        "written": written.isoformat(timespec="seconds"),
-    }
+class Content(NamedTuple):
+    """Tells the content of one file from that of another."""
+
+    size: int
+    sha256: str
+
+
+class DataFile:
+    """Remembers the file ``path`` as it is now. Raises ``DataError`` when it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = self._read_stamp()
+        self.content = self._read_content()
+
+    def fingerprint(self) -> Fingerprint:
+        """Take the fingerprint of the content, as it was at the beginning."""
+        written = datetime.datetime.fromtimestamp(self._stamp[-1] / 1e9).astimezone()
+        return {
+            "path": str(self.path),
+            "size": self.content.size,
+            "unit": "bytes",
+            "sha256": self.content.sha256,
+            "written": written.isoformat(timespec="seconds"),
+        }
+
+    def check(self) -> None:
+        """Raise ``DataError`` when the content is no longer that of the beginning. Cheap while nobody touches it."""
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return
+        if self._read_content() != self.content:
+            raise DataError(
+                f"{self.path} has changed while it was read, so its rows are no longer those that were counted; put the"
+                " right file back"
+            )
+        self._stamp = stamp
+
+    def _read_stamp(self) -> tuple[int, int, int]:
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise self._unreadable(error) from None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _read_content(self) -> Content:
+        digest = hashlib.sha256()
+        try:
+            with self.path.open("rb") as data:
+                size = os.fstat(data.fileno()).st_size
+                if size <= _WHOLE_BYTES:
+                    digest.update(data.read())
+                else:
+                    for block in range(_NUM_BLOCKS):
+                        data.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
+                        digest.update(data.read(_BLOCK_BYTES))
+        except OSError as error:
+            raise self._unreadable(error) from None
+        return Content(size, digest.hexdigest())
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"{self.path} cannot be read: {error.strerror}")
 
 
 def fingerprint_of_rows(rows: DatasetRows, path: str) -> Fingerprint:

@@ -24,6 +24,7 @@ class MixtureSource:
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]) -> None:
         self._sources = tuple(sources)
+        self._by_name = {spec.source: source for source in sources for spec in source.reward_specs}
         self._counts = _shares(weights)
         places = [(Fraction(2 * j + 1, 2 * count), k, j) for k, count in enumerate(self._counts) for j in range(count)]
         self._cycle = tuple((k, j) for _, k, j in sorted(places))
@@ -33,14 +34,6 @@ class MixtureSource:
         return len(self._cycle)
 
     @property
-    def num_rows(self) -> None:
-        return None
-
-    @property
-    def num_skipped(self) -> int:
-        return sum(source.num_skipped for source in self._sources)
-
-    @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
         return tuple(spec for source in self._sources for spec in source.reward_specs)
 
@@ -48,6 +41,9 @@ class MixtureSource:
         cycle, place = divmod(index, len(self._cycle))
         source, nth = self._cycle[place]
         return self._sources[source].prompt(cycle * self._counts[source] + nth)
+
+    def solution(self, prompt: Prompt) -> str:
+        return self._by_name[prompt.source].solution(prompt)
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:

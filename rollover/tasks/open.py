@@ -11,9 +11,8 @@ from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.mixture import MixtureSource
-from rollover.tasks.prompt_source import EndlessSource, EpochOrder, PromptSource, RowSource
+from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
-from rollover.tasks.rows import first_rows
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
@@ -27,14 +26,23 @@ def train_source(
         raise DataError("tasks.train names no source; add one [[tasks.train]] table")
     encoder = PromptEncoder(tokenizer, config)
     sources: list[PromptSource] = []
-    skip_long = config.long_prompts == "skip"
     for source in config.train:
-        rows = first_rows(source.open(gym_seed("train", source.name, seed)), source.limit)
-        if rows.num_rows is None:
-            sources.append(EndlessSource(source, rows, encoder, skip_long=skip_long, held_out=held_out))
+        rows, name = source.open(gym_seed("train", source.name, seed)), source.name
+        num_rows = _fewest(rows.num_rows, source.limit)
+        if num_rows is None:
+            sources.append(EndlessSource(source, rows, encoder, name=name, held_out=held_out))
         else:
-            order = EpochOrder(name=source.name, seed=seed, shuffle=config.shuffle)
-            sources.append(RowSource(source, rows, encoder, order, skip_long=skip_long, held_out=held_out))
+            finite = RowSource(
+                source,
+                rows,
+                encoder,
+                name=name,
+                held_out=held_out,
+                num_rows=num_rows,
+                seed=seed,
+                shuffle=config.shuffle,
+            )
+            sources.append(finite)
     if len(sources) == 1:
         return sources[0]
     return MixtureSource(sources, [source.weight for source in config.train])
@@ -46,11 +54,18 @@ def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int)
     encoder = PromptEncoder(tokenizer, config)
     sources = []
     for source in config.eval:
-        order = EpochOrder(name=f"eval/{source.name}", seed=config.eval_seed, shuffle=False)
-        limit = min(num_prompts, source.limit or num_prompts)
-        rows = first_rows(source.open(gym_seed("eval", source.name, config.eval_seed)), limit)
-        sources.append(RowSource(source, rows, encoder, order, skip_long=config.long_prompts == "skip"))
+        rows, name = source.open(gym_seed("eval", source.name, config.eval_seed)), f"eval/{source.name}"
+        num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
+        assert num_rows is not None
+        sources.append(
+            RowSource(source, rows, encoder, name=name, num_rows=num_rows, seed=config.eval_seed, shuffle=False)
+        )
     return tuple(sources)
+
+
+def _fewest(*nums_rows: int | None) -> int | None:
+    """Give the smallest number of rows, where ``None`` is a dataset without end, or without a limit."""
+    return min((num_rows for num_rows in nums_rows if num_rows is not None), default=None)
 
 
 def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> frozenset[str]:
@@ -80,7 +95,7 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -
     """
     if config.needs_download:
         return SourceFacts(None)
-    rows = first_rows(config.open(seed=0), config.limit)
+    rows = config.open(seed=0)
     where = rows.where(0)
     columns = ColumnMap(config.column_settings(), rows[0], where)
     spec = config.reward_spec(columns, config.name)
@@ -91,7 +106,7 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -
         text, token_ids = encoder.encode(columns.content(rows[0], where), where=where)
         kept = columns.kept(rows[0], where)
         first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
-    return SourceFacts(rows.num_rows, _use_of_reply(columns), first, columns.prompt)
+    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns), first, columns.prompt)
 
 
 def _use_of_reply(columns: ColumnMap) -> str:

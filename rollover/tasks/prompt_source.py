@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -38,16 +37,6 @@ class PromptSource(Protocol):
     """
 
     @property
-    def num_rows(self) -> int | None:
-        """Count the admissible rows of one epoch; ``None``: without end."""
-        ...
-
-    @property
-    def num_skipped(self) -> int:
-        """Count the rows left out so far: their prompt is longer than ``max_prompt_tokens``, or held out."""
-        ...
-
-    @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
         """Say how the prompts of this source are scored: what ``RewardScorer`` is built from."""
         ...
@@ -56,63 +45,44 @@ class PromptSource(Protocol):
         """Draw prompt ``index``. Raises ``DataError`` when its row cannot be read, or has no prompt."""
         ...
 
-
-@dataclass(frozen=True)
-class EpochOrder:
-    """Decides in which order an epoch visits the admissible rows."""
-
-    name: str
-    seed: int
-    shuffle: bool
-
-    def epoch(self, number: int, rows: Sequence[int]) -> Sequence[int]:
-        if not self.shuffle:
-            return rows
-        shuffled = list(rows)
-        random.Random(f"{self.seed}/{self.name}/{number}").shuffle(shuffled)
-        return shuffled
+    def solution(self, prompt: Prompt) -> str:
+        """Give the response that a prompt of this source should have. Raises ``DataError`` when the task has no worked
+        solutions, or the row neither reply nor answer."""
+        ...
 
 
-class RowSource:
-    """Draws from a finite dataset, each epoch in an order of its own."""
+class _DatasetSource:
+    """Holds what the sources of one dataset share: its rows become prompts, unless they are left out.
+
+    Args:
+        name: of the source in prompt ids and metrics.
+        held_out: texts of prompts that are left out.
+    """
 
     def __init__(
         self,
         config: SourceSettings,
         rows: DatasetRows,
         encoder: PromptEncoder,
-        order: EpochOrder,
         *,
-        skip_long: bool,
+        name: str,
         held_out: Collection[str] = (),
     ) -> None:
         self._config = config
-        assert rows.num_rows is not None
         self._rows = rows
-        self._num_rows = rows.num_rows
         self._encoder = encoder
+        self._name = name
         self._held_out = held_out
-        self._name = order.name
         self._columns = ColumnMap(config.column_settings(), rows[0], rows.where(0))
-        self._admissible = self._scan(skip_long)
-        # Prompts of two epochs are asked for in turn around a boundary.
-        self._order = lru_cache(maxsize=2)(lambda epoch: order.epoch(epoch, self._admissible))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._admissible)
-
-    @property
-    def num_skipped(self) -> int:
-        return self._num_rows - len(self._admissible)
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
         return (self._config.reward_spec(self._columns, self._name),)
 
-    def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index, self.num_rows)
-        row = self._order(epoch)[place]
+    def solution(self, prompt: Prompt) -> str:
+        return self._config.solution(prompt, self._columns.prompt)
+
+    def _read(self, row: int, epoch: int) -> Prompt:
         values, where = self._rows[row], self._rows.where(row)
         encoded = self._encoder.encode(self._columns.content(values, where), where=where)
         return Prompt(
@@ -123,28 +93,21 @@ class RowSource:
             columns=self._columns.kept(values, where),
         )
 
-    def _scan(self, skip_long: bool) -> array[int]:
-        """Read every row once and list those that are short enough and not held out. Finds rows without the
-        needed columns on the way."""
-        admissible = array("q")
-        num_rows, where = self._num_rows, self._rows.where
-        for start in range(0, num_rows, _SCAN_ROWS):
-            chunk = range(start, min(start + _SCAN_ROWS, num_rows))
-            contents = [(self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r)) for r in chunk]
-            for row, encoded in zip(chunk, self._encoder.encode_many(contents), strict=True):
-                if encoded.text not in self._held_out and _fits(encoded, self._encoder, skip_long, where(row)):
-                    admissible.append(row)
-        if not admissible:
-            raise DataError(
-                f"source {self._config.name!r}: each of its {num_rows} prompts is "
-                + _left_out(self._encoder.max_tokens, self._held_out)
-            )
-        return admissible
+    def _admits(self, found: Encoded | Prompt, row: int) -> bool:
+        return found.text not in self._held_out and self._encoder.fits(found.token_ids, self._rows.where(row))
+
+    def _nothing_left(self, what: str) -> DataError:
+        """Say why nothing is left of a source, and what to do."""
+        text = f"longer than {self._encoder.max_tokens} tokens"
+        mend = "raise tasks.max_prompt_tokens or ask for smaller items"
+        if self._held_out:
+            text += " or an evaluation prompt"
+            mend += ", or set tasks.keep_eval_out = false"
+        return DataError(f"source {self._config.name!r}: {what} is {text}; {mend}")
 
 
-class EndlessSource:
-    """Draws from a dataset without end: prompt ``index`` is row ``index``, or another one in place of a row that is
-    left out."""
+class RowSource(_DatasetSource):
+    """Draws from the first ``num_rows`` rows of a dataset, each epoch in an order of its own if ``shuffle`` says so."""
 
     def __init__(
         self,
@@ -152,66 +115,57 @@ class EndlessSource:
         rows: DatasetRows,
         encoder: PromptEncoder,
         *,
-        skip_long: bool,
+        name: str,
         held_out: Collection[str] = (),
+        num_rows: int,
+        seed: int,
+        shuffle: bool,
     ) -> None:
-        self._config = config
-        self._rows = rows
-        self._held_out = held_out
-        self._encoder = encoder
-        self._name = config.name
-        self._skip_long = skip_long
-        self._skipped: set[int] = set()
-        self._columns = ColumnMap(config.column_settings(), rows[0], rows.where(0))
+        super().__init__(config, rows, encoder, name=name, held_out=held_out)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._admissible = self._scan(num_rows)
+        # Prompts of two epochs are asked for in turn around a boundary.
+        self._order = lru_cache(maxsize=2)(self._order_of)
 
     @property
-    def num_rows(self) -> None:
-        return None
+    def num_rows(self) -> int:
+        """Count the admissible rows, which are one epoch."""
+        return len(self._admissible)
 
-    @property
-    def num_skipped(self) -> int:
-        return len(self._skipped)
+    def prompt(self, index: int) -> Prompt:
+        epoch, place = divmod(index, self.num_rows)
+        return self._read(self._order(epoch)[place], epoch)
 
-    @property
-    def reward_specs(self) -> tuple[RewardSpec, ...]:
-        return (self._config.reward_spec(self._columns, self._name),)
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return self._admissible
+        shuffled = list(self._admissible)
+        random.Random(f"{self._seed}/{self._name}/{epoch}").shuffle(shuffled)
+        return shuffled
+
+    def _scan(self, num_rows: int) -> array[int]:
+        """Read every row once and list those that are short enough and not held out. Finds rows without the
+        needed columns on the way."""
+        admissible = array("q")
+        for start in range(0, num_rows, _SCAN_ROWS):
+            chunk = range(start, min(start + _SCAN_ROWS, num_rows))
+            contents = [(self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r)) for r in chunk]
+            for row, encoded in zip(chunk, self._encoder.encode_many(contents), strict=True):
+                if self._admits(encoded, row):
+                    admissible.append(row)
+        if not admissible:
+            raise self._nothing_left(f"each of its {num_rows} prompts")
+        return admissible
+
+
+class EndlessSource(_DatasetSource):
+    """Draws from a dataset without end: prompt ``index`` is row ``index``, or another one in place of a row that is
+    left out."""
 
     def prompt(self, index: int) -> Prompt:
         assert 0 <= index < _LANE_ROWS
-        for lane in range(_NUM_LANES):
-            row = index + lane * _LANE_ROWS
-            values, where = self._rows[row], self._rows.where(row)
-            encoded = self._encoder.encode(self._columns.content(values, where), where=where)
-            if encoded.text not in self._held_out and _fits(encoded, self._encoder, self._skip_long, where):
-                return Prompt(
-                    prompt_id=f"{self._name}/{row}@0",
-                    token_ids=encoded.token_ids,
-                    text=encoded.text,
-                    source=self._name,
-                    columns=self._columns.kept(values, where),
-                )
-            self._skipped.add(row)
-        raise DataError(
-            f"source {self._config.name!r}: each of {_NUM_LANES} items in a row is "
-            + _left_out(self._encoder.max_tokens, self._held_out)
-        )
-
-
-def _fits(encoded: Encoded, encoder: PromptEncoder, skip_long: bool, where: str) -> bool:
-    fits = len(encoded.token_ids) <= encoder.max_tokens
-    if not fits and not skip_long:
-        raise DataError(
-            f"{where}: the prompt has {len(encoded.token_ids)} tokens, tasks.max_prompt_tokens is "
-            f"{encoder.max_tokens}; set tasks.long_prompts = 'skip', or raise it before the run begins"
-        )
-    return fits
-
-
-def _left_out(max_tokens: int, held_out: Collection[str]) -> str:
-    """Say why a source has nothing left, and what to do."""
-    text = f"longer than {max_tokens} tokens"
-    mend = "raise tasks.max_prompt_tokens or ask for smaller items"
-    if held_out:
-        text += " or an evaluation prompt"
-        mend += ", or set tasks.keep_eval_out = false"
-    return f"{text}; {mend}"
+        for row in range(index, index + _NUM_LANES * _LANE_ROWS, _LANE_ROWS):
+            if self._admits(prompt := self._read(row, epoch=0), row):
+                return prompt
+        raise self._nothing_left(f"each of {_NUM_LANES} items in a row")

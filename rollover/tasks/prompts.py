@@ -42,6 +42,16 @@ class PromptEncoder:
     def max_tokens(self) -> int:
         return self._config.max_prompt_tokens
 
+    def fits(self, token_ids: Sequence[int], where: str) -> bool:
+        """Tell whether a prompt is short enough. Raises ``DataError`` when it is not, and such prompts are an error."""
+        fits = len(token_ids) <= self.max_tokens
+        if not fits and self._config.long_prompts == "error":
+            raise DataError(
+                f"{where}: the prompt has {len(token_ids)} tokens, tasks.max_prompt_tokens is "
+                f"{self.max_tokens}; set tasks.long_prompts = 'skip', or raise it before the run begins"
+            )
+        return fits
+
     def encode(self, content: Any, *, where: str) -> Encoded:
         """Tokenise one prompt: text, or messages ``[{"role", "content"}, ...]``."""
         return self.encode_many([(content, where)])[0]

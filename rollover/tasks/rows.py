@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -25,24 +24,3 @@ class DatasetRows(Protocol):
     def where(self, row: int) -> str:
         """Name the row in messages."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FirstRows:
-    """Cuts a dataset after its first ``num_rows`` rows."""
-
-    rows: DatasetRows
-    num_rows: int
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.rows[row]
-
-    def where(self, row: int) -> str:
-        return self.rows.where(row)
-
-
-def first_rows(rows: DatasetRows, limit: int | None) -> DatasetRows:
-    """Cut ``rows`` after ``limit`` rows, if it has as many."""
-    if limit is None or (rows.num_rows is not None and rows.num_rows <= limit):
-        return rows
-    return FirstRows(rows, limit)

@@ -7,7 +7,6 @@ length are gathered into blocks ``[S, L]``, attended causally without any mask, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from rollover.trainer.packing import PackedRow
+
 PACKED_ATTENTION = "rollover_packed"
 """Value of ``attn_implementation`` for models that run packed rows, and only those."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Device copy of ``PackedRow.buckets`` (each ``[S, L]``) and ``PackedRow.unpad_N``."""
-
-    buckets: tuple[Tensor, ...]
-    unpad_N: Tensor
 
 
 def packed_attention(
@@ -35,7 +28,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    packed_layout: PackedLayout,
+    packed_row: PackedRow,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend within samples. ``query [1, H, N, D]``, ``key`` and ``value [1, K, N, D]``; returns ``[1, N, H,
@@ -43,7 +36,7 @@ def packed_attention(
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for positions_SL in packed_layout.buckets:
+    for positions_SL in packed_row.buckets:
         q, k, v = (x.index_select(0, positions_SL.view(-1)).unflatten(0, positions_SL.shape) for x in rows)
         block_SHLD = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -54,11 +47,11 @@ def packed_attention(
             enable_gqa=grouped,
         )
         outputs.append(block_SHLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed_layout.unpad_N)[None], None
+    return torch.cat(outputs).index_select(0, packed_row.unpad_N)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The layout says who may look where."""
+    """The packed row says who may look where."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

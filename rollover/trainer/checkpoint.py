@@ -75,7 +75,18 @@ def prune_checkpoints(root: Path, keep_last: int) -> None:
         shutil.rmtree(path)
 
 
-def doing_without(folder: Path) -> str:
+class DamagedCheckpoint(ModelError):
+    """A checkpoint that is not what was written; the message says what the user can do about it."""
+
+    def __init__(self, folder: Path, damage: str) -> None:
+        super().__init__(damage)
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {_doing_without(self._folder)}"
+
+
+def _doing_without(folder: Path) -> str:
     """Return what the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
@@ -89,22 +100,37 @@ def doing_without(folder: Path) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises ``ModelError`` when the folder is no checkpoint of this format."""
+    """Raises ``ModelError`` when the folder is no checkpoint of this format, ``DamagedCheckpoint`` when it was one."""
+    path = folder / MANIFEST
     try:
-        return _read_manifest(folder)
-    except _Damage as damage:
-        raise ModelError(f"{damage}; {doing_without(folder)}") from damage
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values["format_version"]
+        if found != FORMAT_VERSION:
+            raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
+        if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
+            raise DamagedCheckpoint(folder, f"{path} is damaged: it is not what was written")
+        return CheckpointManifest(**values)
+    except FileNotFoundError as error:
+        raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise DamagedCheckpoint(folder, f"{path} is damaged ({error})") from error
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Read every file that ``manifest`` names and compare it with its checksum: about 0.7 s per GB.
 
-    Raises ``ModelError`` naming the first file that is not what was written.
+    Raises ``DamagedCheckpoint`` naming the first file that is not what was written.
     """
-    try:
-        _verify_files(folder, manifest)
-    except _Damage as damage:
-        raise ModelError(f"{damage}; {doing_without(folder)}") from damage
+    for name, written in manifest.files.items():
+        try:
+            found = _sum_of_file(folder / name)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(folder, f"{folder / name} is gone") from None
+        if found != written:
+            damage = f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written"
+            raise DamagedCheckpoint(folder, damage)
 
 
 def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping[str, Any]) -> None:
@@ -145,7 +171,7 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
         with safe_open(path, framework="pt") as file:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); {doing_without(folder)}") from error
+        raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
     generators = {n: tensors.pop(n) for n in list(tensors) if n.split("/")[0].endswith("_generator")}
     parameters = dict(model.named_parameters())
     if tensors:
@@ -160,46 +186,12 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
             torch.cuda.set_rng_state(state, int(index))
 
 
-class _Damage(ModelError):
-    """A checkpoint is not what was written."""
-
-
 def _is_whole(folder: Path) -> bool:
     try:
-        _verify_files(folder, _read_manifest(folder))
+        verify_files(folder, read_manifest(folder))
     except (ModelError, OSError):
         return False
     return True
-
-
-def _read_manifest(folder: Path) -> CheckpointManifest:
-    path = folder / MANIFEST
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        found = values["format_version"]
-        if found != FORMAT_VERSION:
-            raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
-        if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
-            raise _Damage(f"{path} is damaged: it is not what was written")
-        return CheckpointManifest(**values)
-    except FileNotFoundError as error:
-        raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise _Damage(f"{path} is damaged ({error})") from error
-
-
-def _verify_files(folder: Path, manifest: CheckpointManifest) -> None:
-    for name, written in manifest.files.items():
-        try:
-            found = _sum_of_file(folder / name)
-        except FileNotFoundError:
-            raise _Damage(f"{folder / name} is gone") from None
-        if found != written:
-            raise _Damage(
-                f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written"
-            )
 
 
 def _check_moments(path: Path, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

@@ -10,42 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from rollover.types import Drift, Trajectory
 
 
-class DriftMeter:
-    """Collects over the rows of a batch; ``trajectories`` are in the order of its tokens."""
+def measured_drift(
+    trajectories: Sequence[Trajectory], distance_T: NDArray[np.float64], *, step: int
+) -> dict[str, Drift]:
+    """By engine, where it has such tokens.
 
-    def __init__(self, trajectories: Sequence[Trajectory], *, step: int, device: torch.device) -> None:
-        segments = [s for t in trajectories for s in t.segments]
-        self._engines = sorted({s.engine for s in segments if _is_fresh(s.policy_version, s.kv_version, step)})
-        codes = {name: code for code, name in enumerate(self._engines)}
-        codes_S = [codes[s.engine] if _is_fresh(s.policy_version, s.kv_version, step) else -1 for s in segments]
-        codes_T = np.repeat(np.array(codes_S, dtype=np.int64), [len(s.token_ids) for s in segments])
-        self._code_T = torch.from_numpy(codes_T).to(device)
-        self._seen_E = torch.zeros(len(self._engines), dtype=torch.float64, device=device)
-        self._sum_E = torch.zeros_like(self._seen_E)
-
-    def add(self, token_T: Tensor, rollout_logprobs_T: Tensor, proximal_logprobs_T: Tensor) -> None:
-        """The tokens of one row, by their numbers in the batch. ``proximal_logprobs_T`` are those of the weights at the
-        start of the step."""
-        if not self._engines:
-            return
-        code_T = self._code_T[token_T]
-        distance_T = (proximal_logprobs_T.detach() - rollout_logprobs_T).abs().double()
-        for code in range(len(self._engines)):
-            fresh_T = code_T == code
-            self._seen_E[code] += fresh_T.sum()
-            self._sum_E[code] += distance_T.masked_fill(~fresh_T, 0.0).sum()
-
-    def measured(self) -> dict[str, Drift]:
-        """By engine, where it has such tokens."""
-        found = zip(self._engines, self._seen_E.tolist(), self._sum_E.tolist(), strict=True)
-        return {name: Drift(int(seen), total / seen) for name, seen, total in found if seen}
-
-
-def _is_fresh(policy_version: int, kv_version: int, step: int) -> bool:
-    return policy_version == kv_version == step
+    Args:
+        distance_T: of each token, in the order of ``trajectories``; not a number where the trainer has not computed it
+            under the weights at the start of the step.
+    """
+    by_engine: dict[str, list[NDArray[np.float64]]] = {}
+    start = 0
+    for segment in (s for t in trajectories for s in t.segments):
+        end = start + len(segment.token_ids)
+        if segment.policy_version == segment.kv_version == step:
+            by_engine.setdefault(segment.engine, []).append(distance_T[start:end])
+        start = end
+    drift = {}
+    for engine, parts in sorted(by_engine.items()):
+        distances = np.concatenate(parts)
+        if num_tokens := np.count_nonzero(~np.isnan(distances)):
+            drift[engine] = Drift(int(num_tokens), float(np.nanmean(distances)))
+    return drift

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,18 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.checkpoint import (
     CheckpointManifest,
+    DamagedCheckpoint,
     check_identity,
-    doing_without,
     read_manifest,
     read_state,
     verify_files,
     write_state,
 )
 from rollover.trainer.config import TrainerConfig
-from rollover.trainer.drift import DriftMeter
+from rollover.trainer.drift import measured_drift
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logits, response_logprobs
-from rollover.trainer.minibatch import BatchTensors, MiniBatch, deal, split
+from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
+from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, deal, split
 from rollover.trainer.models import load_policy, named_weights, pick_device, save_model
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
@@ -106,7 +107,7 @@ class LocalTrainer:
             except ModelError as error:
                 if resume_from is None:
                     raise
-                raise ModelError(f"{error}; {doing_without(resume_from)}") from error
+                raise DamagedCheckpoint(resume_from, str(error)) from error
             self._optimizer = build_optimizer(self._model, config)
             self._ref_model = None
             if algorithm.needs_ref:
@@ -150,19 +151,19 @@ class LocalTrainer:
                 config.mini_batches,
                 budget=config.micro_batch_tokens,
                 max_response_tokens=self._max_response_tokens,
-                device=self._device,
             )
-            proximal_T, ref_T = self._constant_logprobs(data, minis)
-            advantages_T = self._advantages(data, proximal_T, ref_T)
-            drift = DriftMeter([t for g in groups for t in g.trajectories], step=batch.step, device=self._device)
+            constants = self._constants(data, minis)
+            distance_T = torch.full_like(data.rollout_logprobs_T, torch.nan, dtype=torch.float64)
             rate = learning_rate(config, batch.step, self._num_steps)
-            losses, norms, metrics = [], [], None
+            losses, norms, parts = [], [], []
             for mini in minis:
-                loss, mini_metrics = self._accumulate(data, mini, proximal_T, ref_T, advantages_T, drift)
+                loss, mini_metrics = self._accumulate(data, constants, mini, distance_T)
                 norms.append(apply_gradients(self._optimizer, config, rate))
                 losses.append(loss)
-                metrics = mini_metrics if metrics is None else metrics.merge(mini_metrics)
-        assert metrics is not None
+                parts.append(mini_metrics)
+            metrics = reduce(LossMetrics.merge, parts)
+            trajectories = [t for g in groups for t in g.trajectories]
+            drift = measured_drift(trajectories, distance_T.cpu().numpy(), step=batch.step)
         self._version += 1
         self._is_whole = True
         elapsed_s = time.perf_counter() - started_s
@@ -175,7 +176,7 @@ class LocalTrainer:
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
-        return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift.measured())
+        return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift)
 
     def skip(self, batch: Batch) -> TrainedStep:
         """Count one batch without training it: the next version has the weights and the optimizer's state of this."""
@@ -187,7 +188,7 @@ class LocalTrainer:
         """Logits ``[num_prompts, vocab]`` of the token after each prompt under ``weights()``, as ``step`` would compute
         them."""
         samples = [TrainingSample(prompt_ids=tuple(ids), response_ids=(0,)) for ids in prompts]
-        rows = [DeviceRow.of(row, self._device) for row in pack(samples, self._config.micro_batch_tokens)]
+        rows = pack(samples, self._config.micro_batch_tokens, device=self._device)
         logits = np.empty((len(prompts), self.vocab_size), dtype=np.float32)
         with reporting_out_of_memory(self._config), torch.no_grad():
             for row in rows:
@@ -228,7 +229,7 @@ class LocalTrainer:
         try:
             read_model_config(checkpoint)
         except ModelError as error:
-            raise ModelError(f"{error}; {doing_without(checkpoint)}") from error
+            raise DamagedCheckpoint(checkpoint, str(error)) from error
         check_same_architecture(checkpoint, initial)
         return manifest.version
 
@@ -241,8 +242,8 @@ class LocalTrainer:
             settings["num_steps"] = self._num_steps
         return settings
 
-    def _constant_logprobs(self, data: BatchTensors, minis: tuple[MiniBatch, ...]) -> tuple[Tensor, Tensor | None]:
-        """Proximal and reference log-probs ``[T]`` of the batch.
+    def _constants(self, data: BatchTensors, minis: tuple[MiniBatch, ...]) -> StepConstants:
+        """Proximal and reference log-probs and advantages of the batch.
 
         While the weights are still those of the step's start, the training forward yields the proximal
         log-probs
@@ -256,17 +257,17 @@ class LocalTrainer:
             rows = [row for mini in chosen for row in mini.rows]
             return all_logprobs(model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast)
 
-        return forward(self._model, late), None if self._ref_model is None else forward(self._ref_model, minis)
-
-    def _advantages(self, data: BatchTensors, proximal_T: Tensor, ref_T: Tensor | None) -> Tensor:
-        return compute_advantages(
+        proximal_T = forward(self._model, late)
+        ref_T = None if self._ref_model is None else forward(self._ref_model, minis)
+        rewards_B = shaped_rewards(
             self._algorithm,
-            rewards_B=shaped_rewards(
-                self._algorithm,
-                rewards_B=data.rewards_B,
-                lengths_B=data.lengths_B,
-                max_response_tokens=self._max_response_tokens,
-            ),
+            rewards_B=data.rewards_B,
+            lengths_B=data.lengths_B,
+            max_response_tokens=self._max_response_tokens,
+        )
+        advantages_T = compute_advantages(
+            self._algorithm,
+            rewards_B=rewards_B,
             group_B=data.group_B,
             sample_T=data.sample_T,
             baseline_B3=data.baseline_B3,
@@ -274,35 +275,21 @@ class LocalTrainer:
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,
         )
+        return StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=ref_T, advantages_T=advantages_T)
 
     def _accumulate(
-        self,
-        data: BatchTensors,
-        mini: MiniBatch,
-        proximal_T: Tensor,
-        ref_T: Tensor | None,
-        advantages_T: Tensor,
-        drift: DriftMeter,
+        self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, distance_T: Tensor
     ) -> tuple[float, LossMetrics]:
-        """Fill the gradients of one mini-batch, row by row."""
+        """Fill the gradients of one mini-batch, row by row. ``distance_T`` takes the distances between recorded and
+        proximal log-probs."""
         self._optimizer.zero_grad(set_to_none=True)
         is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
-        total: Tensor | None = None
-        metrics: LossMetrics | None = None
+        losses, parts = [], []
         for row in mini.rows:
             logprobs_T = response_logprobs(self._model, row, self._temperature, autocast=self._autocast)
-            tokens = mini.token_batch(
-                data,
-                row,
-                trainer_logprobs_T=logprobs_T,
-                proximal_logprobs_T=(
-                    logprobs_T.detach() if is_first or not needs_proximal else proximal_T[row.token_T]
-                ),
-                ref_logprobs_T=ref_T,
-                advantages_T=advantages_T,
-            )
+            tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
             if is_first or needs_proximal:  # else the weights have moved since the step began
-                drift.add(row.token_T, tokens.rollout_logprobs_T, tokens.proximal_logprobs_T)
+                distance_T[row.token_T] = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).abs().double()
             try:
                 loss, row_metrics = policy_loss(self._algorithm, tokens, mini.denominators)
             except LossError as error:
@@ -311,10 +298,9 @@ class LocalTrainer:
                 sample_id = data.sample_ids[row.samples_B[error.sample_index]]
                 raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
             loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-            metrics = row_metrics if metrics is None else metrics.merge(row_metrics)
-        assert total is not None and metrics is not None
-        return float(total), metrics
+            losses.append(loss.detach())
+            parts.append(row_metrics)
+        return float(sum(losses)), reduce(LossMetrics.merge, parts)
 
 
 def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,44 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollover.trainer.attention import PackedLayout
 from rollover.trainer.packing import PackedRow
 
 LOGITS_PER_CHUNK = 1 << 26
 """Logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRow:
-    """A ``PackedRow`` as tensors on the model's device."""
-
-    samples_B: tuple[int, ...]
-    input_ids_N: Tensor
-    position_ids_N: Tensor
-    predict_T: Tensor
-    target_T: Tensor
-    token_T: Tensor
-    sample_T: Tensor
-    layout: PackedLayout
-
-    @classmethod
-    def of(cls, row: PackedRow, device: torch.device) -> DeviceRow:
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        return cls(
-            samples_B=row.samples_B,
-            input_ids_N=put(row.input_ids_N),
-            position_ids_N=put(row.position_ids_N),
-            predict_T=put(row.predict_T),
-            target_T=put(row.target_T),
-            token_T=put(row.token_T),
-            sample_T=put(row.sample_T),
-            layout=PackedLayout(tuple(put(b) for b in row.buckets), put(row.unpad_N)),
-        )
-
-
-def response_logprobs(model: Any, row: DeviceRow, temperature: float, *, autocast: bool = False) -> Tensor:
+def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocast: bool = False) -> Tensor:
     """Log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
     unless it is switched off. The head runs on the ``T`` predicting positions alone, in bounded memory.
     ``autocast`` runs matrix products in bfloat16."""
@@ -77,7 +45,7 @@ def response_logprobs(model: Any, row: DeviceRow, temperature: float, *, autocas
         return torch.cat(parts)
 
 
-def response_logits(model: Any, row: DeviceRow, *, autocast: bool = False) -> Tensor:
+def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:
     """Logits ``[T, vocab]`` from which the row's response tokens are drawn; for few tokens, since nothing bounds the
     memory."""
     with _autocast(row.input_ids_N.device, autocast):
@@ -86,7 +54,7 @@ def response_logits(model: Any, row: DeviceRow, *, autocast: bool = False) -> Te
 
 
 def all_logprobs(
-    model: Any, rows: Sequence[DeviceRow], temperature: float, *, num_tokens: int, autocast: bool = False
+    model: Any, rows: Sequence[PackedRow], temperature: float, *, num_tokens: int, autocast: bool = False
 ) -> Tensor:
     """Log-probs ``[num_tokens]`` of all response tokens of a batch, in the batch's own order, without
     gradient; 0 for tokens that are in none of the rows."""
@@ -98,13 +66,13 @@ def all_logprobs(
     return out_T
 
 
-def _hidden(model: Any, row: DeviceRow) -> Tensor:
+def _hidden(model: Any, row: PackedRow) -> Tensor:
     """Last hidden states ``[T, D]`` at the predicting positions."""
     hidden_ND = model.model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
-        packed_layout=row.layout,
+        packed_row=row,
     ).last_hidden_state[0]
     hidden_TD: Tensor = hidden_ND.index_select(0, row.predict_T)
     return hidden_TD

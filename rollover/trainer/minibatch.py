@@ -17,8 +17,7 @@ from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.filters import trains_sample
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ConfigError
-from rollover.trainer.logprobs import DeviceRow
-from rollover.trainer.packing import TrainingSample, pack
+from rollover.trainer.packing import PackedRow, TrainingSample, pack
 from rollover.types import Group, SampleId
 
 
@@ -80,32 +79,41 @@ class BatchTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepConstants:
+    """Holds what is computed of a batch once, under the weights at the start of its step."""
+
+    proximal_logprobs_T: Tensor
+    ref_logprobs_T: Tensor | None
+    advantages_T: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
     """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
 
-    rows: tuple[DeviceRow, ...]
+    rows: tuple[PackedRow, ...]
     denominators: Denominators
     first_group: int
 
     def token_batch(
         self,
         data: BatchTensors,
-        row: DeviceRow,
-        *,
+        constants: StepConstants,
+        row: PackedRow,
         trainer_logprobs_T: Tensor,
-        proximal_logprobs_T: Tensor,
-        ref_logprobs_T: Tensor | None,
-        advantages_T: Tensor,
+        *,
+        as_proximal: bool,
     ) -> TokenBatch:
-        """The tokens of one row. Log-probs under the trainer and the proximal policy are the row's, reference
-        log-probs and advantages those of the whole batch."""
+        """The tokens of one row, with the row's log-probs under the trainer. ``as_proximal``: those are taken for the
+        proximal ones too."""
         members = torch.tensor(row.samples_B, device=data.group_B.device)
+        proximal_T, ref_T = constants.proximal_logprobs_T, constants.ref_logprobs_T
         return TokenBatch(
             trainer_logprobs_T=trainer_logprobs_T,
-            proximal_logprobs_T=proximal_logprobs_T,
+            proximal_logprobs_T=trainer_logprobs_T.detach() if as_proximal else proximal_T[row.token_T],
             rollout_logprobs_T=data.rollout_logprobs_T[row.token_T],
-            ref_logprobs_T=None if ref_logprobs_T is None else ref_logprobs_T[row.token_T],
-            advantages_T=advantages_T[row.token_T],
+            ref_logprobs_T=None if ref_T is None else ref_T[row.token_T],
+            advantages_T=constants.advantages_T[row.token_T],
             loss_mask_T=data.loss_mask_T[row.token_T],
             staleness_T=data.staleness_T[row.token_T],
             sample_T=row.sample_T,
@@ -125,9 +133,7 @@ def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Gr
     return tuple(groups[i] for i in np.random.default_rng((seed, step)).permutation(len(groups)))
 
 
-def split(
-    data: BatchTensors, num: int, *, budget: int, max_response_tokens: int, device: torch.device
-) -> tuple[MiniBatch, ...]:
+def split(data: BatchTensors, num: int, *, budget: int, max_response_tokens: int) -> tuple[MiniBatch, ...]:
     """``num`` mini-batches of whole groups, as equal in groups as can be, packed into rows of ``budget``
     tokens."""
     sizes = np.array(data.samples_per_group)
@@ -139,7 +145,7 @@ def split(
         per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
         minis.append(
             MiniBatch(
-                rows=tuple(DeviceRow.of(r, device) for r in pack(data.samples, budget, members=members)),
+                rows=pack(data.samples, budget, members=members, device=data.group_B.device),
                 denominators=Denominators(
                     num_tokens=sum(per_group),
                     num_samples=len(members),

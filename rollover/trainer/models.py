@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 def pick_device(name: str) -> torch.device:
     """The device a config names; ``auto`` prefers a GPU. Raises ``ConfigError`` when it is not there."""
-    import torch
-
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -49,9 +49,6 @@ def load_policy(
     ``dtype`` is float32 when left out. Dropout is off. Raises ``ModelError`` for folders that
     ``read_model_config`` refuses and for weights that do not fit their config.
     """
-    import torch
-    from safetensors import SafetensorError
-    from torch.utils.checkpoint import checkpoint
     from transformers import AutoModelForCausalLM
 
     from rollover.trainer.attention import PACKED_ATTENTION
@@ -95,8 +92,6 @@ def named_weights(model: Any) -> Mapping[str, Tensor]:
 def save_model(model: Any, folder: Path, *, companions: Companions) -> None:
     """Write ``config.json`` and ``model.safetensors``, and beside them the tokenizer and generation files among
     ``companions``."""
-    from safetensors.torch import save_file
-
     write_companions(without_own_files(companions), folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """Decides which sequences share a forward pass, and where each token lies in it.
 
-Pure: numbers in, numpy arrays out. Kept true: every response token of every sample is predicted in exactly
-one row, rows hold no padding, a sample is never split, and siblings in a row share the positions of their
-prompt.
+Kept true: every response token of every sample is predicted in exactly one row, rows hold no padding, a sample is
+never split, and siblings in a row share the positions of their prompt. Places are worked out on the host; the rows are
+tensors on the model's device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Ints = NDArray[np.int64]
 
@@ -38,23 +40,23 @@ class PackedRow:
 
     samples_B: tuple[int, ...]
     """Which samples, by their number in the batch."""
-    input_ids_N: Ints
-    position_ids_N: Ints
+    input_ids_N: Tensor
+    position_ids_N: Tensor
     """Counted from 0 in each sample."""
-    predict_T: Ints
+    predict_T: Tensor
     """Input position whose logits predict each response token, sample after sample; that of the first one is
     the prompt's last, shared by siblings."""
-    target_T: Ints
+    target_T: Tensor
     """The response tokens they predict."""
-    token_T: Ints
+    token_T: Tensor
     """Number of each target among all response tokens of the batch, counted in the batch's own order."""
-    sample_T: Ints
+    sample_T: Tensor
     """Which of the B samples each target belongs to."""
-    buckets: tuple[Ints, ...]
+    buckets: tuple[Tensor, ...]
     """Attention layout: each ``[S, L]`` block lists, for S samples of similar length, the input positions of
     prompt and response. A shorter one repeats its last position to the right, where causal attention cannot
     look."""
-    unpad_N: Ints
+    unpad_N: Tensor
     """Where each input position stands in the flattened, concatenated blocks."""
 
 
@@ -103,14 +105,19 @@ def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: 
 
 
 def pack(
-    samples: Sequence[TrainingSample], budget: int, *, members: Sequence[int] | None = None
+    samples: Sequence[TrainingSample],
+    budget: int,
+    *,
+    members: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[PackedRow, ...]:
     """Rows of at most ``budget`` input positions (a longer sample is a row of its own), of all samples of a
-    batch or of ``members`` alone; samples and tokens keep their numbers in the batch."""
+    batch or of ``members`` alone; samples and tokens keep their numbers in the batch. On the CPU unless a ``device`` is
+    named."""
     parts = families(samples, range(len(samples)) if members is None else members, budget)
     first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
     bins = first_fit_decreasing([_num_positions(samples, part) for part in parts], budget)
-    return tuple(_row(samples, [parts[i] for i in b], first_token_B) for b in bins)
+    return tuple(_row(samples, [parts[i] for i in b], first_token_B, device) for b in bins)
 
 
 def _num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
@@ -118,7 +125,15 @@ def _num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> 
     return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
 
 
-def _row(samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], first_token_B: Ints) -> PackedRow:
+def _row(
+    samples: Sequence[TrainingSample],
+    parts: Sequence[tuple[int, ...]],
+    first_token_B: Ints,
+    device: torch.device | None,
+) -> PackedRow:
+    def put(array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
     input_ids: list[int] = []
     position_ids: list[Ints] = []
     lines: list[Ints] = []
@@ -141,14 +156,14 @@ def _row(samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], fi
     tokens = [first_token_B[i] + np.arange(n) for i, n in zip(members, answers, strict=True)]
     return PackedRow(
         samples_B=members,
-        input_ids_N=np.array(input_ids, dtype=np.int64),
-        position_ids_N=np.concatenate(position_ids),
-        predict_T=np.concatenate(predict),
-        target_T=np.array([t for i in members for t in samples[i].response_ids], dtype=np.int64),
-        token_T=np.concatenate(tokens),
-        sample_T=np.repeat(np.arange(len(members)), answers),
-        buckets=buckets,
-        unpad_N=unpad_N,
+        input_ids_N=put(np.array(input_ids, dtype=np.int64)),
+        position_ids_N=put(np.concatenate(position_ids)),
+        predict_T=put(np.concatenate(predict)),
+        target_T=put(np.array([t for i in members for t in samples[i].response_ids], dtype=np.int64)),
+        token_T=put(np.concatenate(tokens)),
+        sample_T=put(np.repeat(np.arange(len(members)), answers)),
+        buckets=tuple(map(put, buckets)),
+        unpad_N=put(unpad_N),
     )
 
 

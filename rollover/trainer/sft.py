@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from rollover.errors import DataError
 from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.logprobs import DeviceRow, response_logprobs
+from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.models import load_policy, pick_device, save_model
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
@@ -40,15 +38,6 @@ class SFTProgress:
     """Response tokens trained."""
     elapsed_s: float
     """Since the first step began."""
-
-
-def in_epochs(examples: Sequence[Example], *, seed: int) -> Iterator[Example]:
-    """The examples over and over, each pass in an order of its own fixed by (seed, pass)."""
-    if not examples:
-        raise DataError("there are no examples to train on")
-    for epoch in itertools.count():
-        for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
-            yield examples[index]
 
 
 def run_sft(
@@ -80,10 +69,8 @@ def run_sft(
             optimizer.zero_grad(set_to_none=True)
             num_tokens = sum(len(s.response_ids) for s in samples)
             loss = 0.0
-            for row in pack(samples, config.micro_batch_tokens):
-                logprobs_T = response_logprobs(
-                    policy, DeviceRow.of(row, device), 1.0, autocast=config.dtype == "bfloat16"
-                )
+            for row in pack(samples, config.micro_batch_tokens, device=device):
+                logprobs_T = response_logprobs(policy, row, 1.0, autocast=config.dtype == "bfloat16")
                 share = -logprobs_T.sum() / num_tokens
                 share.backward()
                 loss += float(share.detach())

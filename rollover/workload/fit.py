@@ -65,7 +65,8 @@ def fit(trace: Trace, *, seed: int = 0) -> Fit:
     data = _Data.of(trace)
     best = _maximum(data, _Shape())
     for candidate in (_Shape(drift=True), _Shape(tail=True), _Shape(drift=True, tail=True)):
-        if candidate.tail and data.num_beyond(best.law) < _MIN_TAIL:
+        num_in_tail = np.sum(data.log_ended > best.law.mu + TAIL_Z * best.law.sigma)
+        if candidate.tail and num_in_tail < _MIN_TAIL:
             continue
         if candidate.num_parameters > best.shape.num_parameters + 1:
             continue
@@ -73,7 +74,8 @@ def fit(trace: Trace, *, seed: int = 0) -> Fit:
         if found.criterion < best.criterion:
             best = found
     floor = int(min(n for p in trace.prompts for i, n in enumerate(p.lengths) if i not in p.unfinished))
-    law = replace(best.law, min_tokens=floor, prompt_tokens=_median_prompt_tokens(trace))
+    prompt_tokens = int(np.median([p.prompt_tokens for p in trace.prompts]))
+    law = replace(best.law, min_tokens=floor, prompt_tokens=prompt_tokens)
     expected = [ks_distance(_resampled(trace, law, seed + i), law) for i in range(_RESAMPLES)]
     return Fit(
         law=law,
@@ -92,19 +94,12 @@ def ks_distance(trace: Trace, law: LengthLaw) -> float:
     """Largest gap between the trace's Kaplan-Meier estimate and the law."""
     lengths, finished, places = trace.columns()
     empirical = EmpiricalLaw.of(lengths, finished)
-    drifted = replace(law, median_tokens=law.median_tokens * math.exp(_mean_drift(law, places)))
+    mean_drift = law.drift_per_1k_prompts / 1000 * float(np.mean(places))
+    drifted = replace(law, median_tokens=law.median_tokens * math.exp(mean_drift))
     model = drifted.cdf(empirical.values)
     before = drifted.cdf(empirical.values - 1)
     reached = np.concatenate([[0.0], empirical.cdf])
     return float(max(np.max(np.abs(reached[1:] - model)), np.max(np.abs(reached[:-1] - before))))
-
-
-def _mean_drift(law: LengthLaw, places: Floats) -> float:
-    return law.drift_per_1k_prompts / 1000 * float(np.mean(places))
-
-
-def _median_prompt_tokens(trace: Trace) -> int:
-    return int(np.median([p.prompt_tokens for p in trace.prompts]))
 
 
 def _resampled(trace: Trace, law: LengthLaw, seed: int) -> Trace:
@@ -144,7 +139,7 @@ class _Data:
     @classmethod
     def of(cls, trace: Trace) -> _Data:
         lengths, finished, places = trace.columns()
-        ended = (finished > 0) & (lengths < trace.cap_tokens)
+        ended = finished & (lengths < trace.cap_tokens)
         if (num := int(ended.sum())) < _MIN_FINISHED:
             raise DataError(
                 f"{trace.name}: {num} of {len(lengths)} responses ended by themselves below the cap of"
@@ -152,18 +147,12 @@ class _Data:
             )
         return cls(
             log_ended=np.log(lengths[ended] + 0.5),  # int() cut off half a token on average
-            ended_group=places[ended].astype(np.int64),
+            ended_group=places[ended],
             log_cut=np.log(lengths[~ended]),
-            cut_group=places[~ended].astype(np.int64),
+            cut_group=places[~ended],
             cap_tokens=trace.cap_tokens,
             num_prompts=len(trace.prompts),
         )
-
-    def num_beyond(self, law: LengthLaw) -> int:
-        return int(np.sum(self.log_ended > law.mu + TAIL_Z * law.sigma))
-
-    def sum_by_prompt(self, values: Floats, group: NDArray[np.int64]) -> Floats:
-        return np.bincount(group, weights=values, minlength=self.num_prompts).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +237,7 @@ def _log_likelihood(data: _Data, point: Floats, shape: _Shape) -> float:
 
     # Samples that ended: jointly normal with equal correlation.
     n = np.bincount(data.ended_group, minlength=data.num_prompts)
-    sums = data.sum_by_prompt(ended, data.ended_group)
+    sums = np.bincount(data.ended_group, weights=ended, minlength=data.num_prompts)
     total = within + n * between
     log_density = -0.5 * (len(ended) * math.log(2 * math.pi * within) + float(np.sum(np.log(total / within))))
     log_density -= 0.5 * float(np.sum(ended**2) - np.sum(sums**2 * between / total)) / within

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -99,18 +99,12 @@ class LengthLaw:
     def mu(self) -> float:
         return math.log(self.median_tokens)
 
-    @property
-    def tau(self) -> float:
-        """Spread of log lengths over prompts."""
-        return math.sqrt(self.icc) * self.sigma
-
-    @property
-    def sibling_sigma(self) -> float:
-        """Spread of log lengths among siblings."""
-        return math.sqrt(1 - self.icc) * self.sigma
-
     def workload(self, seed: int = 0) -> Generator:
         return Generator(self, seed)
+
+    def capped(self, cap_tokens: int) -> LengthLaw:
+        """The same responses under another cap."""
+        return replace(self, cap_tokens=cap_tokens, min_tokens=min(self.min_tokens, cap_tokens))
 
     # -- the marginal law of one sample of the first prompts, in closed form ------------------------------------
 

@@ -13,7 +13,7 @@ from rollover.report.plot import Figure, axis, figure, line
 from rollover.settings import toml
 from rollover.workload.fit import Fit
 from rollover.workload.law import Floats, LengthLaw
-from rollover.workload.trace import EmpiricalLaw, Trace, quantile
+from rollover.workload.trace import Trace
 
 _LABELS = {
     "median_tokens": "median",
@@ -74,19 +74,12 @@ def parameter_rows(fit: Fit) -> list[tuple[str, str, str]]:
 
 def length_rows(trace: Trace, law: LengthLaw) -> list[tuple[str, str, str]]:
     """(measure, trace, law)."""
-    lengths, finished, _ = trace.columns()
-    found = EmpiricalLaw.of(lengths, finished)
+    found = trace.empirical_law()
     below_cap = float(found.at(np.array([trace.cap_tokens - 1]))[0])
-    rows = [("mean", f"{_mean(found, trace.cap_tokens):,.0f}", f"{law.mean_tokens:,.0f}")]
+    rows = [("mean", f"{found.mean(trace.cap_tokens):,.0f}", f"{law.mean_tokens:,.0f}")]
     for p in (0.5, 0.9, 0.95, 0.99):
-        rows.append((f"p{100 * p:.0f}", f"{quantile(found, p, trace.cap_tokens):,}", f"{law.quantile(p):,}"))
+        rows.append((f"p{100 * p:.0f}", f"{found.quantile(p, trace.cap_tokens):,}", f"{law.quantile(p):,}"))
     return [*rows, ("at the cap", f"{1 - below_cap:.1%}", f"{law.truncated:.1%}")]
-
-
-def _mean(law: EmpiricalLaw, cap_tokens: int) -> float:
-    """Return the mean of the estimate, with what it leaves open counted at the cap."""
-    shares = np.diff(law.cdf, prepend=0.0)
-    return float(shares @ law.values + (1 - shares.sum()) * cap_tokens)
 
 
 def fit_table(trace: Trace, fit: Fit) -> Table:
@@ -141,14 +134,13 @@ def _grid(trace: Trace) -> Floats:
 
 
 def _density(trace: Trace, law: LengthLaw) -> Figure:
-    lengths, finished, _ = trace.columns()
     edges = np.unique(np.floor(_grid(trace)[:: max(1, _POINTS // 40)]))
     edges = np.append(edges[edges < trace.cap_tokens - 1], trace.cap_tokens - 1)
     last = trace.cap_tokens * edges[-1] / edges[-2]  # as wide as its neighbour, and all of it is the cap
     middles = [*((edges[1:] + edges[:-1]) / 2).tolist(), (trace.cap_tokens + last) / 2]
     widths = [*np.diff(edges).tolist(), last - trace.cap_tokens]
     data = []
-    for name, cdf in (("trace", EmpiricalLaw.of(lengths, finished).at), ("law", law.cdf)):
+    for name, cdf in (("trace", trace.empirical_law().at), ("law", law.cdf)):
         at = cdf(edges)
         at[0] = 0.0  # the shortest belong to the first bar
         shares = [*np.diff(at).tolist(), float(1 - at[-1])]
@@ -164,11 +156,9 @@ def _density(trace: Trace, law: LengthLaw) -> Figure:
 
 
 def _tail(trace: Trace, law: LengthLaw) -> Figure:
-    lengths, finished, _ = trace.columns()
     x = _grid(trace)
     data = []
-    curves = [("trace", "--orange", EmpiricalLaw.of(lengths, finished).at), ("law", "--blue", law.cdf)]
-    for name, colour, cdf in curves:
+    for name, colour, cdf in (("trace", "--orange", trace.empirical_law().at), ("law", "--blue", law.cdf)):
         longer = 1 - cdf(x)
         shown = longer > 0
         shape = {"line": {"color": colour, "width": 2.2, "shape": "hv" if name == "trace" else "linear"}}

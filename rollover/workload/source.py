@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rollover.errors import ConfigError, DataError, nearest
@@ -11,7 +11,7 @@ from rollover.workload.files import FORMATS, read_file
 from rollover.workload.law import MAX_TOKENS, LengthLaw
 from rollover.workload.presets import ALIASES, PRESETS
 from rollover.workload.runs import is_run, read_run
-from rollover.workload.trace import Trace, TracePrompt
+from rollover.workload.trace import Trace
 
 Lengths = LengthLaw | Trace
 """Both make a ``Workload`` of a seed, and both can be sent to another process."""
@@ -36,7 +36,7 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
         return read_file(path, cap_tokens=cap_tokens)
     else:
         found = preset(name)
-    return found if cap_tokens is None else capped(found, cap_tokens)
+    return capped(found, cap_tokens)
 
 
 def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
@@ -45,15 +45,13 @@ def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
     Raises:
         DataError, RunError: as ``read_lengths``; also where ``name`` is neither.
     """
-    _check_cap(cap_tokens)
     path = Path(name)
-    if path.suffix in FORMATS and not path.is_dir():
-        return read_file(path, cap_tokens=cap_tokens)
-    if not is_run(path):
+    if not is_run(path) and (path.suffix not in FORMATS or path.is_dir()):
         what = "is neither a run directory nor" if path.exists() else "does not exist; name a run directory or"
         raise DataError(f"{name} {what} a file of lengths ({', '.join(FORMATS)})")
-    trace = read_run(path)
-    return trace if cap_tokens is None else capped_trace(trace, cap_tokens)
+    found = read_lengths(name, cap_tokens=cap_tokens)
+    assert isinstance(found, Trace)
+    return found
 
 
 def preset(name: str) -> LengthLaw:
@@ -83,34 +81,12 @@ def read_law(file: Path) -> LengthLaw:
     return schema.build(LengthLaw, document)
 
 
-def capped(lengths: Lengths, cap_tokens: int) -> Lengths:
-    """The same responses under another cap; raises ``ConfigError`` for one that cannot be."""
+def capped(lengths: Lengths, cap_tokens: int | None) -> Lengths:
+    """The same responses under another cap, if there is one; raises ``ConfigError`` for one that cannot be."""
     _check_cap(cap_tokens)
-    if isinstance(lengths, Trace):
-        return capped_trace(lengths, cap_tokens)
-    return replace(lengths, cap_tokens=cap_tokens, min_tokens=min(lengths.min_tokens, cap_tokens))
+    return lengths if cap_tokens is None else lengths.capped(cap_tokens)
 
 
 def _check_cap(cap_tokens: int | None) -> None:
     if cap_tokens is not None and cap_tokens > MAX_TOKENS:
         raise ConfigError(f"a cap of {cap_tokens} tokens is above the longest that can be, {MAX_TOKENS} tokens")
-
-
-def capped_trace(trace: Trace, cap_tokens: int) -> Trace:
-    """The same responses, cut at ``cap_tokens``.
-
-    Raises:
-        ConfigError: the cap is above the recorded one: nobody knows how long the responses would have become.
-    """
-    if cap_tokens > trace.cap_tokens:
-        raise ConfigError(
-            f"the cap of {cap_tokens} tokens is above {trace.cap_tokens}, under which {trace.name} was recorded;"
-            " fit a law to it and raise the law's cap_tokens"
-        )
-    return replace(trace, cap_tokens=cap_tokens, prompts=tuple(_cut(p, cap_tokens) for p in trace.prompts))
-
-
-def _cut(prompt: TracePrompt, cap_tokens: int) -> TracePrompt:
-    at_cap = {i for i in prompt.unfinished if prompt.lengths[i] >= cap_tokens}
-    lengths = tuple(min(n, cap_tokens) for n in prompt.lengths)
-    return replace(prompt, lengths=lengths, unfinished=prompt.unfinished - at_cap)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollover.errors import DataError
+from rollover.errors import ConfigError, DataError
 from rollover.workload.law import Floats
 
 _DRAWS = 16
@@ -66,15 +67,38 @@ class Trace:
         """Most samples that a prompt has."""
         return max(len(p.lengths) for p in self.prompts)
 
-    def columns(self) -> tuple[Floats, Floats, Floats]:
-        """Return for each sample its length, 1 if it finished, and the place of its prompt."""
+    def columns(self) -> tuple[Floats, NDArray[np.bool_], NDArray[np.int64]]:
+        """Return for each sample its length, whether it finished, and the place of its prompt."""
         lengths = [n for p in self.prompts for n in p.lengths]
         finished = [i not in p.unfinished for p in self.prompts for i in range(len(p.lengths))]
         places = [i for i, p in enumerate(self.prompts) for _ in p.lengths]
-        return np.array(lengths, float), np.array(finished, float), np.array(places, float)
+        return np.array(lengths, float), np.array(finished, bool), np.array(places, np.int64)
+
+    def empirical_law(self) -> EmpiricalLaw:
+        lengths, finished, _ = self.columns()
+        return EmpiricalLaw.of(lengths, finished)
 
     def workload(self, seed: int = 0) -> Replay:
         return Replay(self, seed)
+
+    def capped(self, cap_tokens: int) -> Trace:
+        """The same responses, cut at ``cap_tokens``.
+
+        Raises:
+            ConfigError: the cap is above the recorded one: nobody knows how long the responses would have become.
+        """
+        if cap_tokens > self.cap_tokens:
+            raise ConfigError(
+                f"the cap of {cap_tokens} tokens is above {self.cap_tokens}, under which {self.name} was recorded;"
+                " fit a law to it and raise the law's cap_tokens"
+            )
+        return replace(self, cap_tokens=cap_tokens, prompts=tuple(_cut(p, cap_tokens) for p in self.prompts))
+
+
+def _cut(prompt: TracePrompt, cap_tokens: int) -> TracePrompt:
+    at_cap = {i for i in prompt.unfinished if prompt.lengths[i] >= cap_tokens}
+    lengths = tuple(min(n, cap_tokens) for n in prompt.lengths)
+    return replace(prompt, lengths=lengths, unfinished=prompt.unfinished - at_cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +111,25 @@ class EmpiricalLaw:
     """P(L <= value)."""
 
     @classmethod
-    def of(cls, lengths: Floats, finished: Floats) -> EmpiricalLaw:
-        """``finished``: 1 for samples that ended by themselves or at the cap, 0 for lower bounds."""
-        values = np.unique(lengths[finished > 0])
+    def of(cls, lengths: Floats, finished: NDArray[np.bool_]) -> EmpiricalLaw:
+        """``finished``: of samples that ended by themselves or at the cap; the others are lower bounds."""
+        values, ended = np.unique(lengths[finished], return_counts=True)
         at_risk = len(lengths) - np.searchsorted(np.sort(lengths), values, side="left")
-        ended = np.sort(lengths[finished > 0])
-        events = np.searchsorted(ended, values, side="right") - np.searchsorted(ended, values, side="left")
-        return cls(values=values, cdf=np.asarray(1 - np.cumprod(1 - events / at_risk), np.float64))
+        return cls(values=values, cdf=np.asarray(1 - np.cumprod(1 - ended / at_risk), np.float64))
 
     def at(self, lengths: Floats) -> Floats:
         """P(L <= x)."""
         return np.concatenate([[0.0], self.cdf])[np.searchsorted(self.values, lengths, side="right")]
+
+    def quantile(self, p: float, cap_tokens: int) -> int:
+        """Smallest length with at least the share ``p`` at or below it; the cap where the record ends before that."""
+        place = int(np.searchsorted(self.cdf, p - math.ulp(1.0)))
+        return int(self.values[place]) if place < len(self.values) else cap_tokens
+
+    def mean(self, cap_tokens: int) -> float:
+        """Return the mean of the estimate, with what it leaves open counted at the cap."""
+        shares = np.diff(self.cdf, prepend=0.0)
+        return float(shares @ self.values + (1 - shares.sum()) * cap_tokens)
 
     def longer_than(self, length: int, u: float) -> int | None:
         """The quantile ``u`` of lengths above ``length``; ``None`` beyond everything that finished."""
@@ -161,8 +193,7 @@ class Replay:
 
 def _completed(trace: Trace) -> list[tuple[int, ...]]:
     """Lengths by prompt, those cut off completed."""
-    lengths, finished, _ = trace.columns()
-    law = EmpiricalLaw.of(lengths, finished)
+    law = trace.empirical_law()
     rng = np.random.default_rng([_COMPLETE])
     completed = []
     for prompt in trace.prompts:
@@ -171,9 +202,3 @@ def _completed(trace: Trace) -> list[tuple[int, ...]]:
             found[place] = law.longer_than(found[place], rng.random()) or trace.cap_tokens
         completed.append(tuple(found))
     return completed
-
-
-def quantile(law: EmpiricalLaw, p: float, cap_tokens: int) -> int:
-    """Smallest length with at least the share ``p`` at or below it; the cap where the record ends before that."""
-    place = int(np.searchsorted(law.cdf, p - math.ulp(1.0)))
-    return int(law.values[place]) if place < len(law.values) else cap_tokens

@@ -33,15 +33,16 @@ SYNC, APRIL = setting("sync", SETUP, None), setting("april", SETUP, 2.0)
 def test_a_picture_begins_with_a_collection_and_ends_before_the_next(target: float) -> None:
     rounds = setting("rollover", SETUP, target)
     shown = pictures(SETUP, (SYNC, APRIL, rounds))
-    assert {(p.first_step, p.last_step) for p in shown} == {(shown[0].first_step, shown[0].last_step)}
-    assert shown[0].first_step >= WARMUP_STEPS
-    assert shown[0].last_step - shown[0].first_step + 1 >= LEAST_STEPS
+    assert {(p.window.first_step, p.window.last_step) for p in shown} == {
+        (shown[0].window.first_step, shown[0].window.last_step)
+    }
+    assert shown[0].window.first_step >= WARMUP_STEPS
+    assert shown[0].window.last_step - shown[0].window.first_step + 1 >= LEAST_STEPS
     for picture in shown:
         starts = collection_starts(picture)
-        assert {picture.first_step, picture.last_step + 1} <= starts
-        window = measures.window_of(picture.timeline, picture.first_step, picture.last_step)
-        assert window.end_s > window.start_s
-        assert measures.visible(picture.timeline.samples, window), "something is seen"
+        assert {picture.window.first_step, picture.window.last_step + 1} <= starts
+        assert picture.window.end_s > picture.window.start_s
+        assert measures.visible(picture.timeline.samples, picture.window), "something is seen"
 
 
 def test_a_round_is_several_batches_decoded_together() -> None:

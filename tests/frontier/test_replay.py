@@ -63,9 +63,10 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
     setup = replace(setup, rollout=setting(strategy, setup, 2.0))
     found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
     assert found.rollout == setup.rollout
-    assert found.replica.c0_s == pytest.approx(TRUE.c0_s, rel=0.1)
-    assert found.replica.b0 == pytest.approx(TRUE.b0, rel=0.2)
-    assert found.replica.max_running == 64
+    (replica,) = found.scenario.replicas
+    assert replica.c0_s == pytest.approx(TRUE.c0_s, rel=0.1)
+    assert replica.b0 == pytest.approx(TRUE.b0, rel=0.2)
+    assert replica.max_running == 64
     assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
     assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
     assert found.scenario.kv_on_update == "keep"

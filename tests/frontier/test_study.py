@@ -83,7 +83,7 @@ def test_the_usual_setting_is_marked_and_the_recommendation_looked_at_closely(fo
     shown = {p.config.strategy.kind for p in found.pictures}
     assert "sync" in shown
     for picture in found.pictures:
-        assert (picture.first_step, picture.last_step) == (8, 10)
+        assert (picture.window.first_step, picture.window.last_step) == (8, 10)
 
 
 def test_the_setting_in_use_takes_the_place_of_the_one_like_it() -> None:

@@ -10,6 +10,7 @@ from rollover.devices import catalogue
 from rollover.devices.records import Link
 from rollover.errors import ConfigError
 from rollover.planner import fleet
+from rollover.planner.topology import Topology
 from rollover.settings import toml
 
 TWO = """\
@@ -80,7 +81,7 @@ def test_units_become_bytes_flops_and_seconds() -> None:
     assert h100.network == Link(bytes_per_s=50e9, latency_s=5e-6)
     assert h100.efficiency.step_s == 2e-3
     assert (h100.price_per_hour, l40s.price_per_hour) == (2.69, 0.5), "the low end; the user's first"
-    assert both.stock == (16, 12)
+    assert [*both.stock.values()] == [16, 12]
     assert [n.name for n in both.nodes] == ["h100-sxm-0", "h100-sxm-1", "l40s-0", "l40s-1", "l40s-2"]
     assert both.budget_per_hour == 90
 
@@ -113,7 +114,7 @@ def test_the_same_device_in_other_surroundings_is_another_type() -> None:
     assert [d.name for d in parsed(text).devices] == ["h100-sxm", "l40s@1", "l40s@spot"]
     same = TWO + '\n[[nodes]]\nname = "more"\ndevice = "l40s"\nnum_devices = 4\nprice_per_hour = 0.5\n'
     assert [d.name for d in parsed(same).devices] == ["h100-sxm", "l40s"]
-    assert parsed(same).stock == (16, 16)
+    assert [*parsed(same).stock.values()] == [16, 16]
 
 
 def test_relative_prices_are_a_currency_of_their_own() -> None:
@@ -130,11 +131,13 @@ def test_relative_prices_are_a_currency_of_their_own() -> None:
 def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
     text = TWO + '\n[[links]]\nbetween = ["h100-sxm-0", "l40s"]\ngbit_s = 80\nlatency_us = 40\n'
     both = parsed(text)
-    nodes = {n.name: n for n in both.nodes}
+    nodes = {n.name: i for i, n in enumerate(both.nodes)}
+    topology = Topology.of(both)
     slow = Link(bytes_per_s=10e9, latency_s=4e-5)
-    assert both.link(nodes["h100-sxm-0"], nodes["l40s-2"]) == slow == both.link(nodes["l40s-2"], nodes["h100-sxm-0"])
-    assert both.link(nodes["h100-sxm-1"], nodes["l40s-2"]) == nodes["l40s-0"].device.network
-    assert both.link(nodes["l40s-1"], nodes["l40s-1"]) == nodes["l40s-1"].device.link
+    there, back = (nodes["h100-sxm-0"], nodes["l40s-2"]), (nodes["l40s-2"], nodes["h100-sxm-0"])
+    assert topology.link(*there) == slow == topology.link(*back)
+    assert topology.link(nodes["h100-sxm-1"], nodes["l40s-2"]) == both.by_name["l40s"].network
+    assert topology.link(nodes["l40s-1"], nodes["l40s-1"]) == both.by_name["l40s"].link
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_plan
 from rollover.devices.records import Device, Link
 from rollover.errors import PlanError
-from rollover.planner import verification
 from rollover.planner.mixtures import MixtureTable, UnlistedPlans
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem
+from tests.planner import verification
 from tests.planner.kit import MODEL, best_by_enumeration, device, workload
 
 GAP = 1e-4

@@ -310,7 +310,8 @@ def test_a_what_if_that_cannot_be_is_refused(text: str, message: str) -> None:
 def test_what_ifs_change_what_they_say() -> None:
     was = PlanScenario(fleet=fleet(), max_staleness=4)
     now = changed(was, "count.h20=+8, price.h20=1.5, staleness=-1, budget=90")
-    assert (now.max_staleness, now.fleet.budget_per_hour, now.fleet.stock) == (3, 90.0, (8, 24))
+    assert (now.max_staleness, now.fleet.budget_per_hour) == (3, 90.0)
+    assert [*now.fleet.stock.values()] == [8, 24]
     assert {d.name: d.price_per_hour for d in now.fleet.devices} == {"h800-sxm": 5.28, "h20": 1.5}
     assert len({node.name for node in now.fleet.nodes}) == 4
-    assert changed(was, "count.h20=8").fleet.stock == (8, 8)
+    assert [*changed(was, "count.h20=8").fleet.stock.values()] == [8, 8]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.planner import verification
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.records import Problem, Solution
+from tests.planner import verification
 from tests.planner.kit import MODEL, device, workload
 
 PROBLEM = replace(stock_problem({device(): 4}, MODEL, workload(), max_staleness=1), budget_per_hour=8.0)

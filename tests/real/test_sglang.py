@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import RootModel
 
 from rollover import cli
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.errors import EngineError
@@ -83,7 +85,7 @@ def config_of(url: str, **settings: Any) -> SGLangConfig:
 async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(url, **settings)
     client, model = HTTPClient(url, config), ModelFolder.read(folder)
-    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model))
+    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("real"))
     try:
         await engine.open()
         yield engine
@@ -250,7 +252,7 @@ def test_a_model_of_another_shape_is_refused_before_it_could_kill_the_server(
         )
         larger = model_folder(tmp_path / "larger", vocab=5000)
         async with client_of(url) as client:
-            path = (await client.ask(dict, "GET", "/model_info"))["model_path"]
+            path = (await client.ask(Table, "GET", "/model_info")).root["model_path"]
         if Path(path).is_dir():
             with pytest.raises(EngineError, match="serves another model"):
                 async with opened(url, other):
@@ -277,14 +279,18 @@ def body(rid: str, num_tokens: int, **params: Any) -> dict[str, Any]:
     }
 
 
+Table = RootModel[dict[str, Any]]
+"""Any answer of a server."""
+
+
 def patience() -> Patience:
     return Patience(first_s=600.0, between_s=600.0)
 
 
 async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]:
     """The last event."""
-    async for last in client.events(dict, "/generate", call, patience()):
-        event = last
+    async for last in client.events(Table, "/generate", call, patience()):
+        event = last.root
     return event
 
 
@@ -301,7 +307,7 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
         update = {"model_path": str(folders[0]), "weight_version": "10"}
         await client.call("POST", "/update_weights_from_disk", body=update)
         call = asyncio.create_task(to_the_end(client, body("refused;", 200)))
-        while not (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+        while not (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
             "num_running_reqs"
         ]:
             await asyncio.sleep(0.02)
@@ -310,7 +316,7 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
         update = {"model_path": str(folders[1]), "weight_version": "11", "flush_cache": True}
         with pytest.raises(EngineError, match="400: Weights were updated"):
             await client.call("POST", "/update_weights_from_disk", body=update)
-        assert (await client.ask(dict, "GET", "/model_info"))["weight_version"] == "10"
+        assert (await client.ask(Table, "GET", "/model_info")).root["weight_version"] == "10"
         await client.call("POST", "/continue_generation", body={})
         event = await call
         assert [span["version"] for span in event["meta_info"]["weight_versions"]] == ["10", "11"]
@@ -335,7 +341,7 @@ def test_quirk_an_abort_of_a_call_that_waits_for_the_end_of_a_pause_is_lost_and_
 def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         call = asyncio.create_task(to_the_end(client, body("frozen;", 400)))
-        while not (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+        while not (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
             "num_running_reqs"
         ]:
             await asyncio.sleep(0.02)
@@ -353,7 +359,7 @@ def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url:
 def test_quirk_an_abort_takes_along_all_calls_whose_id_begins_with_its_own(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         calls = [asyncio.create_task(to_the_end(client, body(rid, 300))) for rid in ("g1", "g10", "h1;", "h10;")]
-        while (await client.ask(dict, "GET", "/v1/loads", params={"include": "core"}))["loads"][0][
+        while (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
             "num_running_reqs"
         ] < 4:
             await asyncio.sleep(0.02)

@@ -20,10 +20,12 @@ from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
+from rollover.engine.servers.vllm.weights import ChecksumRecord
 from rollover.errors import EngineError
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
@@ -112,7 +114,9 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
 async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(server, **changes)
     client, model = HTTPClient(server.url, config), ModelFolder.read(folder)
-    engine = ServerEngine(client, config, model, VLLMDialect(client, config, model))
+    engine = ServerEngine(
+        client, config, model, VLLMDialect(client, config, model, ChecksumRecord()), ownership=Ownership("real")
+    )
     try:
         await engine.open()
         yield engine

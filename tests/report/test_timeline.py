@@ -92,7 +92,7 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
     trace = Timeline.of(ROLLED_OVER).samples[1]
     assert trace == SampleTrace(
         sample_id=SampleId(1, 0),
-        prompt="prompt 1",
+        prompt=opened(1, 2).prompt,
         spans=(
             DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
             DecodedSpan(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
@@ -100,9 +100,8 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
         gaps=(Gap(start_s=3.5, end_s=5.5),),
         reward=0.0,
         trained_step=1,
-        waste=None,
-        finished=True,
     )
+    assert trace.finished
     assert (trace.num_tokens, trace.num_resumes, trace.oldest_version) == (16, 1, 0)
 
 
@@ -265,11 +264,11 @@ def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:
     assert measures.weighted_quantile(counts, 1.0) == 2
 
 
-def test_a_clipped_step_curve_starts_with_the_value_in_force() -> None:
+def test_a_clipped_step_curve_starts_and_ends_with_the_value_in_force() -> None:
     active = ((1.0, 4), (3.0, 2), (4.0, 0))
-    assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2))
-    assert measures.clip_curve(active, 3.0, 9.0) == ((3.0, 2), (4.0, 0))
-    assert measures.clip_curve(active, 0.0, 2.0) == ((0.0, 0), (1.0, 4))
+    assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2), (4.0, 2))
+    assert measures.clip_curve(active, 3.0, 9.0) == ((3.0, 2), (4.0, 0), (9.0, 0))
+    assert measures.clip_curve(active, 0.0, 2.0) == ((0.0, 0), (1.0, 4), (2.0, 4))
 
 
 def test_windows_tile_the_run_and_count_the_samples_that_go_on_in_them() -> None:

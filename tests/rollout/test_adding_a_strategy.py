@@ -12,36 +12,13 @@ STRATEGY = '''
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import Knob, StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class BacklogConfig(StrategyConfig):
-    """Keeps a number of batches open and parks what is unfinished."""
-
-    kind: Literal["backlog"] = "backlog"
-    num_batches: int = 2
-    """Batches of groups that are open at the same time."""
-
-    knob = Knob(key="num_batches", symbol="k", scale="plain", values=(1, 2, 3))
-
-    def __post_init__(self) -> None:
-        self.require_at_least(1, "num_batches")
-
-    def describe(self, shared: SharedConfig) -> str:
-        return f"{self.num_batches} batches open"
-
-    def staleness_needed(self, shared: SharedConfig) -> int:
-        return self.num_batches - 1
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Backlog(**self.arguments(shared, engine), num_batches=self.num_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +31,30 @@ class Backlog(Strategy):
 
     def groups_to_open(self, view: View) -> int:
         return min(self.num_batches * self.batch_size - view.ledger.num_unconsumed, self.headroom(view))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BacklogConfig(StrategyConfig):
+    """Keeps a number of batches open and parks what is unfinished."""
+
+    builds = Backlog
+    knob = Knob(key="num_batches", symbol="k", scale="plain", values=(1, 2, 3))
+
+    kind: Literal["backlog"] = "backlog"
+    num_batches: int = 2
+    """Batches of groups that are open at the same time."""
+
+    def __post_init__(self) -> None:
+        self.require_at_least(1, "num_batches")
+
+    def describe(self, shared: SharedConfig) -> str:
+        return f"{self.num_batches} batches open"
+
+    def staleness_needed(self, shared: SharedConfig) -> int:
+        return self.num_batches - 1
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        return {**super().arguments(shared, engine), "num_batches": self.num_batches}
 '''
 
 USE = """
@@ -98,9 +99,9 @@ def added(folder: Path) -> PackageCopy:
     package = PackageCopy(folder)
     (folder / "rollover/rollout/strategies/backlog.py").write_text(STRATEGY)
     table = folder / "rollover/rollout/strategies/__init__.py"
-    text, row = table.read_text(), '    "rollover": RolloverConfig,\n'
+    text, row = table.read_text(), "    | RolloverConfig\n"
     assert row in text
-    text = text.replace(row, f'{row}    "backlog": BacklogConfig,\n')
+    text = text.replace(row, f"{row}    | BacklogConfig\n")
     first = text.index("from rollover.rollout.strategies.")
     table.write_text(f"{text[:first]}from rollover.rollout.strategies.backlog import BacklogConfig\n{text[first:]}")
     return package

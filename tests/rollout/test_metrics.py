@@ -75,7 +75,7 @@ def test_the_account_of_a_ledger_is_its_own() -> None:
     assert (numbers["rollout/trained_tokens"], numbers["rollout/parked_samples"]) == (0, 1)
 
 
-def test_guesses_are_counted_between_two_looks_and_only_where_there_are_any() -> None:
+def test_draft_tokens_are_counted_between_two_looks_and_only_where_there_are_any() -> None:
     before = EngineStats(num_running=0, num_waiting=0, policy_version=0, decoded_tokens=10)
     assert draft_metrics(replace(before, decoded_tokens=30), before) == {}
     one = replace(before, decoded_tokens=30, drafted_tokens=8, accepted_tokens=5)

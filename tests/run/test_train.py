@@ -21,7 +21,7 @@ from rollover.report.timeline_figure import gantt
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
-from rollover.trainer.logprobs import DeviceRow, all_logprobs
+from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import Trajectory, WasteCause
@@ -58,7 +58,7 @@ def largest_logprob_error(run: Path, initial: Path, trajectories: Sequence[Traje
     samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
-    rows = [DeviceRow.of(row, torch.device("cpu")) for row in pack(samples, 1024)]
+    rows = pack(samples, 1024)
     worst = 0.0
     for version in versions_T.unique().tolist():
         model = load_policy(run / "checkpoints" / f"step_{version}" if version else initial)

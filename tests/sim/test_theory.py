@@ -32,7 +32,7 @@ def exact_waits(law: LengthLaw, group_size: int) -> tuple[float, float]:
     nodes, weights = hermegauss(60)
     first = second = product = 0.0
     for z, weight in zip(nodes, weights / math.sqrt(2 * math.pi), strict=True):
-        spread = (np.log1p(x) - law.mu - law.tau * z) / law.sibling_sigma
+        spread = (np.log1p(x) - law.mu - math.sqrt(law.icc) * law.sigma * z) / (math.sqrt(1 - law.icc) * law.sigma)
         cdf = (1 - law.loop_probability) * ndtr(spread)
         cdf[: law.min_tokens], cdf[-1] = 0.0, 1.0
         p = np.diff(cdf, prepend=0.0)

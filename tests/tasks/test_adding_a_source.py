@@ -60,7 +60,6 @@ from rollover.run.config import resolved, restore
 from rollover.settings import toml
 from rollover.settings.schema import build
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.examples import Solutions
 from rollover.tasks.formats import without_keys_of_other_kinds
 from rollover.tasks.open import check_source, train_source
 from rollover.tasks.resume_check import same_datasets
@@ -85,7 +84,7 @@ Path("sums.csv").write_text("question;answer\\n1+1;2\\n2+2;4\\n3+3;\\n")
 source = train_source(wanted, char_tokenizer(), seed=0)
 prompts = [source.prompt(i) for i in range(6)]
 print(sorted({p.prompt_id for p in prompts}))
-print(sorted({(p.text, p.columns["answer"], Solutions(source, wanted.train).of(p)) for p in prompts}))
+print(sorted({(p.text, p.columns["answer"], source.solution(p)) for p in prompts}))
 print(check_source(wanted.train[0]).num_rows)
 run = resolved(restore({"model": {"path": "m"}, "tasks": resolved(wanted)}, "config.json"))
 assert restore(without_keys_of_other_kinds(run), "config.json").tasks == wanted

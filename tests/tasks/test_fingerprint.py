@@ -11,10 +11,9 @@ import pytest
 
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import DataError
-from rollover.tasks import data_file as data_files
+from rollover.tasks import fingerprint
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.data_file import DataFile
-from rollover.tasks.fingerprint import Fingerprint
+from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.resume_check import same_datasets
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig, SourceConfig
 
@@ -85,9 +84,9 @@ def test_a_source_without_a_record_is_recorded_and_a_generated_one_needs_none(tm
 def test_of_a_large_file_size_head_tail_and_blocks_between_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_files, "_WHOLE_BYTES", 1000)
-    monkeypatch.setattr(data_files, "_BLOCK_BYTES", 10)
-    monkeypatch.setattr(data_files, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 10)
+    monkeypatch.setattr(fingerprint, "_NUM_BLOCKS", 4)
     path = tmp_path / "large"
     content = bytes(range(250)) * 40
     seen = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,15 +14,15 @@ from rollover.types import Prompt
 class Numbers:
     """Prompt i of source s is called ``s/i``."""
 
-    num_rows = None
-    reward_specs = ()
-
-    def __init__(self, name: str, num_skipped: int = 0) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.num_skipped = num_skipped
+        self.reward_specs = (SimpleNamespace(source=name),)
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(prompt_id=f"{self.name}/{index}", token_ids=(1,), text="", source=self.name)
+
+    def solution(self, prompt: Prompt) -> str:
+        return f"{self.name} solves {prompt.prompt_id}"
 
 
 def drawn(weights: list[float], num: int) -> list[str]:
@@ -67,5 +68,6 @@ def test_crooked_weights_are_rounded_and_every_source_is_still_drawn() -> None:
     assert counts == {"a": 10_000, "b": 1}
 
 
-def test_skipped_rows_add_up() -> None:
-    assert MixtureSource([Numbers("a", 3), Numbers("b", 4)], [1.0, 1.0]).num_skipped == 7
+def test_a_prompt_is_solved_by_the_source_that_it_came_from() -> None:
+    mixture = MixtureSource([Numbers("a"), Numbers("b")], [1.0, 1.0])
+    assert {mixture.solution(mixture.prompt(i)) for i in range(2)} == {"a solves a/0", "b solves b/0"}

@@ -7,16 +7,14 @@ import pytest
 import torch
 
 import rollover.trainer.logprobs as logprobs_module
-from rollover.trainer.logprobs import DeviceRow, all_logprobs, response_logprobs
+from rollover.trainer.logprobs import all_logprobs, response_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
 from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs, to_float64
 
-CPU = torch.device("cpu")
-
 
 def packed(model: Any, samples: list[TrainingSample], temperature: float, *, budget: int = 100) -> torch.Tensor:
-    rows = [DeviceRow.of(r, CPU) for r in pack(samples, budget)]
+    rows = pack(samples, budget)
     return all_logprobs(model, rows, temperature, num_tokens=sum(len(s.response_ids) for s in samples))
 
 
@@ -46,7 +44,7 @@ def test_gradients_through_a_packed_row_equal_those_of_separate_forwards(tmp_pat
     samples = make_samples(12)
     weights = torch.randn(sum(len(s.response_ids) for s in samples), dtype=torch.float64)
     (separate_logprobs(model, samples, 0.8) * weights).sum().backward()
-    for row in (DeviceRow.of(r, CPU) for r in pack(samples, 70)):
+    for row in pack(samples, 70):
         (response_logprobs(policy, row, 0.8) * weights[row.token_T]).sum().backward()
     for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-12, rtol=1e-10, msg=name)
@@ -56,7 +54,7 @@ def test_the_head_in_chunks_gives_the_same_values_and_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = to_float64(load_policy(make_folder(tmp_path)))
-    row = DeviceRow.of(pack(make_samples(12), 10**6)[0], CPU)
+    row = pack(make_samples(12), 10**6)[0]
 
     def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
         policy.zero_grad()
@@ -82,7 +80,7 @@ def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:
 
 def test_bfloat16_autocast_keeps_the_log_softmax_in_float32(tmp_path: Path) -> None:
     policy = load_policy(make_folder(tmp_path))
-    row = DeviceRow.of(pack(make_samples(12), 10**6)[0], CPU)
+    row = pack(make_samples(12), 10**6)[0]
     with torch.no_grad():
         exact = response_logprobs(policy, row, 1.0)
         rounded = response_logprobs(policy, row, 1.0, autocast=True)
@@ -93,5 +91,5 @@ def test_bfloat16_autocast_keeps_the_log_softmax_in_float32(tmp_path: Path) -> N
 
 def test_a_model_for_packed_rows_refuses_an_ordinary_batch(tmp_path: Path) -> None:
     policy = load_policy(make_folder(tmp_path))
-    with pytest.raises(TypeError, match="packed_layout"):
+    with pytest.raises(TypeError, match="packed_row"):
         policy(input_ids=torch.tensor([[1, 2, 3]]))

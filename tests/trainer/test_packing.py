@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,14 +56,15 @@ def test_each_response_token_is_predicted_once_from_its_own_prefix(samples: list
     seen: dict[int, int] = {}
     for row in pack(samples, budget):
         lines = lines_of(row)
-        for position, target, token, place in zip(row.predict_T, row.target_T, row.token_T, row.sample_T, strict=True):
+        places = torch.stack([row.predict_T, row.target_T, row.token_T, row.sample_T], 1).tolist()
+        for position, target, token, place in places:
             sample = samples[row.samples_B[place]]
             line = next(line for line in lines if position in line)
             prefix = row.input_ids_N[line[: line.index(position) + 1]].tolist()
             assert [*sample.prompt_ids, *sample.response_ids][: len(prefix) + 1] == [*prefix, target]
             assert len(prefix) >= len(sample.prompt_ids)
             assert token not in seen
-            seen[int(token)] = int(target)
+            seen[token] = target
     flat = [t for s in samples for t in s.response_ids]
     assert [seen[i] for i in range(len(flat))] == flat
 
@@ -74,7 +75,7 @@ def test_attention_sees_each_sample_whole_and_gives_every_position_back(
     samples: list[TrainingSample],
 ) -> None:
     (row,) = pack(samples, 10**6)
-    flat = np.concatenate([b.reshape(-1) for b in row.buckets])
+    flat = torch.cat([b.flatten() for b in row.buckets])
     assert flat[row.unpad_N].tolist() == list(range(len(row.input_ids_N)))
     found = []
     for line in lines_of(row):

@@ -81,13 +81,13 @@ def test_the_likelihood_is_the_integral_over_the_prompts_effect() -> None:
     exact = sum(math.log(of_prompt(n, u)) for n, u in zip(prompts, unfinished, strict=True))
     data = replace(_Data.of(drawn(LAW, 20)), cap_tokens=cap)  # its columns are set below
     lengths, finished, places = trace.columns()
-    ended = (finished > 0) & (lengths < cap)
+    ended = finished & (lengths < cap)
     data = replace(
         data,
         log_ended=np.log(lengths[ended] + 0.5),
-        ended_group=places[ended].astype(np.int64),
+        ended_group=places[ended],
         log_cut=np.log(lengths[~ended]),
-        cut_group=places[~ended].astype(np.int64),
+        cut_group=places[~ended],
         num_prompts=len(prompts),
     )
     point = np.array([mu, math.log(sigma), math.log(icc / (1 - icc)), math.log(q / (1 - q))])

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.errors import ConfigError, DataError
-from rollover.workload.source import capped_trace
-from rollover.workload.trace import EmpiricalLaw, Trace, TracePrompt, quantile
+from rollover.workload.trace import EmpiricalLaw, Trace, TracePrompt
 
 TRACE = Trace(
     name="t",
@@ -90,27 +89,26 @@ def test_kaplan_meier_is_redistribution_to_the_right(sample: list[tuple[int, boo
         if not sample[i][1] and later:
             weights[later] += weights[i] / len(later)
             weights[i] = 0
-    lengths, finished = np.array(sample, float).T
-    law = EmpiricalLaw.of(lengths, finished)
+    law = EmpiricalLaw.of(np.array([float(n) for n, _ in sample]), np.array([done for _, done in sample]))
     for x in range(14):
         ended = [i for i, (n, done) in enumerate(sample) if n <= x and done]
         assert law.at(np.array([x]))[0] == pytest.approx(weights[ended].sum(), abs=1e-9)
 
 
 def test_without_cut_samples_the_estimate_is_the_share_at_or_below() -> None:
-    law = EmpiricalLaw.of(np.array([3.0, 1.0, 3.0, 8.0]), np.ones(4))
+    law = EmpiricalLaw.of(np.array([3.0, 1.0, 3.0, 8.0]), np.ones(4, bool))
     assert law.at(np.array([0, 1, 2, 3, 7, 8])).tolist() == [0, 0.25, 0.25, 0.75, 0.75, 1]
-    assert [quantile(law, p, 9) for p in (0.25, 0.26, 0.75, 1.0)] == [1, 3, 3, 8]
+    assert [law.quantile(p, 9) for p in (0.25, 0.26, 0.75, 1.0)] == [1, 3, 3, 8]
     assert law.longer_than(1, 0.5) == 3
     assert law.longer_than(1, 0.7) == 8
 
 
 def test_a_lower_cap_cuts_and_settles_what_was_open() -> None:
-    cut = capped_trace(TRACE, 55)
+    cut = TRACE.capped(55)
     assert [p.lengths for p in cut.prompts] == [(10, 20, 30, 40), (5, 55), (50, 55)]
     assert cut.prompts[2].unfinished == frozenset()
     with pytest.raises(ConfigError, match="the cap of 101 tokens is above 100, under which t was recorded"):
-        capped_trace(TRACE, 101)
+        TRACE.capped(101)
 
 
 def test_an_empty_trace_and_impossible_lengths_are_refused() -> None:

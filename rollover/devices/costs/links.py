@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 
 
@@ -18,6 +20,14 @@ def all_reduce_s(size: float, ranks: int, link: Link, efficiency: float) -> floa
     if ranks == 1:
         return 0.0
     return link.latency_s + 2 * (ranks - 1) / ranks * size / (link.bytes_per_s * efficiency)
+
+
+def narrowest(links: Iterable[Link | None]) -> Link | None:
+    """Return the least bandwidth and the greatest latency among ``links``; ``None`` where there is none."""
+    found = [link for link in links if link is not None]
+    if not found:
+        return None
+    return Link(bytes_per_s=min(link.bytes_per_s for link in found), latency_s=max(link.latency_s for link in found))
 
 
 def weight_update_s(model: ModelShape, workload: WorkloadSpec, device: Device, link: Link) -> float:

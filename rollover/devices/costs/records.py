@@ -115,7 +115,7 @@ class PartChoice:
 class Mixture:
     """All training plans over two device types: any of the first parts beside any of the second.
 
-    They are too many to list: ``rollover.planner.trainers`` lists those that may be optimal.
+    They are too many to list: ``rollover.planner.mixtures`` lists those that may be optimal.
     """
 
     first: tuple[PartChoice, ...]

@@ -14,12 +14,12 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import from_json
 
 from rollover.errors import EngineError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MAX_ANSWER_BYTES = 1 << 24
@@ -99,8 +99,7 @@ class Reader:
     def check_encoding(self, answer: httpx.Response, what: str) -> None:
         """Raises ``EngineError`` when a body is compressed, which nobody has asked for: a few bytes of it may hold any
         amount of text."""
-        encoding = answer.headers.get("Content-Encoding", "identity")
-        if encoding.strip().lower() not in ("identity", ""):
+        if encoding := _encoding(answer):
             raise EngineError(
                 f"{self._server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, though the"
                 " call allows none: let the server, or the proxy before it, send answers as they are"
@@ -109,20 +108,18 @@ class Reader:
     def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
         """The JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not fit."""
         try:
-            answer: T = _adapter(kind).validate_json(body, strict=True, context=self)
+            return kind.model_validate_json(body, strict=True, context=self)
         except ValidationError as e:
             raise self._misfit(e, body, what) from None
-        return answer
 
     def event(self, kind: type[T], data: str, what: str) -> T:
         """Read an event as ``typed`` does; an event that reports an error is raised as that error."""
         try:
-            event: T = _adapter(kind).validate_json(data, strict=True, context=self)
-        except ValidationError as e:
+            return self.typed(kind, data, what)
+        except EngineError:
             if said := _error_in(data):
                 raise EngineError(f"{self._server} refused {what} while it answered: {self.shown(said)}") from None
-            raise self._misfit(e, data, what) from None
-        return event
+            raise
 
     def _misfit(self, error: ValidationError, body: bytes | str, what: str) -> EngineError:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -145,7 +142,7 @@ class Reader:
     async def refusal(self, answer: httpx.Response, what: str) -> EngineError:
         """Make an error of an answer that refuses a call. A redirect is not followed: calls and the key go where the
         config says and nowhere else."""
-        if answer.is_redirect or 300 <= answer.status_code < 400:
+        if 300 <= answer.status_code < 400:
             return EngineError(
                 f"{self._server} answered {what} with {answer.status_code}, a redirect to"
                 f" {self._location(answer)}, and redirects are not followed: give the address that answers by itself"
@@ -165,19 +162,15 @@ class Reader:
         return self.shown(f"{place}{parts.path}", _MAX_VALUE_CHARS) or "nowhere"
 
 
-_adapters: dict[object, TypeAdapter[Any]] = {}
-"""Adapters by kind: making one takes longer than using it."""
-
-
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+def _encoding(answer: httpx.Response) -> str:
+    """Name the encoding of a compressed body; empty for one that is sent as it is."""
+    encoding = str(answer.headers.get("Content-Encoding", ""))
+    return "" if encoding.strip().lower() in ("identity", "") else encoding
 
 
 async def _head_of(answer: httpx.Response) -> str:
     """The beginning of an error's body; a compressed one is not read."""
-    if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("identity", ""):
+    if _encoding(answer):
         return ""
     body = bytearray()
     async for piece in answer.aiter_raw():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rollover.clock import Clock
@@ -34,8 +35,8 @@ class BackgroundTasks:
 
 async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> None:
     """Return when one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
-    timer = asyncio.create_task(_passed(clock, limit_s))
-    waiting = [timer, *(asyncio.create_task(_is_set(event)) for event in events)]
+    awaited: list[Coroutine[Any, Any, object]] = [clock.sleep(limit_s), *(event.wait() for event in events)]
+    waiting = [asyncio.create_task(each) for each in awaited]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -43,20 +44,19 @@ async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> 
             each.cancel()
 
 
-async def in_time(work: Coroutine[Any, Any, None], limit_s: float | None, who: str, what: str) -> None:
-    """Do ``work``. Raises ``EngineTimeout``, which says that ``who`` did not ``what``, after ``limit_s``."""
+@asynccontextmanager
+async def within(limit_s: float, late: str) -> AsyncIterator[None]:
+    """Raise ``EngineTimeout`` with the message ``late`` when the block takes longer than ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):
-            await work
+            yield
     except EngineTimeout:
         raise
     except TimeoutError:
-        raise EngineTimeout(f"{who} did not {what} within {limit_s:g} s") from None
+        raise EngineTimeout(late) from None
 
 
-async def _passed(clock: Clock, seconds: float) -> None:
-    await clock.sleep(seconds)
-
-
-async def _is_set(event: asyncio.Event) -> None:
-    await event.wait()
+async def in_time(work: Coroutine[Any, Any, None], limit_s: float, who: str, what: str) -> None:
+    """Do ``work``. Raises ``EngineTimeout``, which says that ``who`` did not ``what``, after ``limit_s``."""
+    async with within(limit_s, f"{who} did not {what} within {limit_s:g} s"):
+        await work

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.servers.client import Patience
+from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 
@@ -38,11 +38,13 @@ class GenerationCall:
     """One open call. Its stream gets exactly one last item, a chunk with a finish reason or an exception, and every
     token on it was checked.
 
-    Example: after ``call.take(Delta(token_ids=(5,), logprobs=(-0.1,)), 3, ...)`` the next item of ``call.stream`` is a
-    ``Chunk`` with token 5 and policy version 3.
+    Example: after ``call.take(Delta(token_ids=(5,), logprobs=(-0.1,)), 3, kv_kept=False)`` the next item of
+    ``call.stream`` is a ``Chunk`` with token 5 and policy version 3.
     """
 
-    def __init__(self, request: GenerateRequest, patience: Patience, vocab_size: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, patience: Patience, vocab_size: int, stop_strings: StopStrings | None
+    ) -> None:
         self.request = request
         self.patience = patience
         self.stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
@@ -58,6 +60,8 @@ class GenerationCall:
         """The label of the weights under which it was sent; keys the server's prefix cache."""
         self.response = list(request.response_ids)
         self._vocab_size = vocab_size
+        self._stop_strings = stop_strings
+        """Where the request has some."""
         self._num_prefilled_tokens = len(request.response_ids)
 
     @property
@@ -72,17 +76,17 @@ class GenerationCall:
     def send(self, version: int, label: str) -> None:
         self.sent, self.kv_version, self.label = True, version, label
 
-    def take(self, delta: Delta, version: int, *, kv_kept: bool, completes: Callable[[], bool]) -> int:
-        """Put a delta on the stream, up to the token after which ``completes`` says that a stop string is complete.
+    def take(self, delta: Delta, version: int, *, kv_kept: bool) -> int:
+        """Put a delta on the stream, up to the token that completes a stop string.
 
         Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is
         taken then.
         """
         self._check(delta)
-        before, reason = len(self.response), delta.finish_reason
+        before, reason, stops = len(self.response), delta.finish_reason, self._stop_strings
         for token in delta.token_ids:
             self.response.append(token)
-            if completes():
+            if stops is not None and stops.complete(self.response, self.request.params.stop_strings):
                 reason = FinishReason.STOP
                 break
         count = len(self.response) - before
@@ -91,10 +95,10 @@ class GenerationCall:
             self._put(delta.token_ids[:count], delta.logprobs[:count], version, kv_version, reason)
         return count
 
-    def end(self, reason: FinishReason, version: int) -> None:
+    def abort(self, version: int) -> None:
         """End without another token, unless it has ended."""
         if not self.ended.is_set():
-            self._put((), (), version, min(self.kv_version, version) if self.sent else version, reason)
+            self._put((), (), version, min(self.kv_version, version) if self.sent else version, FinishReason.ABORT)
 
     def fail(self, error: Exception) -> None:
         """End with ``error``, unless it has ended."""

@@ -74,10 +74,11 @@ class OpenCalls:
     def start(self, request: GenerateRequest) -> GenerationCall:
         """Open a call and send it as soon as the gate allows. Raises ``EngineError`` for a request that cannot run."""
         self._check(request)
-        if request.params.stop_strings and self._stop_strings is None:
-            self._stop_strings = StopStrings(self._model.path)
+        stops = None
+        if request.params.stop_strings:
+            stops = self._stop_strings = self._stop_strings or StopStrings(self._model.path)
         patience = Patience(first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s)
-        call = GenerationCall(request, patience, self._model.vocab_size)
+        call = GenerationCall(request, patience, self._model.vocab_size, stops)
         self._used_ids.add(request.request_id)
         self._open[request.request_id] = call
         call.reader = self._tasks.start(self._read(call))
@@ -85,7 +86,7 @@ class OpenCalls:
 
     def end(self, call: GenerationCall) -> None:
         """End a call from here as aborted; nothing more of its stream is read."""
-        call.end(FinishReason.ABORT, self._served.version)
+        call.abort(self._served.version)
         self._open.pop(call.request_id, None)
         if call.reader is not None:
             call.reader.cancel()
@@ -174,16 +175,10 @@ class OpenCalls:
             self._open.pop(call.request_id, None)
 
     def _take(self, call: GenerationCall, delta: Delta) -> None:
-        stops = call.request.params.stop_strings
-
-        def completes() -> bool:
-            return bool(stops) and self._stop_strings is not None and self._stop_strings.complete(call.response, stops)
-
         version = self._served.version_of(delta.label, call.request_id)
         unasked = delta.finish_reason is FinishReason.ABORT and not call.asked_to_stop
         delta = replace(delta, finish_reason=None) if unasked else delta
-        keeps_kv = self._dialect.traits.keeps_kv
-        self._decoded_tokens += call.take(delta, version, kv_kept=keeps_kv, completes=completes)
+        self._decoded_tokens += call.take(delta, version, kv_kept=self._dialect.traits.keeps_kv)
         if delta.token_ids or delta.num_held_tokens:
             self._last_token_s = asyncio.get_running_loop().time()
             call.patience.heard()

@@ -11,21 +11,23 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel
 
 from rollover.engine.servers.answer import Reader, ServerBusy
+from rollover.engine.servers.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.sse import EventDecoder
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 
 
 class Patience:
@@ -120,42 +122,23 @@ class HTTPClient:
         body: Any = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> None:
-        """A call for its effect: beyond yes or no, its answer is not looked at.
+    ) -> bytes:
+        """Make a call and return the body of an answer that says yes.
 
         Raises ``EngineTimeout`` after ``timeout_s`` (``control_timeout_s`` when left out) and ``EngineError``
         with the server's own words when it refuses.
         """
-        await self._body_of(method, path, body, params, timeout_s)
-
-    async def ask(
-        self,
-        kind: type[T],
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> T:
-        """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
-        return self.reader.typed(kind, await self._body_of(method, path, body, params, timeout_s), f"{method} {path}")
-
-    async def _body_of(
-        self, method: str, path: str, body: Any, params: Mapping[str, str] | None, timeout_s: float | None
-    ) -> bytes:
         limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
         what = f"{method} {path}"
-        try:
-            async with asyncio.timeout(limit_s):
-                with self._naming(what):
-                    async with self._http.stream(method, path, json=body, params=params) as answer:
-                        self._heard()
-                        return await self.reader.accepted(answer, what)
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            raise EngineTimeout(f"{self.url} did not answer {what} within {limit_s:g} s") from None
+        async with within(limit_s, f"{self.url} did not answer {what} within {limit_s:g} s"):
+            with self._naming(what):
+                async with self._http.stream(method, path, json=body, params=params) as answer:
+                    self._heard()
+                    return await self.reader.accepted(answer, what)
+
+    async def ask(self, kind: type[T], method: str, path: str, **call: Any) -> T:
+        """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
+        return self.reader.typed(kind, await self.call(method, path, **call), f"{method} {path}")
 
     async def events(self, kind: type[T], path: str, body: Any, patience: Patience) -> AsyncGenerator[T, None]:
         """The events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
@@ -229,32 +212,21 @@ class HTTPClient:
         except ValueError as e:
             raise EngineError(f"{self.url} answered POST {path} with what is no event stream: {e}") from None
 
-    def _naming(self, what: str) -> _Naming:
-        return _Naming(self.url, what, self.reader)
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Turn what httpx raises into ``EngineError``."""
+        try:
+            yield
+        except httpx.ConnectTimeout:
+            raise EngineTimeout(f"{self.url} did not accept a connection for {what} in time") from None
+        except httpx.ConnectError as e:
+            raise EngineError(f"{self.url} cannot be reached for {what}: {self.reader.shown(str(e))}") from None
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as e:
+            reason = self.reader.shown(str(e)) or type(e).__name__  # it may quote the server
+            raise EngineError(f"{self.url} broke off {what}: {reason}") from None
 
     def _heard(self) -> None:
         self.last_heard_s = asyncio.get_running_loop().time()
-
-
-class _Naming:
-    """Turns what httpx raises into ``EngineError``."""
-
-    def __init__(self, url: str, what: str, reader: Reader) -> None:
-        self._url, self._what, self._reader = url, what, reader
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, httpx.ConnectTimeout):
-            raise EngineTimeout(f"{self._url} did not accept a connection for {self._what} in time") from None
-        if isinstance(error, httpx.ConnectError):
-            raise EngineError(
-                f"{self._url} cannot be reached for {self._what}: {self._reader.shown(str(error))}"
-            ) from None
-        if isinstance(error, httpx.HTTPError | httpx.InvalidURL | httpx.StreamError):
-            reason = self._reader.shown(str(error)) or type(error).__name__  # it may quote the server
-            raise EngineError(f"{self._url} broke off {self._what}: {reason}") from None
 
 
 def _api_key(config: ServerConfig) -> str | None:

@@ -45,10 +45,11 @@ class ServerEngine:
 
     Args:
         model: what it should serve, and its weights at version 0.
+        ownership: of the run that uses it.
         process: the server, where we have started it; closed with the engine.
-        ownership: of the run that uses it; of a run that nobody else is when left out.
 
-    Example: ``ServerEngine(client, config, model, VLLMDialect(client, config, model))``.
+    Example: ``ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("run-1"))``
+    is version 0 of ``model`` for the run ``run-1``, once it is open.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class ServerEngine:
         model: ModelFolder,
         dialect: Dialect,
         *,
+        ownership: Ownership,
         process: ServerProcess | None = None,
-        ownership: Ownership | None = None,
     ) -> None:
         traits, name = dialect.traits, repr(client)
         self.capabilities = Capabilities(
@@ -75,7 +76,7 @@ class ServerEngine:
         self._dialect = dialect
         self._process = process
         self._tasks = BackgroundTasks()
-        self._served = ServedWeights(dialect.weights, client, ownership or Ownership(), model.path)
+        self._served = ServedWeights(dialect.weights, client, ownership, model.path)
         self._gate = SendGate(client, self._served, self._tasks)
         self._calls = OpenCalls(name, dialect, self._gate, self._served, model, config, self._tasks)
         self._aborter = Aborter(name, dialect, self._calls, self._gate, timeout_s=config.abort_timeout_s)

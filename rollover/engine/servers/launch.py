@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.privacy import Redactor, make_private
 
@@ -38,15 +39,14 @@ class ServerProcess:
         env: Mapping[str, str],
         log: Path,
         ready: Callable[[], Awaitable[object]],
-        start_timeout_s: float,
-        stop_timeout_s: float,
+        config: ServerConfig,
     ) -> None:
         self._command = list(command)
         self._added_env = dict(env)
         self._log = log
         self._ready = ready
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
+        self._start_timeout_s = config.launch_timeout_s
+        self._stop_timeout_s = config.stop_timeout_s
         self._supervisor: asyncio.subprocess.Process | None = None
 
     @property

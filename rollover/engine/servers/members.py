@@ -1,7 +1,10 @@
-"""The engines of a pool, who of them is in service, and who waits for that to change.
+"""The members of a pool: engines, who of them is in service, and who waits for that to change.
+
+A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or ``DOWN`` (tried
+again at ``retry_s``, each time after twice the time; never, when it is expelled).
 
 What it keeps true: nobody waits for a member that has been taken out, nor longer than a deadline for one that has not;
-a change of ``Membership`` reaches all who wait for it.
+a change of a member's health reaches all who wait for it.
 """
 
 from __future__ import annotations
@@ -9,20 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine
 from rollover.engine.servers.background import in_time, wait_for_any
-from rollover.engine.servers.dispatch import Dispatch
-from rollover.engine.servers.membership import Health, Membership
+from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightTarget
 
 logger = logging.getLogger(__name__)
 
+_FIRST_RETRY_S = 1.0
+"""Until a member that was taken out is tried for the first time."""
 
-class PoolMember(Engine, WeightTarget, Protocol):
+
+class PoolEngine(Engine, WeightTarget, Protocol):
     """An engine that may fail and come back.
 
     Example: a ``ServerEngine``.
@@ -37,107 +43,156 @@ class PoolMember(Engine, WeightTarget, Protocol):
         ...
 
 
-class Members:
-    """Engines by index, in the order in which they were given.
+class Health(Enum):
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+class Member:
+    """One engine of a pool, out of service until it is admitted.
+
+    Example: a member with 16 calls and room for 64 has the share 0.25.
 
     Args:
-        all_down_timeout_s: how long to wait for a member to come up when none is.
+        max_retry_s: longest time between two attempts to bring it back.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[PoolMember],
-        clock: Clock,
-        *,
-        retry_after_s: float,
-        max_retry_after_s: float,
-        all_down_timeout_s: float,
-    ) -> None:
+    def __init__(self, engine: PoolEngine, clock: Clock, *, max_retry_s: float) -> None:
+        self.engine = engine
+        self.name = repr(engine)
+        self.capacity = engine.capabilities.max_running
+        """Calls it decodes at the same time."""
+        self.load = 0
+        """Calls that it has."""
+        self.health = Health.DOWN
+        self.reason = "it has not been tried yet"
+        """Why it is not up."""
+        self.retry_s = 0.0
+        self.is_expelled = False
+        """Down for good."""
+        self.lost = asyncio.Event()
+        """Set while it is down: its open calls end."""
+        self.look = asyncio.Event()
+        """Set to have it probed now."""
+        self._clock = clock
+        self._max_retry_s = max_retry_s
+        self._num_failures = 0
+        """Failures since it was last up."""
+        self._num_late_probes = 0
+        """Late probes in a row, while it is up."""
+
+    @property
+    def share(self) -> float:
+        """Calls per capacity."""
+        return self.load / self.capacity
+
+    @property
+    def is_up(self) -> bool:
+        """True when it gets calls."""
+        return self.health is Health.UP
+
+    @property
+    def is_down(self) -> bool:
+        return self.health is Health.DOWN
+
+    def admit(self) -> None:
+        """It is well and its weights are current."""
+        assert not self.is_expelled, f"{self.name} is out for good"
+        self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
+        self._num_failures = self._num_late_probes = 0
+        self.lost.clear()
+
+    def suspect(self, reason: str) -> None:
+        """A call has failed: it gets no more before the next probe, which is made now."""
+        if self.is_up:
+            self.health, self.reason = Health.SUSPECT, reason
+        self.look.set()
+
+    def late(self, reason: str) -> None:
+        """A probe has failed, which takes it out when it is suspect, or late twice in a row."""
+        if self.is_down:
+            return
+        self._num_late_probes += 1
+        if not self.is_up or self._num_late_probes >= 2:
+            self.take_out(reason)
+
+    def take_out(self, reason: str) -> None:
+        """It gets no calls until it comes back. One that is out already is left out for longer."""
+        if self.is_expelled:
+            return
+        self.retry_s = self._clock.now_s() + min(_FIRST_RETRY_S * 2.0 ** min(self._num_failures, 63), self._max_retry_s)
+        self._num_failures += 1
+        was_down = self.is_down
+        self.health, self.reason = Health.DOWN, reason
+        if not was_down:
+            self._left()
+
+    def expel(self, reason: str) -> None:
+        """It never gets calls again."""
+        self.health, self.reason, self.is_expelled = Health.DOWN, reason, True
+        self._left()
+
+    def _left(self) -> None:
+        logger.warning("%s is taken out: %s", self.name, self.reason)
+        self.lost.set()
+        self.look.set()
+
+
+Act = Callable[[Member], Coroutine[Any, Any, None]]
+
+
+class Members:
+    """All members of a pool, in the order in which their engines were given."""
+
+    def __init__(self, engines: Sequence[PoolEngine], clock: Clock, config: ServerConfig) -> None:
         assert engines, "a pool needs a member"
-        self.engines = list(engines)
         self.clock = clock
-        self.state = Membership(
-            [repr(e) for e in engines],
-            [e.capabilities.max_running for e in engines],
-            retry_after_s=retry_after_s,
-            max_retry_after_s=max_retry_after_s,
-        )
-        self.dispatch = Dispatch(self.state)
-        self.lost = [asyncio.Event() for _ in engines]
-        """Set while a member is down: its open calls end."""
-        self.look = [asyncio.Event() for _ in engines]
-        """Set to have a member probed now."""
+        self.all = [Member(engine, clock, max_retry_s=config.rejoin_max_interval_s) for engine in engines]
         self._admitted = asyncio.Event()
-        self._all_down_timeout_s = all_down_timeout_s
+        self._all_down_timeout_s = config.all_down_timeout_s
         self._out_since_s: float | None = None
         """When somebody began to wait because no member was up."""
 
-    def name(self, index: int) -> str:
-        return self.state.members[index].name
+    @property
+    def up(self) -> list[Member]:
+        """Those that get calls."""
+        return [member for member in self.all if member.is_up]
 
-    # -- changes ---------------------------------------------------------------------------------------------
+    @property
+    def in_service(self) -> list[Member]:
+        """Those that may have calls: up or suspect."""
+        return [member for member in self.all if not member.is_down]
 
-    def admit(self, index: int) -> None:
+    def why_none(self) -> str:
+        """Explain for each member that is not up why."""
+        return "; ".join(f"{member.name}: {member.reason}" for member in self.all if not member.is_up)
+
+    def admit(self, member: Member) -> None:
         """From now on calls may go to a member."""
-        self.lost[index].clear()
-        self.state.admit(index, self.engines[index].capabilities.max_running)
+        member.admit()
         self._admitted.set()
         if self._out_since_s is not None:
             waited_s, self._out_since_s = self.clock.now_s() - self._out_since_s, None
-            logger.warning("%s is up after %.0f s without any engine", self.name(index), waited_s)
+            logger.warning("%s is up after %.0f s without any engine", member.name, waited_s)
 
-    def suspect(self, index: int, reason: str) -> None:
-        """A call has failed: send no more calls before the next probe, which is made now."""
-        self.state.suspect(index, reason)
-        self.look[index].set()
-
-    def late(self, index: int, reason: str) -> None:
-        """A probe has failed."""
-        if not self.state.is_down(index) and self.state.late(index, reason, self.clock.now_s()):
-            self._left(index)
-
-    def take_out(self, failed: Mapping[int, EngineError]) -> None:
-        """Send no calls to the members that failed, until they come back."""
-        for index, error in failed.items():
-            if not self.state.is_down(index):
-                self.state.take_out(index, str(error), self.clock.now_s())
-                self._left(index)
-
-    def put_off(self, index: int, error: EngineError) -> None:
-        """Leave a member out for longer."""
-        self.state.take_out(index, str(error), self.clock.now_s())
-
-    def expel(self, index: int, reason: str) -> None:
-        """Take a member out for good."""
-        self.state.expel(index, reason)
-        self._left(index)
-
-    def look_at_all(self) -> None:
-        """Probe all members now."""
-        for look in self.look:
-            look.set()
-
-    def is_suspect(self, index: int) -> bool:
-        return self.state.members[index].health is Health.SUSPECT
-
-    def _left(self, index: int) -> None:
-        logger.warning("%s is taken out: %s", self.name(index), self.state.members[index].reason)
-        self.lost[index].set()
-        self.look[index].set()
-
-    # -- waiting ---------------------------------------------------------------------------------------------
+    def take_out(self, failed: Mapping[Member, EngineError]) -> None:
+        """Take out the members that failed and are not out yet."""
+        for member, error in failed.items():
+            if not member.is_down:
+                member.take_out(str(error))
 
     async def until_one_is_up(self, unless: asyncio.Event) -> None:
         """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``."""
         deadline_s = self.clock.now_s() + self._all_down_timeout_s
-        while not (self.state.up or unless.is_set()):
+        while not (self.up or unless.is_set()):
             left_s = deadline_s - self.clock.now_s()
             if left_s <= 0:
                 raise EngineError(
                     f"no engine has been up for {self._all_down_timeout_s:g} s (engine.all_down_timeout_s):"
-                    f" {self.state.why_none()}"
+                    f" {self.why_none()}"
                 )
-            if self._out_since_s is None and not self.state.in_service:
+            if self._out_since_s is None and not self.in_service:
                 self._out_since_s = self.clock.now_s()
                 logger.warning(
                     "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)", self._all_down_timeout_s
@@ -146,36 +201,30 @@ class Members:
             await wait_for_any(self.clock, left_s, self._admitted, unless)
 
     async def each(
-        self,
-        indices: Collection[int],
-        act: Callable[[int], Coroutine[Any, Any, None]],
-        limit_s: float | None = None,
-        what: str = "",
-    ) -> dict[int, EngineError]:
+        self, members: Collection[Member], act: Act, limit_s: float | None = None, what: str = ""
+    ) -> dict[Member, EngineError]:
         """Do ``act`` on members at once. Returns how it failed where it did.
 
         Nobody waits for a member that is taken out, nor for one that takes longer than ``limit_s`` for ``what``. When
         cancelled, it takes out those that were not done.
         """
-        failures = await asyncio.gather(*(self._one(index, act, limit_s, what) for index in indices))
-        return {index: e for index, e in zip(indices, failures, strict=True) if e is not None}
+        failures = await asyncio.gather(*(self._one(member, act, limit_s, what) for member in members))
+        return {member: e for member, e in zip(members, failures, strict=True) if e is not None}
 
-    async def _one(
-        self, index: int, act: Callable[[int], Coroutine[Any, Any, None]], limit_s: float | None, what: str
-    ) -> EngineError | None:
-        name = self.name(index)
-        lost = asyncio.create_task(self.lost[index].wait())
-        done = asyncio.create_task(in_time(act(index), limit_s, name, what))
+    async def _one(self, member: Member, act: Act, limit_s: float | None, what: str) -> EngineError | None:
+        lost = asyncio.create_task(member.lost.wait())
+        work = act(member)
+        done = asyncio.create_task(work if limit_s is None else in_time(work, limit_s, member.name, what))
         try:
             await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                return EngineTimeout(f"{name} was taken out")
+                return EngineTimeout(f"{member.name} was taken out")
             done.result()
         except EngineError as e:
             return e
         except asyncio.CancelledError:
             if limit_s is not None and not done.done():
-                self.take_out({index: EngineError(f"{name} was left in the middle: it did not {what} yet")})
+                self.take_out({member: EngineError(f"{member.name} was left in the middle: it did not {what} yet")})
             raise
         finally:
             lost.cancel()

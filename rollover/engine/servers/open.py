@@ -36,7 +36,6 @@ class ServerKind:
     """Arguments with which the command serves the model on a port of the loopback interface."""
     env: Mapping[str, str]
     """Variables that its environment needs."""
-    health_path: str
     program: str
     """Its name in messages."""
 
@@ -65,16 +64,7 @@ async def open_servers(
         for engine in engines:
             stack.push_async_callback(engine.close)
         await _all([engine.open() for engine in engines])
-        pool = EnginePool(
-            engines,
-            FolderWeights(0, model.path),
-            clock,
-            probe_interval_s=config.health_interval_s,
-            max_retry_after_s=config.rejoin_max_interval_s,
-            all_down_timeout_s=config.all_down_timeout_s,
-            switch_timeout_s=config.switch_timeout_s,
-            load_timeout_s=config.install_timeout_s,
-        )
+        pool = EnginePool(engines, FolderWeights(0, model.path), clock, config)
         await pool.open()
         stack.pop_all()
         return pool
@@ -90,9 +80,8 @@ async def _start(
         [*config.launch_command, *kind.arguments(port), *config.launch_args],
         env={**kind.env, **devices, **config.launch_env},
         log=logs / f"server-{number}.log",
-        ready=lambda: client.call("GET", kind.health_path, timeout_s=config.health_timeout_s),
-        start_timeout_s=config.launch_timeout_s,
-        stop_timeout_s=config.stop_timeout_s,
+        ready=lambda: client.call("GET", "/health", timeout_s=config.health_timeout_s),
+        config=config,
     )
     stack.push_async_callback(process.stop)
     try:

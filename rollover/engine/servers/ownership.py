@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import socket
 import tempfile
 from pathlib import Path
@@ -42,9 +41,9 @@ class Ownership:
         lock: descriptor of the lock on this machine, where there is one.
     """
 
-    def __init__(self, run: str | None = None, *, predecessor: str = "", lock: int | None = None) -> None:
-        self.run = run or secrets.token_hex(4)
-        assert ":" not in self.run, self.run
+    def __init__(self, run: str, *, predecessor: str = "", lock: int | None = None) -> None:
+        assert ":" not in run, run
+        self.run = run
         self._predecessor = predecessor
         self._lock = lock
 

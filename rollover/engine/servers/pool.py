@@ -11,25 +11,38 @@ task                  waits for                   is unblocked by
 ``pause``, ``load``   all members concerned       ... and ours for each, past which a member is taken out
 ====================  ==========================  =========================================================
 
-What it keeps true: a member gets calls only while it is well and serves the version of the pool; one bad member delays
-the others at nothing, at an update by no more than a deadline.
+What it keeps true: a member gets calls only while it is well and serves the version of the pool; a call whose member
+fails or is taken out ends with ``EngineError`` and is resumed elsewhere by the caller; each chunk says which member
+sampled it; one bad member delays the others at nothing, at an update by no more than a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import aclosing
-from dataclasses import fields
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import fields, replace
+from typing import Any
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.servers.members import Members, PoolMember
-from rollover.engine.servers.pool_calls import PoolCalls
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.dispatch import Dispatch
+from rollover.engine.servers.members import Member, Members, PoolEngine
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import LogprobCheck, Watch
 from rollover.errors import EngineError, EngineMismatch
+from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
+
+
+class _PoolCall:
+    """An open ``generate``: with a member, or waiting for one."""
+
+    def __init__(self) -> None:
+        self.member: Member | None = None
+        self.aborted = asyncio.Event()
+        """Set to end it while it has no member."""
 
 
 class EnginePool:
@@ -37,63 +50,46 @@ class EnginePool:
 
     Args:
         source: what all members serve now, as version 0; what one that comes back is given until the next load.
-        retry_after_s: until a member that was taken out is tried for the first time.
-        switch_timeout_s: how long a member may take to stand still, and to go on.
-        load_timeout_s: how long it may take to have new weights.
 
     Example: two servers with ``max_running = 64`` are a pool with ``capabilities.max_running == 128``, and one of 64
-    while one of them is out.
+    while one of them is out. A call whose server dies ends with ``EngineError``; its caller resumes the sample with
+    another call.
     """
 
-    def __init__(
-        self,
-        members: Sequence[PoolMember],
-        source: WeightSource,
-        clock: Clock,
-        *,
-        probe_interval_s: float,
-        max_retry_after_s: float,
-        all_down_timeout_s: float,
-        retry_after_s: float = 1.0,
-        switch_timeout_s: float = 120.0,
-        load_timeout_s: float = 400.0,
-    ) -> None:
-        self._members = Members(
-            members,
-            clock,
-            retry_after_s=retry_after_s,
-            max_retry_after_s=max_retry_after_s,
-            all_down_timeout_s=all_down_timeout_s,
-        )
-        self._updates = PoolUpdates(
-            self._members, source, switch_timeout_s=switch_timeout_s, load_timeout_s=load_timeout_s
-        )
-        self._calls = PoolCalls(self._members, self._updates)
-        self._watch = Watch(self._members, self._updates, probe_interval_s=probe_interval_s)
+    def __init__(self, engines: Sequence[PoolEngine], source: WeightSource, clock: Clock, config: ServerConfig) -> None:
+        self._members = Members(engines, clock, config)
+        self._dispatch = Dispatch(self._members)
+        self._updates = PoolUpdates(self._members, source, config)
+        self._watch = Watch(self._members, self._updates, probe_interval_s=config.health_interval_s)
+        self._calls: dict[str, _PoolCall] = {}
+        self._closing: dict[str, Member] = {}
+        """Members of calls that were closed before their end, until somebody asks for their abort."""
+        self._used_ids: set[str] = set()
         self._closed = False
 
     def __repr__(self) -> str:
-        return ", ".join(member.name for member in self._members.state.members)
+        return ", ".join(member.name for member in self._members.all)
 
     async def open(self) -> None:
         """Take all members in; they are open, well and serve ``source``."""
-        for index in range(len(self._members.engines)):
-            self._members.admit(index)
+        for member in self._members.all:
+            self._members.admit(member)
         self._watch.start()
 
     async def close(self) -> None:
         self._closed = True
         await self._watch.stop()
-        self._calls.end_waiting()
-        await asyncio.gather(*(engine.close() for engine in self._members.engines))
+        for call in self._calls.values():
+            call.aborted.set()
+        await asyncio.gather(*(member.engine.close() for member in self._members.all))
 
     @property
     def capabilities(self) -> Capabilities:
         """Report what every member can do; room is that of the members that are up, at least one's."""
-        each = [engine.capabilities for engine in self._members.engines]
-        room = [each[i].max_running for i in self._members.state.up] or [max(c.max_running for c in each)]
+        each = [member.engine.capabilities for member in self._members.all]
+        up = [member.engine.capabilities for member in self._members.up] or [max(each, key=lambda c: c.max_running)]
         return Capabilities(
-            max_running=sum(room),
+            max_running=sum(c.max_running for c in up),
             max_context_tokens=min(c.max_context_tokens for c in each),
             keeps_kv_on_abort=len(each) == 1 and each[0].keeps_kv_on_abort,
             in_flight_update=all(c.in_flight_update for c in each),
@@ -103,7 +99,7 @@ class EnginePool:
         )
 
     def stats(self) -> EngineStats:
-        each = [engine.stats() for engine in self._members.engines]
+        each = [member.engine.stats() for member in self._members.all]
         sums = {f.name: sum(getattr(s, f.name) for s in each) for f in fields(EngineStats)}
         return EngineStats(**{**sums, "policy_version": self._updates.version})
 
@@ -112,12 +108,64 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` when the member fails or no member comes up in time."""
         self._refuse_when_closed()
-        async with aclosing(self._calls.generate(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        if request.request_id in self._used_ids:
+            raise EngineError(f"request id {request.request_id!r} was used before; each generation call needs its own")
+        self._used_ids.add(request.request_id)
+        call = self._calls[request.request_id] = _PoolCall()
+        try:
+            call.member = await self._assign(request, call)
+            if call.member is None:
+                version, reason = self._updates.version, FinishReason.ABORT
+                yield Chunk(token_ids=(), logprobs=(), policy_version=version, kv_version=version, finish_reason=reason)
+                return
+            async with aclosing(self._relay(request, call.member)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except GeneratorExit:
+            if call.member is not None:
+                self._closing[request.request_id] = call.member
+            raise
+        finally:
+            del self._calls[request.request_id]
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        await self._calls.abort(request_ids)
+        by_member: dict[Member, list[str]] = {}
+        for request_id in request_ids:
+            call = self._calls.get(request_id)
+            member = self._closing.pop(request_id, None) if call is None else call.member
+            if member is not None:
+                by_member.setdefault(member, []).append(request_id)
+            elif call is not None:
+                call.aborted.set()
+        await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
+
+    async def _assign(self, request: GenerateRequest, call: _PoolCall) -> Member | None:
+        """Choose the member for a call; ``None`` when it was aborted meanwhile. Waits for one to come up, since all
+        may be out for a moment."""
+        while not call.aborted.is_set():
+            if (member := self._dispatch.assign(request.prompt_key)) is not None:
+                return member
+            await self._members.until_one_is_up(call.aborted)
+        return None
+
+    async def _relay(self, request: GenerateRequest, member: Member) -> AsyncGenerator[Chunk, None]:
+        """Relay a call of a member that counts it as its load already."""
+        stream = member.engine.generate(request)
+        lost = asyncio.create_task(member.lost.wait())
+        try:
+            while True:
+                chunk = await _next_chunk(stream, lost, member)
+                yield replace(chunk, engine=member.name)
+                if chunk.finish_reason is not None:
+                    return
+        except EngineError as e:
+            member.suspect(str(e))
+            raise
+        finally:
+            lost.cancel()
+            self._dispatch.release(member)
+            with suppress(EngineError):
+                await stream.aclose()  # type: ignore[attr-defined]
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
@@ -156,13 +204,26 @@ class EnginePool:
 
         Raises ``EngineMismatch`` when no other is left that is up or may come back.
         """
-        state = self._members.state
-        for index, member in enumerate(state.members):
+        for member in self._members.all:
             if member.name == name:
-                self._members.expel(index, reason)
-        if all(member.is_expelled for member in state.members):
-            raise EngineMismatch(f"no engine is left whose log-probs can be trusted: {state.why_none()}")
+                member.expel(reason)
+        if all(member.is_expelled for member in self._members.all):
+            raise EngineMismatch(f"no engine is left whose log-probs can be trusted: {self._members.why_none()}")
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise EngineError("the engine pool is closed")
+
+
+async def _next_chunk(stream: AsyncIterator[Chunk], lost: asyncio.Task[Any], member: Member) -> Chunk:
+    """Wait for the next chunk of a call. Raises ``EngineError`` as soon as its member is taken out."""
+    step: asyncio.Future[Chunk] = asyncio.ensure_future(anext(stream))
+    try:
+        await asyncio.wait([step, lost], return_when=asyncio.FIRST_COMPLETED)
+        if step.done():
+            return step.result()
+    finally:
+        if not step.done():
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+    raise EngineError(f"{member.name} was taken out: {member.reason}")

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollover.engine.servers.background import within
 from rollover.engine.servers.process_groups import ProcessGroup
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError
 from rollover.hf.weights import TensorInfo, read_weight_infos
+from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +48,8 @@ class Bucket:
             "shapes": [list(info.shape) for info in infos],
         }
 
-    def tensors(self) -> Iterator[Tensor]:
-        from safetensors import safe_open
-
-        files = [safe_open(file, framework="pt") for file in sorted(self.folder.glob("*.safetensors"))]
-        of_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-        for name in self.infos:
-            yield of_name[name].get_tensor(name)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return FolderWeights(0, self.folder).tensors(self.infos)
 
 
 def buckets(folder: Path, *, limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -122,7 +119,7 @@ async def send_weights(
 
 
 def _broadcast(group: ProcessGroup, bucket: Bucket) -> None:
-    for tensor in bucket.tensors():
+    for _, tensor in bucket.tensors():
         group.broadcast(tensor)
 
 
@@ -135,13 +132,11 @@ async def together(answer: Awaitable[Any], share: Callable[[], None], *, limit_s
     asked = asyncio.ensure_future(answer)
     ours = _in_thread(share)
     try:
-        async with asyncio.timeout(limit_s):
+        async with within(limit_s, f"{what} took longer than {limit_s:g} s (engine.load_timeout_s)"):
             await asyncio.wait([asked, ours], return_when=asyncio.FIRST_EXCEPTION)
             return (await asyncio.gather(asked, ours))[0]
     except EngineError:
         raise
-    except TimeoutError:
-        raise EngineTimeout(f"{what} took longer than {limit_s:g} s (engine.load_timeout_s)") from None
     except RuntimeError as e:  # torch.distributed raises nothing more special
         raise EngineError(f"{what} failed: {e}") from e
     finally:

@@ -10,7 +10,8 @@ import asyncio
 from contextlib import suppress
 
 from rollover.engine.servers.background import in_time
-from rollover.engine.servers.members import Members
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.members import Member, Members
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource
 
@@ -20,47 +21,42 @@ class PoolUpdates:
 
     Args:
         source: what all members serve now, as version 0; what one that comes back is given until the next load.
-        switch_timeout_s: how long a member may take to stand still, and to go on.
-        load_timeout_s: how long it may take to have new weights.
 
     Example: ``await updates.pause(); await updates.load(3, source); await updates.resume()`` leaves ``version`` 3.
     """
 
-    def __init__(
-        self, members: Members, source: WeightSource, *, switch_timeout_s: float, load_timeout_s: float
-    ) -> None:
+    def __init__(self, members: Members, source: WeightSource, config: ServerConfig) -> None:
         self.version = 0
         self._source = source
         self._members = members
-        self._switch_timeout_s = switch_timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._paused: set[int] | None = None
+        self._switch_timeout_s = config.switch_timeout_s
+        self._load_timeout_s = config.install_timeout_s
+        self._paused: list[Member] | None = None
         """Members that may stand still, while the pool is paused."""
-        self._pausing: set[int] = set()
+        self._pausing: set[Member] = set()
         """Members that are asked to stand still and do not yet."""
         self._resumed = asyncio.Event()
         self._resumed.set()
 
     async def pause(self) -> None:
         """Wait for a member where all are out. Raises ``EngineError`` naming all members when none pauses."""
-        state = self._members.state
-        if not state.in_service:
+        if not self._members.in_service:
             with suppress(EngineError):  # said below, with why
                 await self._members.until_one_is_up(asyncio.Event())
         self._resumed.clear()
-        indices = state.in_service
-        self._paused, self._pausing = {*indices}, {*indices}
-        failed = await self._members.each(indices, self._pause_one, self._switch_timeout_s, "stand still")
+        self._paused = self._members.in_service
+        self._pausing = {*self._paused}
+        failed = await self._members.each(self._paused, self._pause_one, self._switch_timeout_s, "stand still")
         self._pausing.clear()
         self._members.take_out(failed)
         if not self._standing:
             self._paused = None
             self._resumed.set()
-            raise EngineError(f"no engine could be paused; {state.why_none()}")
+            raise EngineError(f"no engine could be paused; {self._members.why_none()}")
 
-    async def _pause_one(self, index: int) -> None:
-        await self._members.engines[index].pause()
-        self._pausing.discard(index)
+    async def _pause_one(self, member: Member) -> None:
+        await member.engine.pause()
+        self._pausing.discard(member)
 
     async def load(self, version: int, source: WeightSource) -> None:
         """Take out members that refuse what others take, and those that take too long. Raises ``EngineError`` when all
@@ -68,41 +64,41 @@ class PoolUpdates:
         member is given when it comes back."""
         if version < self.version:
             raise EngineError(f"weights cannot go back from version {self.version} to {version}")
-        indices = self._members.state.in_service if self._paused is None else self._standing
+        members = self._members.in_service if self._paused is None else self._standing
         failed = await self._members.each(
-            indices,
-            lambda index: self._members.engines[index].load(version, source),
+            members,
+            lambda member: member.engine.load(version, source),
             self._load_timeout_s,
             f"load weights version {version}",
         )
-        refused = {index: e for index, e in failed.items() if not isinstance(e, EngineTimeout)}
-        if refused and len(failed) == len(indices):
-            self._members.take_out({index: e for index, e in failed.items() if index not in refused})
+        refused = {member: e for member, e in failed.items() if not isinstance(e, EngineTimeout)}
+        if refused and len(failed) == len(members):
+            self._members.take_out({member: e for member, e in failed.items() if member not in refused})
             reasons = "; ".join(dict.fromkeys(str(e) for e in refused.values()))
             raise EngineError(f"no engine took weights version {version}: {reasons}")
         self.version, self._source = version, source
         self._members.take_out(failed)
 
     async def resume(self) -> None:
-        indices, self._paused = self._standing, None
-        engines = self._members.engines
+        members, self._paused = self._standing, None
         try:
             failed = await self._members.each(
-                indices, lambda index: engines[index].resume(), self._switch_timeout_s, "go on"
+                members, lambda member: member.engine.resume(), self._switch_timeout_s, "go on"
             )
             self._members.take_out(failed)
         finally:
             self._resumed.set()
-            self._members.look_at_all()  # whatever fell under suspicion meanwhile
+            for member in self._members.all:  # whatever fell under suspicion meanwhile
+                member.look.set()
 
-    def may_probe(self, index: int) -> bool:
+    def may_probe(self, member: Member) -> bool:
         """Tell whether a probe can say something: not of a member that stands still. One that is asked to and does not
         yet is probed, for one that hangs never will."""
-        return self._paused is None or index in self._pausing
+        return self._paused is None or member in self._pausing
 
-    async def catch_up(self, index: int) -> int:
+    async def catch_up(self, member: Member) -> int:
         """Give a member that comes back the weights of the pool, outside of an update. Returns their version."""
-        engine, name = self._members.engines[index], self._members.name(index)
+        engine, name = member.engine, member.name
         await self._resumed.wait()
         version = self.version
         try:
@@ -117,6 +113,6 @@ class PoolUpdates:
         return self._paused is None and version == self.version
 
     @property
-    def _standing(self) -> list[int]:
+    def _standing(self) -> list[Member]:
         """Members that are paused. One that was taken out is woken when it comes back, or is closed."""
-        return [index for index in sorted(self._paused or ()) if not self._members.state.is_down(index)]
+        return [member for member in self._paused or () if not member.is_down]

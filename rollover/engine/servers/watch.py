@@ -18,7 +18,7 @@ from typing import Any
 
 from rollover.engine.base import Engine
 from rollover.engine.servers.background import wait_for_any
-from rollover.engine.servers.members import Members
+from rollover.engine.servers.members import Health, Member, Members
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.errors import EngineError, EngineMismatch
 
@@ -37,12 +37,12 @@ class Watch:
         self._members = members
         self._updates = updates
         self._probe_interval_s = probe_interval_s
-        self._mismatched: set[int] = set()
+        self._mismatched: set[Member] = set()
         """Members that are out because they failed the log-prob check."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._watch(index)) for index in range(len(self._members.engines))]
+        self._tasks = [asyncio.create_task(self._watch(member)) for member in self._members.all]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -52,62 +52,60 @@ class Watch:
     async def check_logprobs(self, *, strict: bool) -> dict[str, EngineError]:
         """See ``EnginePool.check_logprobs``."""
         assert self.logprob_check is not None, "there is a way to check them"
-        check, version, members = self.logprob_check, self._updates.version, self._members
-        indices = members.state.in_service
-        failed = await members.each(indices, lambda index: check(members.engines[index], version))
-        mismatched = {index: e for index, e in failed.items() if isinstance(e, EngineMismatch)}
+        check, version, members = self.logprob_check, self._updates.version, self._members.in_service
+        failed = await self._members.each(members, lambda member: check(member.engine, version))
+        mismatched = {member: e for member, e in failed.items() if isinstance(e, EngineMismatch)}
         if strict and mismatched:
             raise next(iter(mismatched.values()))
-        members.take_out(failed)
-        if indices and mismatched.keys() == {*indices}:
+        self._members.take_out(failed)
+        if members and mismatched.keys() == {*members}:
             reasons = "; ".join(map(str, failed.values()))
             raise EngineMismatch(f"no engine samples from weights version {version}: {reasons}")
         self._mismatched |= mismatched.keys()
-        return {members.name(index): e for index, e in failed.items()}
+        return {member.name: e for member, e in failed.items()}
 
-    async def _watch(self, index: int) -> None:
+    async def _watch(self, member: Member) -> None:
         """Probe a member while it is up, bring it back while it is down; until it is expelled."""
-        members, member = self._members, self._members.state.members[index]
+        clock = self._members.clock
         while not member.is_expelled:
-            if members.state.is_down(index):
-                await members.clock.sleep(max(0.0, member.retry_s - members.clock.now_s()))
+            if member.is_down:
+                await clock.sleep(max(0.0, member.retry_s - clock.now_s()))
                 if not member.is_expelled:
-                    await self._bring_back(index)
+                    await self._bring_back(member)
                 continue
-            members.look[index].clear()
-            await wait_for_any(members.clock, self._probe_interval_s, members.look[index])
-            if not members.state.is_down(index) and self._updates.may_probe(index):
-                await self._probe(index)
+            member.look.clear()
+            await wait_for_any(clock, self._probe_interval_s, member.look)
+            if not member.is_down and self._updates.may_probe(member):
+                await self._probe(member)
 
-    async def _probe(self, index: int) -> None:
+    async def _probe(self, member: Member) -> None:
         try:
-            await self._members.engines[index].probe(decode=self._members.is_suspect(index))
+            await member.engine.probe(decode=member.health is Health.SUSPECT)
         except EngineError as e:
-            self._members.late(index, str(e))
+            member.late(str(e))
             return
-        if not self._members.state.is_down(index):
-            self._members.admit(index)
+        if not member.is_down:
+            self._members.admit(member)
 
-    async def _bring_back(self, index: int) -> None:
-        """Take a member in again once it answers and has the weights of the pool, or put it off for longer."""
-        engine, name = self._members.engines[index], self._members.name(index)
+    async def _bring_back(self, member: Member) -> None:
+        """Take a member in again once it answers and has the weights of the pool, or leave it out for longer."""
         try:
-            await engine.revive()
+            await member.engine.revive()
             while True:
-                version = await self._updates.catch_up(index)
-                await engine.probe(decode=True)
+                version = await self._updates.catch_up(member)
+                await member.engine.probe(decode=True)
                 if self.logprob_check is not None:
-                    await self.logprob_check(engine, version)
+                    await self.logprob_check(member.engine, version)
                 if self._updates.is_current(version):
                     break
         except EngineError as e:
-            self._members.put_off(index, e)
-            if isinstance(e, EngineMismatch) and index not in self._mismatched:
-                self._mismatched.add(index)
-                logger.warning("%s stays out: %s", name, e)
+            member.take_out(str(e))
+            if isinstance(e, EngineMismatch) and member not in self._mismatched:
+                self._mismatched.add(member)
+                logger.warning("%s stays out: %s", member.name, e)
             return
-        if self._members.state.members[index].is_expelled:
+        if member.is_expelled:
             return
-        self._mismatched.discard(index)
-        logger.warning("%s is back with weights version %d", name, version)
-        self._members.admit(index)
+        self._mismatched.discard(member)
+        logger.warning("%s is back with weights version %d", member.name, version)
+        self._members.admit(member)

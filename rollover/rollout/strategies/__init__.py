@@ -1,35 +1,33 @@
-"""The strategies that runs can use. Each file holds one and its options; each has a row in ``STRATEGIES``."""
+"""The strategies that runs can use. Each file holds one and its options; each has a row in
+``AnyStrategyConfig``."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Union
 
 from rollover.rollout.strategies.april import April, AprilConfig
 from rollover.rollout.strategies.bounded_async import BoundedAsync, BoundedAsyncConfig
 from rollover.rollout.strategies.concurrency import Concurrency, ConcurrencyConfig
-from rollover.rollout.strategies.config import Knob, Need, StrategyConfig
+from rollover.rollout.strategies.config import Knob, StrategyConfig
 from rollover.rollout.strategies.inflight import InFlight, InFlightConfig
 from rollover.rollout.strategies.oversample import Oversample, OversampleConfig
 from rollover.rollout.strategies.rollover import Rollover, RolloverConfig
 from rollover.rollout.strategies.sync import Sync, SyncConfig
 from rollover.rollout.strategies.token_budget import TokenBudget, TokenBudgetConfig
+from rollover.settings.schema import kinds
 
-STRATEGIES: dict[str, type[StrategyConfig]] = {
-    "april": AprilConfig,
-    "sync": SyncConfig,
-    "oversample": OversampleConfig,
-    "concurrency": ConcurrencyConfig,
-    "bounded_async": BoundedAsyncConfig,
-    "token_budget": TokenBudgetConfig,
-    "inflight": InFlightConfig,
-    "rollover": RolloverConfig,
-}
-"""By kind. The first is meant where a config names none."""
+AnyStrategyConfig = (
+    AprilConfig  #
+    | SyncConfig
+    | OversampleConfig
+    | ConcurrencyConfig
+    | BoundedAsyncConfig
+    | TokenBudgetConfig
+    | InFlightConfig
+    | RolloverConfig
+)
+"""Told apart by ``kind``; the first is meant where a config names none."""
 
-if TYPE_CHECKING:
-    AnyStrategyConfig = StrategyConfig
-else:
-    AnyStrategyConfig = Union[tuple(STRATEGIES.values())]  # noqa: UP007
+STRATEGIES: dict[str, type[StrategyConfig]] = kinds(AnyStrategyConfig)
+"""By kind."""
 
 SIMULATED_ONLY = {
     kind: f"it is simulated only (rollover simulate --strategies {kind}); to train, use {instead!r}"
@@ -57,7 +55,6 @@ __all__ = [
     "InFlight",
     "InFlightConfig",
     "Knob",
-    "Need",
     "Oversample",
     "OversampleConfig",
     "Rollover",

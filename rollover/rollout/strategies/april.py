@@ -10,44 +10,27 @@ the next one; the released code loses them. With ``drop_surplus`` both are as re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
-from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class AprilConfig(OverSampling):
-    """Launches more groups than a batch needs, parks the rest and resumes them first."""
-
-    kind: Literal["april"] = "april"
-    drop_surplus: bool = False
-    """Take groups in order of finishing and throw those beyond the batch away, as APRIL's released code does, to see
-    what that costs."""
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return April(**self.arguments(shared, engine), drop_surplus=self.drop_surplus)
+from rollover.rollout.strategies.oversample import Oversample
+from rollover.rollout.strategy import OnFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class April(Strategy):
+class April(Oversample):
     """A round starts with ``launched_groups`` groups, carried-over ones first, and is one round: while it lasts only a
     dropped group is replaced. Mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
 
-    launched_groups: int
-    """Groups in flight at the start of a round."""
     drop_surplus: bool
     """Batches in order of finishing; whole groups beyond them are dropped as waste, and their prompts with them."""
 
     on_full = OnFull.PARK
     """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""
-
-    def groups_to_open(self, view: View) -> int:
-        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
 
     def preference(self, group: GroupEntry) -> int:
         """Ready groups that are all alike are taken in the order in which they became ready."""
@@ -55,3 +38,18 @@ class April(Strategy):
 
     def surplus(self, view: View) -> tuple[int, ...]:
         return tuple(view.ledger.ready) if self.drop_surplus else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AprilConfig(OverSampling):
+    """Launches more groups than a batch needs, parks the rest and resumes them first."""
+
+    builds = April
+
+    kind: Literal["april"] = "april"
+    drop_surplus: bool = False
+    """Take groups in order of finishing and throw those beyond the batch away, as APRIL's released code does, to see
+    what that costs."""
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        return {**super().arguments(shared, engine), "drop_surplus": self.drop_surplus}

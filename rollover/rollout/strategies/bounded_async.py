@@ -10,27 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategies.config import Knob, NumRunning
-from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundedAsyncConfig(NumRunning):
-    """Keeps a number of samples in flight, also while the trainer trains."""
-
-    kind: Literal["bounded_async"] = "bounded_async"
-
-    overlaps_training = True
-    knob = Knob(key="max_staleness", symbol="S", scale="plain", values=(1, 2, 3, 4, 6))
-
-    def knob_value(self, shared: SharedConfig) -> float:
-        return self.staleness_bound(shared)
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return BoundedAsync(**self.arguments(shared, engine))
+from rollover.rollout.strategy import OnFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +21,16 @@ class BoundedAsync(Concurrency):
     """``Concurrency`` that does not stop for the trainer. With ``max_staleness = 0`` it is synchronous."""
 
     on_full = OnFull.KEEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedAsyncConfig(NumRunning):
+    """Keeps a number of samples in flight, also while the trainer trains."""
+
+    builds = BoundedAsync
+    knob = Knob(key="max_staleness", symbol="S", scale="plain", values=(1, 2, 3, 4, 6))
+
+    kind: Literal["bounded_async"] = "bounded_async"
+
+    def knob_value(self, shared: SharedConfig) -> float:
+        return self.staleness_bound(shared)

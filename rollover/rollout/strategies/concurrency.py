@@ -11,22 +11,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from rollover.engine.base import Capabilities
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import NumRunning
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConcurrencyConfig(NumRunning):
-    """Keeps a fixed number of samples in flight until the batch is full."""
-
-    kind: Literal["concurrency"] = "concurrency"
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Concurrency(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +36,12 @@ class Concurrency(Strategy):
             return []
         # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.
         return list(islice(Strategy.samples_to_start(self, view), room))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcurrencyConfig(NumRunning):
+    """Keeps a fixed number of samples in flight until the batch is full."""
+
+    builds = Concurrency
+
+    kind: Literal["concurrency"] = "concurrency"

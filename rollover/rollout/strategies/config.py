@@ -7,28 +7,13 @@ rest of a run must know of it.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
-from rollover.rollout.strategy import Strategy
+from rollover.rollout.strategy import OnFull, Strategy
 from rollover.settings.changes import Inexact
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """A capability of an engine without which a strategy would be another one.
-
-    Example:
-        ``Need(capability="in_flight_update", purpose="loads weights under running samples")``.
-    """
-
-    capability: Literal["in_flight_update"]
-    """A field of ``rollover.engine.base.Capabilities`` that must be true."""
-    purpose: str
-    """The end of a sentence that begins with the strategy's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +44,46 @@ class StrategyConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
+    builds: ClassVar[type[Strategy]]
+    """The strategy that these are the options of."""
     on_policy: ClassVar[bool] = False
     """Every token is trained by the weights that sampled it, so that the staleness bound is 0."""
-    overlaps_training: ClassVar[bool] = False
-    """Generation goes on while the trainer trains."""
-    discards: ClassVar[bool] = False
-    """Groups that a round leaves unfinished are thrown away, so that none of them grows old."""
     sorts_by_length: ClassVar[bool] = False
     """Responses of like length are trained together."""
-    needs: ClassVar[Need | None] = None
+    needs_in_flight_update: ClassVar[bool] = False
+    """It would be another strategy on an engine that cannot load weights under running samples."""
     knob: ClassVar[Knob | None] = None
 
     kind: str
 
-    @abstractmethod
     def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
         """The strategy with these options, on an engine that can do so much."""
+        return self.builds(**self.arguments(shared, engine))
 
-    @abstractmethod
     def describe(self, shared: SharedConfig) -> str:
         """Return how much is started, for a person who reads the plan of a run."""
+        return f"{shared.rollout_batch_size} groups in flight at the start of a round"
+
+    @property
+    def overlaps_training(self) -> bool:
+        """Return whether generation goes on while the trainer trains."""
+        return self.builds.on_full is OnFull.KEEP
+
+    @property
+    def discards(self) -> bool:
+        """Return whether groups that a round leaves unfinished are thrown away, so that none of them grows old."""
+        return self.builds.on_full is OnFull.DISCARD
 
     def staleness_needed(self, shared: SharedConfig) -> int:
         """Least bound that lets in as many groups as the strategy wants open at the same time."""
         return 0
 
-    def default_staleness(self, shared: SharedConfig) -> int:
-        """The bound where the user names none."""
+    def staleness_bound(self, shared: SharedConfig) -> int:
+        """``max_staleness`` with its default filled in."""
+        if shared.max_staleness is not None:
+            return shared.max_staleness
         needed = self.staleness_needed(shared)
         return needed if self.on_policy or self.discards else max(4, needed)
-
-    def staleness_bound(self, shared: SharedConfig) -> int:
-        return self.default_staleness(shared) if shared.max_staleness is None else shared.max_staleness
 
     def check(self, shared: SharedConfig) -> None:
         """Raises ``ValueError`` when the options contradict what all strategies share."""

@@ -11,25 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies.bounded_async import BoundedAsync
-from rollover.rollout.strategies.config import Need, NumRunning
-from rollover.rollout.strategy import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class InFlightConfig(NumRunning):
-    """Keeps a number of samples in flight and changes the weights under them."""
-
-    kind: Literal["inflight"] = "inflight"
-
-    overlaps_training = True
-    needs = Need(capability="in_flight_update", purpose="loads weights under running samples")
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return InFlight(**self.arguments(shared, engine))
+from rollover.rollout.strategies.config import NumRunning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +23,13 @@ class InFlight(BoundedAsync):
     def preference(self, group: GroupEntry) -> int:
         """All alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlightConfig(NumRunning):
+    """Keeps a number of samples in flight and changes the weights under them."""
+
+    builds = InFlight
+    needs_in_flight_update = True
+
+    kind: Literal["inflight"] = "inflight"

@@ -10,23 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class OversampleConfig(OverSampling):
-    """Launches more groups than a batch needs and discards the rest."""
-
-    kind: Literal["oversample"] = "oversample"
-
-    discards = True
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Oversample(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +26,12 @@ class Oversample(Strategy):
 
     def groups_to_open(self, view: View) -> int:
         return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OversampleConfig(OverSampling):
+    """Launches more groups than a batch needs and discards the rest."""
+
+    builds = Oversample
+
+    kind: Literal["oversample"] = "oversample"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
@@ -37,40 +37,6 @@ _MOST_OVER = 1.25
 """Factor by which single rounds may leave the target, while the mean keeps to it."""
 _RAMP_STEPS = 5
 """Lag grows over the first steps: a sudden surplus would fill the first batches with short responses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloverConfig(StrategyConfig):
-    """Collects as many batches at a time, and over-samples as much, as a mean lag allows."""
-
-    kind: Literal["rollover"] = "rollover"
-    lag_target: float = 1.0
-    """Mean lag of trained tokens, in versions, that is worked up to."""
-    prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
-    """What computing KV caches again is weighed with: response tokens that the engine, or all servers together,
-    prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
-    it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
-
-    sorts_by_length = True
-    knob = Knob(key="lag_target", symbol="lag", scale="plain", values=(0.25, 0.5, 1.0, 1.5, 2.0, 3.0))
-
-    def __post_init__(self) -> None:
-        self.require_at_least(0, "lag_target")
-        prefilled = self.prefill_tokens_per_iteration
-        if prefilled is not None and not prefilled > 0:
-            raise ValueError(f"rollout.strategy.prefill_tokens_per_iteration must be above 0, got {prefilled}")
-
-    def describe(self, shared: SharedConfig) -> str:
-        return f"a lag of {self.lag_target:g} in the mean"
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        prefilled = self.prefill_tokens_per_iteration
-        return Rollover(
-            **self.arguments(shared, engine),
-            target_lag=self.lag_target,
-            num_running=engine.max_running,
-            prefill_tokens_per_iteration=engine.prefill_tokens_per_iteration if prefilled is None else prefilled,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +83,41 @@ class Rollover(Strategy):
             num_running=self.num_running,
             prefill_tokens_per_iteration=self.prefill_tokens_per_iteration,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloverConfig(StrategyConfig):
+    """Collects as many batches at a time, and over-samples as much, as a mean lag allows."""
+
+    builds = Rollover
+    sorts_by_length = True
+    knob = Knob(key="lag_target", symbol="lag", scale="plain", values=(0.25, 0.5, 1.0, 1.5, 2.0, 3.0))
+
+    kind: Literal["rollover"] = "rollover"
+    lag_target: float = 1.0
+    """Mean lag of trained tokens, in versions, that is worked up to."""
+    prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
+    """What computing KV caches again is weighed with: response tokens that the engine, or all servers together,
+    prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
+    it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
+
+    def __post_init__(self) -> None:
+        self.require_at_least(0, "lag_target")
+        prefilled = self.prefill_tokens_per_iteration
+        if prefilled is not None and not prefilled > 0:
+            raise ValueError(f"rollout.strategy.prefill_tokens_per_iteration must be above 0, got {prefilled}")
+
+    def describe(self, shared: SharedConfig) -> str:
+        return f"a lag of {self.lag_target:g} in the mean"
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        prefilled = self.prefill_tokens_per_iteration
+        return {
+            **super().arguments(shared, engine),
+            "target_lag": self.lag_target,
+            "num_running": engine.max_running,
+            "prefill_tokens_per_iteration": engine.prefill_tokens_per_iteration if prefilled is None else prefilled,
+        }
 
 
 def _is_collected(view: View, batch_size: int) -> bool:

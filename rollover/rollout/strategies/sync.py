@@ -5,26 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig(StrategyConfig):
-    """Waits for the last token of each batch; it has no options."""
-
-    kind: Literal["sync"] = "sync"
-
-    on_policy = True
-
-    def describe(self, shared: SharedConfig) -> str:
-        return f"{shared.rollout_batch_size} groups in flight at the start of a round"
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Sync(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +19,13 @@ class Sync(Strategy):
 
     def groups_to_open(self, view: View) -> int:
         return self.batch_size - view.ledger.num_unconsumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig(StrategyConfig):
+    """Waits for the last token of each batch; it has no options."""
+
+    builds = Sync
+    on_policy = True
+
+    kind: Literal["sync"] = "sync"

@@ -10,46 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
+from rollover.rollout.strategies.oversample import Oversample
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBudgetConfig(OverSampling):
-    """Grants each sample a number of new tokens per round."""
-
-    kind: Literal["token_budget"] = "token_budget"
-    tokens_per_round: int | None = None
-    """New tokens that a sample is granted per round; when absent, a quarter of `max_new_tokens`."""
-
-    def __post_init__(self) -> None:
-        self.require_at_least(1, "tokens_per_round")
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        budget = self.tokens_per_round or -(-shared.max_new_tokens // 4)
-        return TokenBudget(**self.arguments(shared, engine), round_budget=budget)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBudget(Strategy):
+class TokenBudget(Oversample):
     """``launched_groups`` groups in flight; each sample runs to its end or to the end of its budget, whichever comes
     first, also after the batch is full."""
 
-    launched_groups: int
-    """Groups in flight at the start of a round."""
     round_budget: int
     """New tokens per sample and round."""
 
     on_full = OnFull.WAIT
-
-    def groups_to_open(self, view: View) -> int:
-        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
 
     def samples_to_start(self, view: View) -> Iterator[SampleId]:
         """Those with a budget left under these weights. Once none is left and none runs, all get a new one: without it
@@ -67,3 +47,21 @@ class TokenBudget(Strategy):
     def _has_spent(self, view: View, sample_id: SampleId) -> bool:
         segments = view.ledger.sample(sample_id).trajectory.segments
         return sample_id in view.ledger.parked and segments[-1].policy_version == view.ledger.policy_version
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudgetConfig(OverSampling):
+    """Grants each sample a number of new tokens per round."""
+
+    builds = TokenBudget
+
+    kind: Literal["token_budget"] = "token_budget"
+    tokens_per_round: int | None = None
+    """New tokens that a sample is granted per round; when absent, a quarter of `max_new_tokens`."""
+
+    def __post_init__(self) -> None:
+        self.require_at_least(1, "tokens_per_round")
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        budget = self.tokens_per_round or -(-shared.max_new_tokens // 4)
+        return {**super().arguments(shared, engine), "round_budget": budget}

@@ -4,33 +4,31 @@ comparison alone. ``RolloutConfig`` does not know the latter; ``SimulatedRollout
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import Annotated, Any
 
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES, AprilConfig, StrategyConfig
-from rollover.settings.schema import ByKind
-from rollover.sim.strategies.fast_lane import FastLane, FastLaneConfig
-from rollover.sim.strategies.probe import Probe, ProbeConfig
-from rollover.sim.strategies.sorted import Sorted, SortedConfig
-from rollover.sim.strategies.tail_rounds import TailRounds, TailRoundsConfig
-from rollover.sim.strategies.threshold import Threshold, ThresholdConfig
-from rollover.sim.strategies.windowed import Windowed, WindowedConfig
+from rollover.rollout.strategies import AnyStrategyConfig, AprilConfig, StrategyConfig
+from rollover.settings.schema import ByKind, kinds
+from rollover.sim.strategies.fast_lane import FastLaneConfig
+from rollover.sim.strategies.probe import ProbeConfig
+from rollover.sim.strategies.sorted import SortedConfig
+from rollover.sim.strategies.tail_rounds import TailRoundsConfig
+from rollover.sim.strategies.threshold import ThresholdConfig
+from rollover.sim.strategies.windowed import WindowedConfig
 
-SIMULATED: dict[str, type[StrategyConfig]] = {
-    **STRATEGIES,
-    "sorted": SortedConfig,
-    "tail_rounds": TailRoundsConfig,
-    "threshold": ThresholdConfig,
-    "windowed": WindowedConfig,
-    "probe": ProbeConfig,
-    "fast_lane": FastLaneConfig,
-}
+AnySimulatedConfig = (
+    AnyStrategyConfig
+    | SortedConfig
+    | TailRoundsConfig
+    | ThresholdConfig
+    | WindowedConfig
+    | ProbeConfig
+    | FastLaneConfig
+)
+"""Told apart by ``kind``."""
+
+SIMULATED: dict[str, type[StrategyConfig]] = kinds(AnySimulatedConfig)
 """By kind."""
-
-if TYPE_CHECKING:
-    AnySimulatedConfig = StrategyConfig
-else:
-    AnySimulatedConfig = Union[tuple(SIMULATED.values())]  # noqa: UP007
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,30 +40,11 @@ class SimulatedRollout(RolloutConfig):
         strategy and the second into its options.
     """
 
-    strategy: Annotated[AnySimulatedConfig, ByKind()] = field(default_factory=AprilConfig)
+    strategy: Annotated[AnySimulatedConfig, ByKind()] = field(default_factory=AprilConfig)  # type: ignore[assignment]
 
     @classmethod
     def of(cls, kind: str, **settings: Any) -> SimulatedRollout:
         """A rollout of this strategy with ``settings``, its options and what all strategies share alike."""
-        strategy = SIMULATED[kind]
+        strategy: Any = SIMULATED[kind]
         options = {key: settings.pop(key) for key in {f.name for f in fields(strategy)} & settings.keys()}
         return cls(strategy=strategy(**options), **settings)
-
-
-__all__ = [
-    "SIMULATED",
-    "AnySimulatedConfig",
-    "FastLane",
-    "FastLaneConfig",
-    "Probe",
-    "ProbeConfig",
-    "SimulatedRollout",
-    "Sorted",
-    "SortedConfig",
-    "TailRounds",
-    "TailRoundsConfig",
-    "Threshold",
-    "ThresholdConfig",
-    "Windowed",
-    "WindowedConfig",
-]

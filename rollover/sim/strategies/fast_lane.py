@@ -9,7 +9,7 @@ age stands for length, and a sample changes lanes when it is resumed, not while 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.entries import SampleState
@@ -17,27 +17,9 @@ from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategies.config import NumRunning
-from rollover.rollout.strategy import Strategy
 from rollover.types import SampleId
 
 _ACTIVE = (SampleState.WAITING, SampleState.RUNNING, SampleState.PARKED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastLaneConfig(NumRunning):
-    """Keeps a fixed number of samples in flight, the oldest of them on a lightly loaded replica."""
-
-    kind: Literal["fast_lane"] = "fast_lane"
-    fast_lane_samples: int | None = None
-    """Oldest samples that run on the lightly loaded replica; when absent, an eighth of a batch's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "fast_lane_samples")
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        samples = self.fast_lane_samples or -(-shared.rollout_batch_size * shared.group_size // 8)
-        return FastLane(**self.arguments(shared, engine), fast_lane=samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +38,22 @@ class FastLane(Concurrency):
             siblings = group.samples[: sample_id.index] if group.group_id == sample_id.group else group.samples
             num_older += sum(s.state in _ACTIVE for s in siblings)
         return num_older < self.fast_lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastLaneConfig(NumRunning):
+    """Keeps a fixed number of samples in flight, the oldest of them on a lightly loaded replica."""
+
+    builds = FastLane
+
+    kind: Literal["fast_lane"] = "fast_lane"
+    fast_lane_samples: int | None = None
+    """Oldest samples that run on the lightly loaded replica; when absent, an eighth of a batch's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "fast_lane_samples")
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        samples = self.fast_lane_samples or -(-shared.rollout_batch_size * shared.group_size // 8)
+        return {**super().arguments(shared, engine), "fast_lane": samples}

@@ -13,31 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
 from rollover.rollout.entries import SampleState
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import StrategyConfig
 from rollover.rollout.strategies.sync import Sync
-from rollover.rollout.strategy import Strategy
 from rollover.types import SampleId
 
 _FINISHED = (SampleState.FINISHED, SampleState.SCORED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig(StrategyConfig):
-    """Runs one sample of each group first, then the longest groups; it has no options."""
-
-    kind: Literal["probe"] = "probe"
-
-    on_policy = True
-
-    def describe(self, shared: SharedConfig) -> str:
-        return f"{shared.rollout_batch_size} groups in flight at the start of a round"
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Probe(**self.arguments(shared, engine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +35,13 @@ class Probe(Sync):
         """Tokens of the group's longest finished sample; infinite before there is one."""
         lengths = [s.num_tokens for s in view.ledger.groups[group_id].samples if s.state in _FINISHED]
         return max(lengths, default=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig(StrategyConfig):
+    """Runs one sample of each group first, then the longest groups; it has no options."""
+
+    builds = Probe
+    on_policy = True
+
+    kind: Literal["probe"] = "probe"

@@ -11,41 +11,35 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollover.engine.base import Capabilities
 from rollover.rollout.entries import GroupEntry
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
-from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class SortedConfig(OverSampling):
-    """Loads a pool of several batches and trains its short groups first."""
-
-    kind: Literal["sorted"] = "sorted"
-
-    sorts_by_length = True
-    knob = replace(OverSampling.knob, values=(2.0, 3.0, 4.0))
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Sorted(**self.arguments(shared, engine))
+from rollover.rollout.strategies.oversample import Oversample
+from rollover.rollout.strategy import OnFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sorted(Strategy):
+class Sorted(Oversample):
     """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next."""
-
-    launched_groups: int
-    """Groups in flight at the start of a round."""
 
     on_full = OnFull.PARK
 
     def groups_to_open(self, view: View) -> int:
         if view.ledger.num_unconsumed >= self.batch_size:
             return 0
-        return min(self.launched_groups - view.ledger.num_unconsumed, self.headroom(view))
+        return Oversample.groups_to_open(self, view)
 
     def preference(self, group: GroupEntry) -> int:
         """All alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedConfig(OverSampling):
+    """Loads a pool of several batches and trains its short groups first."""
+
+    builds = Sorted
+    sorts_by_length = True
+    knob = replace(OverSampling.knob, values=(2.0, 3.0, 4.0))
+
+    kind: Literal["sorted"] = "sorted"

@@ -12,34 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
-from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
-from rollover.rollout.strategy import OnFull, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class TailRoundsConfig(OverSampling):
-    """Discards what a short round leaves, and runs the discarded prompts by themselves."""
-
-    kind: Literal["tail_rounds"] = "tail_rounds"
-
-    discards = True
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return TailRounds(**self.arguments(shared, engine))
+from rollover.rollout.strategies.oversample import Oversample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailRounds(Strategy):
+class TailRounds(Oversample):
     """A short round launches ``launched_groups``, a long one ``batch_size`` groups. Nothing that has a token is carried
     over, but for groups whose rewards are late."""
-
-    launched_groups: int
-    """Groups in flight at the start of a short round."""
-
-    on_full = OnFull.DISCARD
 
     def groups_to_open(self, view: View) -> int:
         if view.ledger.num_unconsumed >= self.batch_size:
@@ -60,3 +41,12 @@ class TailRounds(Strategy):
         """Return whether this round has started a group; what a filter or a failure drops of it is replaced, no
         more."""
         return any(g.start_version == view.ledger.policy_version for g in view.ledger.unconsumed())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailRoundsConfig(OverSampling):
+    """Discards what a short round leaves, and runs the discarded prompts by themselves."""
+
+    builds = TailRounds
+
+    kind: Literal["tail_rounds"] = "tail_rounds"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
@@ -18,20 +18,32 @@ from rollover.rollout.state import View
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.concurrency import Concurrency
 from rollover.rollout.strategies.config import Knob, NumRunning
-from rollover.rollout.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold(BoundedAsync):
+    """``num_running`` samples decode while the quota lasts; generation goes on while the trainer trains."""
+
+    threshold: float
+    """Groups opened ahead, in batches."""
+
+    def groups_to_open(self, view: View) -> int:
+        batches = view.ledger.policy_version + 1 + self.threshold - view.ledger.next_step
+        quota = math.floor(self.batch_size * batches) - view.ledger.num_unconsumed
+        return min(Concurrency.groups_to_open(self, view), quota)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(NumRunning):
     """Bounds the groups opened between two weight updates."""
 
+    builds = Threshold
+    knob = Knob(key="staleness_threshold", symbol="s", scale="plain", values=(0.25, 0.5, 1.0, 2.0, 3.0))
+
     kind: Literal["threshold"] = "threshold"
     staleness_threshold: float = 0.5
     """Groups that are opened ahead of a batch, in batches: between two weight updates at most
     `1 + staleness_threshold` batches are open or opened."""
-
-    overlaps_training = True
-    knob = Knob(key="staleness_threshold", symbol="s", scale="plain", values=(0.25, 0.5, 1.0, 2.0, 3.0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,18 +61,5 @@ class ThresholdConfig(NumRunning):
                 " raise it, or lower rollout.strategy.staleness_threshold"
             )
 
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        return Threshold(**self.arguments(shared, engine), threshold=self.staleness_threshold)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold(BoundedAsync):
-    """``num_running`` samples decode while the quota lasts; generation goes on while the trainer trains."""
-
-    threshold: float
-    """Groups opened ahead, in batches."""
-
-    def groups_to_open(self, view: View) -> int:
-        batches = view.ledger.policy_version + 1 + self.threshold - view.ledger.next_step
-        quota = math.floor(self.batch_size * batches) - view.ledger.num_unconsumed
-        return min(Concurrency.groups_to_open(self, view), quota)
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        return {**super().arguments(shared, engine), "threshold": self.staleness_threshold}

@@ -9,7 +9,7 @@ stops. Simplified: a batch is taken at once when it is complete, instead of piec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
@@ -17,26 +17,6 @@ from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.config import NumRunning
-from rollover.rollout.strategy import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowedConfig(NumRunning):
-    """Limits how far short responses overtake; generation goes on while the trainer trains."""
-
-    kind: Literal["windowed"] = "windowed"
-    window_groups: int | None = None
-    """How many groups, counted from the oldest, may be trained; `rollout_batch_size` when absent."""
-
-    overlaps_training = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "window_groups")
-
-    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        window = (self.window_groups or shared.rollout_batch_size) * shared.num_siblings
-        return Windowed(**self.arguments(shared, engine), window=window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +45,22 @@ class Windowed(BoundedAsync):
         then it is the head."""
         head = min(view.ledger.open, default=view.ledger.next_group_id)
         return {group_id for group_id in view.ledger.ready if group_id < head + self.window}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(NumRunning):
+    """Limits how far short responses overtake; generation goes on while the trainer trains."""
+
+    builds = Windowed
+
+    kind: Literal["windowed"] = "windowed"
+    window_groups: int | None = None
+    """How many groups, counted from the oldest, may be trained; `rollout_batch_size` when absent."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "window_groups")
+
+    def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
+        window = (self.window_groups or shared.rollout_batch_size) * shared.num_siblings
+        return {**super().arguments(shared, engine), "window": window}

@@ -16,7 +16,7 @@ from rollover.errors import DataError
 from rollover.settings.changes import Changeable
 from rollover.settings.schema import ByKind
 from rollover.tasks.columns import ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
-from rollover.tasks.fingerprint import Fingerprint, fingerprint_of_file
+from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.rows import DatasetRows
 from rollover.types import Prompt
 
@@ -156,4 +156,4 @@ class FileSettings(DatasetSettings):
         return path
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint_of_file(self.file())
+        return DataFile(self.file()).fingerprint()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollover.errors import DataError
-from rollover.tasks.data_file import DataFile
+from rollover.tasks.fingerprint import DataFile
 from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import FileSettings
 

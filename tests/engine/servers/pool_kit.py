@@ -11,7 +11,8 @@ from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.members import PoolMember
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.members import PoolEngine
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError
 from rollover.weights.base import WeightSource
@@ -92,14 +93,14 @@ class Flaky(FakeEngine):
         self._closed = True
 
 
-def new_pool(members: Sequence[PoolMember], source: WeightSource, **timing: float) -> EnginePool:
-    timing = {"probe_interval_s": 1.0, "max_retry_after_s": 4.0, "all_down_timeout_s": 100.0, **timing}
-    return EnginePool(members, source, VirtualClock(), **timing)
+def new_pool(engines: Sequence[PoolEngine], source: WeightSource, **limits: float) -> EnginePool:
+    limits = {"health_interval_s": 1.0, "rejoin_max_interval_s": 4.0, "all_down_timeout_s": 100.0, **limits}
+    return EnginePool(engines, source, VirtualClock(), ServerConfig(launch=True, **limits))  # type: ignore[arg-type]
 
 
 def scripted_engines(
     kind: ModuleType, servers: Mapping[str, ScriptedServer], folder: Path, **settings: Any
-) -> list[PoolMember]:
+) -> list[PoolEngine]:
     """An engine for each of the servers, which are given by the name of their host."""
     transport = ScriptedTransport(servers)
     engines = []
@@ -110,9 +111,9 @@ def scripted_engines(
 
 
 @asynccontextmanager
-async def pool_of(*members: Flaky, all_down_timeout_s: float = 5.0, **limits: float) -> AsyncIterator[EnginePool]:
-    timing = {"probe_interval_s": 2.0, "max_retry_after_s": 16.0, "all_down_timeout_s": all_down_timeout_s}
-    pool = new_pool(members, WEIGHTS, **timing, **limits)
+async def pool_of(*members: Flaky, **limits: float) -> AsyncIterator[EnginePool]:
+    limits = {"health_interval_s": 2.0, "rejoin_max_interval_s": 16.0, "all_down_timeout_s": 5.0, **limits}
+    pool = new_pool(members, WEIGHTS, **limits)
     await pool.open()
     try:
         yield pool

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.errors import EngineError, EngineTimeout
 
@@ -26,13 +27,13 @@ def server(folder: Path, code: str, **limits: float) -> ServerProcess:
         if not (folder / "ready").exists():
             raise EngineError("not yet")
 
-    settings = {"start_timeout_s": 30.0, "stop_timeout_s": 5.0} | limits
+    settings = {"launch_timeout_s": 30.0, "stop_timeout_s": 5.0} | limits
     return ServerProcess(
         [sys.executable, "-c", f"import pathlib, os, sys, time, signal\n{textwrap.dedent(code)}", str(folder)],
         env={"GIVEN": "yes"},
         log=folder / "logs" / "server.log",
         ready=ready,
-        **settings,
+        config=ServerConfig(launch=True, **settings),  # type: ignore[arg-type]
     )
 
 
@@ -106,8 +107,7 @@ def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
         env={},
         log=tmp_path / "log",
         ready=lambda: _never(),
-        start_timeout_s=30.0,
-        stop_timeout_s=1.0,
+        config=ServerConfig(launch=True, launch_timeout_s=30.0, stop_timeout_s=1.0),
     )
     with pytest.raises(EngineError, match="'/no/such/python' cannot be started: No such file"):
         asyncio.run(process.start())
@@ -120,7 +120,7 @@ async def _never() -> None:
 def test_a_server_that_never_answers_is_stopped_after_the_deadline(tmp_path: Path) -> None:
     code = "(pathlib.Path(sys.argv[1]) / 'pid').write_text(str(os.getpid()))\ntime.sleep(1000)"
     with pytest.raises(EngineTimeout, match=r"did not answer within 3 s \(engine\.launch_timeout_s\)"):
-        asyncio.run(server(tmp_path, code, start_timeout_s=3.0).start())
+        asyncio.run(server(tmp_path, code, launch_timeout_s=3.0).start())
     wait_until_dead(int((tmp_path / "pid").read_text()))
 
 

@@ -211,7 +211,7 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
 def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checksums(
     folder: Path, tmp_path: Path
 ) -> None:
-    from rollover.engine.servers.vllm.checksums import ChecksumRecord
+    from rollover.engine.servers.vllm.weights import ChecksumRecord
 
     async def main(spoil: bool) -> None:
         record = ChecksumRecord()

@@ -39,7 +39,7 @@ def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
 ) -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two, switch_timeout_s=20.0, load_timeout_s=50.0) as pool:
+        async with pool_of(one, two, control_timeout_s=5.0, abort_timeout_s=5.0, load_timeout_s=30.0) as pool:
             calls = [asyncio.create_task(collect(pool, request(f"r{i}", prompt_ids=(i + 1,)))) for i in range(8)]
             await asyncio.sleep(0.02)
             two.hanging_in = {call}
@@ -62,7 +62,7 @@ def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
 def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the_others_stand_still() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two, switch_timeout_s=300.0) as pool:
+        async with pool_of(one, two, control_timeout_s=75.0) as pool:
             two.hanging = True
             started_s = now_s()
             await Publisher([pool], timeout_s=1000.0).publish_to_all(FakeWeights(1))
@@ -75,7 +75,7 @@ def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the
 def test_when_all_hang_in_a_load_the_run_waits_for_one_to_come_back_with_the_new_weights() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two, load_timeout_s=50.0, all_down_timeout_s=500.0) as pool:
+        async with pool_of(one, two, control_timeout_s=5.0, load_timeout_s=25.0, all_down_timeout_s=500.0) as pool:
             one.hanging_in = two.hanging_in = {"load"}
             await Publisher([pool], timeout_s=1000.0).publish_to_all(FakeWeights(1))
             call = asyncio.create_task(collect(pool, request("a")))
@@ -145,12 +145,7 @@ class Fleet:
         limits |= changes
         self.config = kind.settings(**limits)
         self.engines = scripted_engines(kind, dict(zip(("s0", "s1"), self.servers, strict=True)), folder, **limits)
-        self.pool = new_pool(
-            self.engines,
-            FolderWeights(0, folder),
-            switch_timeout_s=self.config.switch_timeout_s,
-            load_timeout_s=self.config.install_timeout_s,
-        )
+        self.pool = new_pool(self.engines, FolderWeights(0, folder), **limits)
 
     async def open(self) -> None:
         for engine in self.engines:

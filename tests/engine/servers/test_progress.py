@@ -13,7 +13,6 @@ import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
@@ -22,6 +21,7 @@ from rollover.types import FinishReason, SamplingParams
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.fake import FakeEngine
+from tests.engine.servers.pool_kit import new_pool
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
@@ -129,14 +129,7 @@ def test_servers_that_stop_every_call_end_the_run_in_bounded_time_and_calls(
         engines = [kind.make_engine(s, folder, f"http://s{i}") for i, s in enumerate(servers)]
         for engine in engines:
             await engine.open()
-        pool = EnginePool(
-            engines,
-            FolderWeights(0, folder),
-            VirtualClock(),
-            probe_interval_s=1.0,
-            max_retry_after_s=4.0,
-            all_down_timeout_s=100.0,
-        )
+        pool = new_pool(engines, FolderWeights(0, folder))
         await pool.open()
         for server in servers:
             server.mangle = lambda _: EVENT[kind]("abort", 0)

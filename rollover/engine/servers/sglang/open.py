@@ -1,25 +1,36 @@
-"""SGLang servers from a config."""
+"""SGLang servers from a config.
+
+Control calls must reach every worker, and a router forwards a call to one; so routers are asked once who their workers
+are, and from then on each worker is a server of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 from rollover.clock import Clock
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.config import is_server_url
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
-from rollover.engine.servers.sglang.router import worker_urls
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 
 
 async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
     """See ``open_servers``; routers among the urls are replaced by their workers."""
     if config.urls:
-        workers = await _workers(config)
+        clients = [HTTPClient(url, config) for url in config.urls]
+        try:
+            workers = await worker_urls(clients)
+        finally:
+            for client in clients:
+                await client.close()
         if workers != config.urls and not isinstance(config.max_running, int):
             raise EngineError(
                 "engine.max_running lists a number for each url, and one of the urls is a router of several servers:"
@@ -31,19 +42,46 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Pat
         dialect=lambda client: SGLangDialect(client, config, model),
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
-        health_path="/health",
         program="SGLang",
     )
     return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)
 
 
-async def _workers(config: SGLangConfig) -> tuple[str, ...]:
-    clients = [HTTPClient(url, config) for url in config.urls]
-    try:
-        return await worker_urls(clients)
-    finally:
-        for client in clients:
-            await client.close()
+async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:
+    """List the urls of workers, each once: a server's own when it is one, those of its workers when it is a router.
+
+    Raises ``EngineError`` when a router has no workers, or has some that only prefill or only decode.
+    """
+    found = await asyncio.gather(*map(_workers, clients))
+    return tuple(dict.fromkeys(url for urls in found for url in urls))
+
+
+async def _workers(client: HTTPClient) -> list[str]:
+    for path in ("/workers", "/list_workers"):
+        try:
+            body = await client.call("GET", path)
+        except EngineTimeout:
+            raise
+        except EngineError:
+            continue  # a worker has no such path; one that cannot be reached says so when it is opened
+        if path == "/workers":
+            workers = client.reader.typed(Workers, body, f"GET {path}").workers
+        else:
+            workers = [*client.reader.typed(WorkerUrls, body, f"GET {path}").urls]
+        if not workers:
+            raise EngineError(f"{client} is a router without workers")
+        return [_url(client, worker) for worker in workers]
+    return [client.url]
+
+
+def _url(client: HTTPClient, worker: str | Worker) -> str:
+    """Calls, and with them the key, will go there."""
+    if isinstance(worker, Worker) and worker.worker_type != "regular":
+        raise EngineError(f"{client} has a worker of type {worker.worker_type!r}: only regular workers can be used")
+    url = worker.url if isinstance(worker, Worker) else worker
+    if not is_server_url(url):
+        raise EngineError(f"{client} has a worker at {client.reader.shown(url)!r}, which is no address of a server")
+    return url.rstrip("/")
 
 
 def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]:

@@ -31,9 +31,8 @@ from rollover.engine.servers.vllm.answers import (
     VLLMServerInfo,
     WeightInfo,
 )
-from rollover.engine.servers.vllm.checksums import ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.weights import VLLMWeights
+from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
@@ -49,12 +48,10 @@ class VLLMDialect:
         checksums: of what the servers of a pool have loaded.
     """
 
-    def __init__(
-        self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, checksums: ChecksumRecord | None = None
-    ) -> None:
+    def __init__(self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, checksums: ChecksumRecord) -> None:
         keeps = config.kv_on_update == "keep"
         self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s)
-        self.weights = VLLMWeights(client, config, model, checksums or ChecksumRecord())
+        self.weights = VLLMWeights(client, config, model, checksums)
         self._client = client
         self._config = config
         self._model = model

@@ -10,9 +10,9 @@ from rollover.clock import Clock
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool import EnginePool
-from rollover.engine.servers.vllm.checksums import ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
+from rollover.engine.servers.vllm.weights import ChecksumRecord
 
 SERVED_NAME = "policy"
 _MAX_CPU_CACHE_SHARE = 0.4
@@ -27,7 +27,6 @@ async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, c
         dialect=lambda client: VLLMDialect(client, config, model, checksums),
         arguments=lambda port: launch_arguments(config, folder, port),
         env=launch_environment(config, folder),
-        health_path="/health",
         program="vLLM",
     )
     return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)

@@ -5,11 +5,14 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
   hit a block that other weights have computed, whatever a reset of the cache could not free.
 * Over NCCL the weights follow one by one, in the order in which they were announced.
+* A label says what a server was told, a checksum what it has. Servers with the same number formats and the same
+  division over workers must agree to the last bit; where the divisions differ there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,38 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
 from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
 from rollover.engine.servers.vllm.answers import Checksums, Success, WeightInfo, WorldSize
-from rollover.engine.servers.vllm.checksums import MAX_BYTES, ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import EngineError, EngineTimeout
 
 _RESET_RETRY_S = 0.05
+_MAX_CHECKED_BYTES = 1 << 30
+"""Models up to this size are confirmed at every load, larger ones at the first alone: a server hashes a gigabyte in
+about a second, in which it decodes nothing."""
+
+
+class ChecksumRecord:
+    """The checksums of the first server to load a folder, to compare the others with. One for all servers of a
+    pool."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._server = ""
+        self._expected: Mapping[str, str] = {}
+
+    def compare(self, folder: Path, server: str, checksums: Mapping[str, str]) -> None:
+        """Raises ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
+        if folder != self._folder:
+            self._folder, self._server, self._expected = folder, server, checksums
+            return
+        if checksums.keys() != self._expected.keys():
+            return
+        different = [name for name, digest in checksums.items() if digest != self._expected[name]]
+        if different:
+            raise EngineError(
+                f"{server} holds other weights than {self._server}, though both have loaded {folder}:"
+                f" {len(different)} of {len(checksums)} tensors differ, the first is {different[0][:120]!r}; do the two"
+                " run with the same --dtype and --quantization?"
+            )
 
 
 class VLLMWeights:
@@ -36,7 +66,7 @@ class VLLMWeights:
         self._client = client
         self._config = config
         self._checksums = checksums
-        self._is_large = sum(info.num_bytes for info in model.weights.values()) > MAX_BYTES
+        self._is_large = sum(info.num_bytes for info in model.weights.values()) > _MAX_CHECKED_BYTES
         self._has_checksums = True
         """Until the server says that it has none."""
         self._was_confirmed = False

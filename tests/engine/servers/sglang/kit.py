@@ -29,7 +29,8 @@ def engine_over(
     client: HTTPClient, config: SGLangConfig, folder: Path, ownership: Ownership | None = None
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    return ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=ownership)
+    dialect = SGLangDialect(client, config, model)
+    return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
 def make_engine(

@@ -14,8 +14,7 @@ from rollover.clock import SystemClock
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.open import launch_arguments, open_sglang
-from rollover.engine.servers.sglang.router import worker_urls
+from rollover.engine.servers.sglang.open import launch_arguments, open_sglang, worker_urls
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights

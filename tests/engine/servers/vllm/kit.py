@@ -16,9 +16,9 @@ from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
-from rollover.engine.servers.vllm.checksums import ChecksumRecord
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
+from rollover.engine.servers.vllm.weights import ChecksumRecord
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"
@@ -63,7 +63,8 @@ def engine_over(
     checksums: ChecksumRecord | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    return ServerEngine(client, config, model, VLLMDialect(client, config, model, checksums), ownership=ownership)
+    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord())
+    return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
 def make_engine(

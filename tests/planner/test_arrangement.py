@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 
 import numpy as np
@@ -10,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.errors import PlanError
-from rollover.planner.arrangement import arrange, score
+from rollover.planner.arrangement import arrange, metis_order
 from rollover.planner.composition import compose
 from rollover.planner.fabric import Demand, Fabric, Shares, Traffic
-from rollover.planner.metis import metis_order
-from rollover.planner.partition import partition
 
 
 def fabric(types: list[str], sizes: list[int], rng: np.random.Generator) -> Fabric:
@@ -25,6 +24,19 @@ def fabric(types: list[str], sizes: list[int], rng: np.random.Generator) -> Fabr
     links = (links + links.T) / 2
     np.fill_diagonal(links, rng.uniform(200, 450, n))
     return Fabric(types=tuple(types), sizes=tuple(sizes), bandwidth=links * 1e9)
+
+
+def partition(
+    fab: Fabric, demands: Mapping[str, Demand], traffic: Traffic, *, starts: int = 8, seed: int = 0
+) -> tuple[Shares, ...]:
+    return arrange(fab, compose(fab, demands), traffic, starts=starts, seed=seed)
+
+
+def score(fab: Fabric, shares: Sequence[Shares], traffic: Traffic) -> float:
+    """Traffic x bandwidth over pairs of training devices, and over training-rollout pairs."""
+    train, rollout = np.array([s.train for s in shares]), np.array([s.rollout for s in shares])
+    pairs = (train @ fab.bandwidth @ train - train @ fab.bandwidth.diagonal()) / 2
+    return float(traffic.train * pairs + traffic.sync * (train @ fab.bandwidth @ rollout))
 
 
 def best_score(fab: Fabric, shares: tuple[Shares, ...], traffic: Traffic) -> float:
@@ -143,6 +155,7 @@ def test_a_metis_start_keeps_the_counts() -> None:
     fab = fabric(["a"] * 16, [8] * 16, np.random.default_rng(1))
     demand = {"a": Demand(train_devices=32, train_block=8, replica_blocks={8: 12})}
     traffic = Traffic(train=1.0, sync=0.1)
-    shares = partition(fab, demand, traffic, first=metis_order(fab, compose(fab, demand)))
+    start = compose(fab, demand)
+    shares = arrange(fab, start, traffic, first=metis_order(fab, start))
     assert sum(s.train for s in shares) == 32
     assert score(fab, shares, traffic) >= score(fab, partition(fab, demand, traffic), traffic) * (1 - 1e-9)

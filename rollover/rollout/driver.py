@@ -33,18 +33,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine
+from rollover.engine.base import Engine, Placement
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.generation import SampleCall
+from rollover.rollout.events import Event, GroupDropped, SegmentEnded
+from rollover.rollout.generation import SampleCall, sample_key
 from rollover.rollout.journal import Journal
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
@@ -79,6 +79,8 @@ class RolloutDriver:
         shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
         observer: called after each event, with the ledger already moved on.
         lockstep: see the module's docstring.
+        placement: where calls are placed, when the members of the engine come and go and change weights each in its own
+            time: the same object as ``engine``, as a rule.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RolloutDriver:
         shaping: Callable[[int], float] = lambda num_tokens: 0.0,
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         limits = limits or Limits()
         self.ledger = state.ledger
@@ -106,6 +109,7 @@ class RolloutDriver:
             source=source,
             state=state,
             max_running=engine.capabilities.max_running,
+            placement=None if placement is None else _Places(placement, sampling.max_new_tokens),
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,
@@ -130,6 +134,7 @@ class RolloutDriver:
             seed=seed,
             clock=clock,
             save_every_tokens=limits.save_every_tokens,
+            is_journaled=placement is not None and journal is not None,
             on_tokens=self._tokens_arrived,
         )
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
@@ -144,6 +149,9 @@ class RolloutDriver:
         self._retries = Retries(limits.max_retries)
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
+        self._placement = placement
+        if placement is not None:
+            placement.on_change(self._act_soon)
 
     # -- what the loop calls ---------------------------------------------------------------------------------
 
@@ -214,7 +222,15 @@ class RolloutDriver:
         """Make every event so far durable."""
         if self._unwritten and self._journal is not None:
             self._journal.append(self._unwritten)  # a failure keeps them: the journal has no holes
-            self._unwritten = []
+            written, self._unwritten = self._unwritten, []
+            if self._placement is not None:
+                self._placement.journaled(self._durable(written))
+
+    def _durable(self, written: Sequence[Event]) -> Iterator[tuple[str, int]]:
+        """Yield how many tokens of each sample with a segment among ``written`` the journal has now, by sample key."""
+        for sample_id in {event.sample_id for event in written if isinstance(event, SegmentEnded)}:
+            if sample_id.group in self.ledger.groups:
+                yield sample_key(sample_id), self.ledger.sample(sample_id).num_tokens
 
     def record(self, event: Event) -> None:
         """Enter an event of the loop (a saved checkpoint) and make it durable."""
@@ -244,6 +260,9 @@ class RolloutDriver:
                     self._batch_is_due = True
                     self._changed.set()
 
+    def _act_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._act)
+
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
         in_hand = self._turn is not None and (self._scoring or self._tasks.keys() - self.ledger.running.keys())
@@ -260,7 +279,7 @@ class RolloutDriver:
             idle_s = self._clock.now_s() - self._last_progress_s
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
-            assert self._tasks or self._scoring, "no batch, and nothing is running or being scored"
+            assert self._tasks or self._scoring or self._placement, "no batch, and nothing is running or being scored"
             try:
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
                     await self._changed.wait()
@@ -274,7 +293,7 @@ class RolloutDriver:
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
             f" {len(self._tasks)} samples decoding: {names(self._tasks)};"
-            f" {len(self._scoring)} being scored: {names(self._scoring)}"
+            f" {len(self._scoring)} being scored: {names(self._scoring)}; the engine is {self._engine!r}"
         )
 
     async def _stop_all(self) -> None:
@@ -417,3 +436,17 @@ class RolloutDriver:
         """The run cannot go on: ``next_batch`` raises ``error``, the first of its kind."""
         self._broken = self._broken or error
         self._changed.set()
+
+
+class _Places:
+    """The places of an engine, as the scheduler asks for them."""
+
+    def __init__(self, placement: Placement, max_new_tokens: int) -> None:
+        self._placement = placement
+        self._max_new_tokens = max_new_tokens
+
+    def room(self) -> int:
+        return self._placement.room()
+
+    def reserve(self, sample_id: SampleId, least_version: int) -> int | None:
+        return self._placement.reserve(sample_key(sample_id), least_version, self._max_new_tokens)

@@ -42,6 +42,8 @@ class SampleCall:
     clock: Clock
     save_every_tokens: int
     """A segment ends after so many tokens at the latest."""
+    is_journaled: bool = False
+    """Somebody says to the engine when tokens are written down."""
     on_tokens: Callable[[SampleId], None]
     """Called whenever the engine has decoded something, before the segment ends."""
     is_over: bool = False
@@ -72,8 +74,12 @@ class SampleCall:
         if reason is not None:
             yield self._end_segment(reason)
             return
-        request = generation_request(trajectory, self.request_id, self.sampling, self.seed, self.start)
         start_version = self.ledger.groups[sample_id.group].start_version
+        request = replace(
+            generation_request(trajectory, self.request_id, self.sampling, self.seed, self.start),
+            least_version=start_version or 0,
+            is_journaled=self.is_journaled,
+        )
         num_tokens = trajectory.num_tokens
         try:
             async for chunk in self.engine.generate(request):
@@ -156,7 +162,7 @@ def generation_request(
         sampling = replace(sampling, max_new_tokens=limit)
     return GenerateRequest(
         request_id=request_id,
-        sample_key=f"{sample_id}.",
+        sample_key=sample_key(sample_id),
         prompt_key=f"{trajectory.prompt.prompt_id}.",
         prompt_ids=trajectory.prompt.token_ids,
         response_ids=trajectory.token_ids,
@@ -183,6 +189,11 @@ def check_chunk(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
             f" {start_version} was published before they were asked for"
         )
+
+
+def sample_key(sample_id: SampleId) -> str:
+    """Return the name under which an engine knows a sample: the same for all its calls."""
+    return f"{sample_id}."
 
 
 def sample_seed(seed: int, sample_id: SampleId) -> int:

@@ -59,6 +59,21 @@ class EachSample:
         return self._source.prompt(index // self._num_samples)
 
 
+class SamplePlacement(Protocol):
+    """The places for samples in an engine whose members come and go and serve several versions of the weights.
+
+    Example: ``reserve(SampleId(7, 0), 3)`` returns 4: the sample's next call is with a member that serves version 4.
+    """
+
+    def room(self) -> int:
+        """Return how many samples can be decoded at the same time now."""
+        ...
+
+    def reserve(self, sample_id: SampleId, least_version: int) -> int | None:
+        """Promise a place to a sample. Returns the version of the member, ``None`` when the sample is to wait."""
+        ...
+
+
 class _Phase(Enum):
     IDLE = auto()
     """No batch is wanted, and nothing is started."""
@@ -89,6 +104,8 @@ class Scheduler:
     Args:
         state: the ledger and the statistics; nobody else applies events to them while the scheduler works.
         max_running: samples the engine decodes at the same time.
+        placement: where samples are placed, when the engine has members of its own mind; ``max_running`` is not asked
+            then.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it). All are
             when it is absent.
         shaping: what the algorithm adds to the reward of a response of so many tokens before it compares; nothing when
@@ -104,6 +121,7 @@ class Scheduler:
         state: RolloutState,
         max_running: int,
         limits: Limits,
+        placement: SamplePlacement | None = None,
         emit: Callable[[Event], None] | None = None,
         keep_group: Callable[[Sequence[float]], bool] | None = None,
         shaping: Callable[[int], float] | None = None,
@@ -117,6 +135,7 @@ class Scheduler:
         self._keeps_running = strategy.on_full is OnFull.KEEP
         self._source = source
         self._max_running = max_running
+        self._placement = placement
         self._limits = limits
         self._keep_group = keep_group
         self._shaping = shaping or _unshaped
@@ -189,10 +208,11 @@ class Scheduler:
             takes_returned = strategy.takes_returned(view)
             for _ in range(num_groups):
                 self._open_group(now_s, takes_returned=takes_returned)
-        room = self._max_running - len(ledger.running)
+        room = (self._max_running if self._placement is None else self._placement.room()) - len(ledger.running)
         if room <= 0 or not (ledger.waiting or ledger.parked):
             return ()
-        return [self._start(sample_id, now_s) for sample_id in list(islice(strategy.samples_to_start(view), room))]
+        starts = [self._start(sample_id, now_s) for sample_id in list(islice(strategy.samples_to_start(view), room))]
+        return [start for start in starts if start is not None]
 
     def _open_group(self, now_s: float, *, takes_returned: bool) -> None:
         ledger = self.ledger
@@ -210,10 +230,16 @@ class Scheduler:
             )
         )
 
-    def _start(self, sample_id: SampleId, now_s: float) -> StartSample:
+    def _start(self, sample_id: SampleId, now_s: float) -> StartSample | None:
         view, strategy = self._view, self.strategy
+        version = self.ledger.policy_version
+        if self._placement is not None and self.ledger.groups[sample_id.group].start_version is None:
+            placed = self._placement.reserve(sample_id, strategy.least_start_version(view))
+            if placed is None:
+                return None
+            version = placed
         start = StartSample(sample_id, strategy.token_budget(view, sample_id))
-        self.record(SampleStarted(now_s, sample_id, view.ledger.policy_version))
+        self.record(SampleStarted(now_s, sample_id, version))
         return start
 
     # -- what happened ---------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The staleness bound, kept by admission and by the choice of batches; never by throwing work away.
 
 Let N groups make a batch, let batch s be trained by step s (which starts from version s), and let a group
-*start* at version v, the weights in force when its first sample is sent out, so that none of its tokens is older
-than v. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*.
+*start* at version v, the weights that the engine which gets its first sample serves then, so that none of its tokens is
+older than v: where members of an engine change weights each in its own time, all of its calls go to those that serve v
+or newer. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*.
 
 **Theorem.** Write D(t) for the number of started, unconsumed groups with deadline at most t, and s for the next
 batch. If
@@ -14,14 +15,14 @@ batch. If
 then ``D(t) <= N (t - s + 1)`` for all t >= s at all times, every batch demanded by *choice* fits into N groups,
 and no group misses its deadline.
 
-*Proof.* The invariant holds with no groups. A start at version v adds one to D(t) for t >= v + S; versions only grow,
-so every deadline is then at most v + S, and D(t) for t >= v + S is the number of all unconsumed groups, at most
-``N (v + S + 1 - s) <= N (t - s + 1)`` by admission; D(t) for smaller t is unchanged. Consuming batch s by the rule
-leaves ``D(t) <= N (t - s)``, which is the invariant for s + 1; the rule can be met because it asks for at most
-``N (t - s + 1) - N (t - s) = N`` groups, and these demands are nested. For t = s it leaves no group with deadline s.
-A group that is dropped lowers D. Groups that are open but not started have no deadline yet, and counting them in
-*admission* only admits less. Publishing a version raises v, consuming lowers both sides by N: an admission that was
-allowed stays allowed. QED
+*Proof.* The invariant holds with no groups. A start at version v adds one to D(t) for t >= v + S, where D(t) is at most
+the number of all unconsumed groups, by admission at most ``N (v + S + 1 - s) <= N (t - s + 1)``; D(t) for smaller t is
+unchanged. (Nothing is asked of the order of the versions: an older member may start a group after a newer one has.)
+Consuming batch s by the rule leaves ``D(t) <= N (t - s)``, which is the invariant for s + 1; the rule can be met
+because it asks for at most ``N (t - s + 1) - N (t - s) = N`` groups, and these demands are nested. For t = s it leaves
+no group with deadline s. A group that is dropped lowers D. Groups that are open but not started have no deadline yet,
+and counting them in *admission* only admits less. Publishing a version raises v, consuming lowers both sides by N: an
+admission that was allowed stays allowed. QED
 
 Where the demanded groups are not ready yet, the batch waits for them: the price of a hard bound. Starting old work
 before new (first in, first out) makes the wait rare.
@@ -39,6 +40,14 @@ def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
     """Groups that may be opened now (*admission*)."""
     steps = ledger.policy_version + max_staleness + 1 - ledger.next_step
     return max(0, batch_size * steps - ledger.num_unconsumed)
+
+
+def least_start_version(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
+    """The oldest version under which an open group may start now (*admission*, solved for v). Engines whose members
+    serve several versions ask for it; a group's start version is then that of the member that gets its first sample,
+    and no later token of it may be older."""
+    num_batches = -(-ledger.num_unconsumed // batch_size)
+    return max(0, ledger.next_step + num_batches - max_staleness - 1)
 
 
 def choose_batch(

@@ -81,3 +81,7 @@ class Strategy:
     def headroom(self, view: View) -> int:
         """Groups the staleness bound lets in now."""
         return staleness.headroom(view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)
+
+    def least_start_version(self, view: View) -> int:
+        """The oldest version under which the staleness bound lets a group start now."""
+        return staleness.least_start_version(view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -26,3 +27,14 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> None:
+    """Return when one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
+    awaited: list[Coroutine[Any, Any, object]] = [clock.sleep(limit_s), *(event.wait() for event in events)]
+    waiting = [asyncio.create_task(each) for each in awaited]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import strategy_of
 from rollover.report.measures import StepWindow, window_of
 from rollover.report.timeline import Timeline
 from rollover.rollout.config import RolloutConfig
@@ -59,7 +58,7 @@ def _simulated(setup: Setup, config: RolloutConfig, num_steps: int) -> tuple[Tim
     """Simulate a setting; return its timeline and the steps for whose batch something was decoded."""
     events: list[Event] = []
     run = simulate(
-        strategy_of(config, setup.scenario),
+        config.build_strategy(setup.scenario.capabilities),
         setup.lengths.workload(0),
         setup.scenario,
         steps=num_steps,

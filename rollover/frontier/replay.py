@@ -68,21 +68,23 @@ def read_recorded(path: Path) -> Recorded:
     rollout = _rollout(path, config)
     events = [event for _, event in effective(read_events(path / JOURNAL))]
     timeline = Timeline.of(events)
-    rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values]
     tokens = {s.step: s.num_tokens for s in timeline.steps}
-    rows = [r for r in rows if r.step in tokens]
+    rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to learn from the run")
     num_prompt_tokens = sum(len(e.prompt.token_ids) for e in events if isinstance(e, GroupOpened))
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
     reward = Latency(base_s=_reward_s(events))
-    keep = (config.get("engine") or {}).get("kv_on_update") == "keep"
+    engine = config.get("engine") or {}
     return Recorded(
         trace=trace,
         rollout=rollout,
         scenario=Scenario(
-            replicas=(replica,), trainer=trainer, reward=reward, kv_on_update="keep" if keep else "recompute"
+            replicas=(replica,),
+            trainer=trainer,
+            reward=reward,
+            kv_on_update="keep" if engine.get("kv_on_update") == "keep" else "recompute",
         ),
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
@@ -115,9 +117,7 @@ def _replica(
         for place, span in enumerate(sample.spans)
         if span.num_tokens and span.end_s > span.start_s
     ]
-    found = None
-    if timed:
-        found = fit_iterations(Segments.of(timed, timeline.active, timeline.end_s))
+    found = fit_iterations(Segments.of(timed, timeline.active, timeline.end_s)) if timed else None
     if found is None:
         raise DataError(
             f"{path}: the times of its segments do not grow with their tokens, so iterations cannot be timed;"

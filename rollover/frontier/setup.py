@@ -21,10 +21,15 @@ PUBLISHED_LOAD = 2.4
 PREFILL_PER_C0 = 1600.0
 """Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
 Unit = Literal["s", "c0"]
-_SHARES = ("draft_acceptance", "draft_cost")
-_MOST = {"replicas": 10_000, "fast_lane_replicas": 10_000, "draft_tokens": 1000}
+_MOST = {
+    "replicas": 10_000,
+    "fast_lane_replicas": 10_000,
+    "draft_tokens": 1000,
+    "draft_acceptance": 1,
+    "draft_cost": 1,
+}
 _OF_SCENARIO = ("trainer", "reward", "kv_on_update", "accuracy", "filter_zero_signal")
-_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", *_SHARES)
+_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_acceptance", "draft_cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +61,13 @@ class EngineSection:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in _FROM_ZERO else None
-            if value is not None and (not value >= 0 if least == 0 else not value > 0):
-                raise ValueError(f"{field.name} must be {'at least' if least == 0 else 'above'} 0, got {value}")
-            if value is not None and field.name in _MOST and value > _MOST[field.name]:
-                raise ValueError(f"{field.name} must be at most {_MOST[field.name]}, got {value}")
-            if value is not None and field.name in _SHARES and value > 1:
-                raise ValueError(f"{field.name} must be at most 1, got {value}")
+            if (value := getattr(self, field.name)) is None:
+                continue
+            if not (value >= 0 if field.name in _FROM_ZERO else value > 0):
+                least = "at least" if field.name in _FROM_ZERO else "above"
+                raise ValueError(f"{field.name} must be {least} 0, got {value}")
+            if value > (most := _MOST.get(field.name, math.inf)):
+                raise ValueError(f"{field.name} must be at most {most}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +158,8 @@ def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int
 
 def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
     """The file's figures over those of ``known``."""
-    known_fields = {field.name for field in fields(known)}
-    names = [field.name for field in fields(section) if field.name in known_fields]
-    given = {name: value for name in names if (value := getattr(section, name)) is not None}
-    return replace(known, **given)
+    given = {field.name: getattr(section, field.name, None) for field in fields(known)}
+    return replace(known, **{name: value for name, value in given.items() if value is not None})
 
 
 def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:

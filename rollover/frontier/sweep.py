@@ -14,7 +14,6 @@ from functools import partial
 
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
@@ -146,13 +145,9 @@ class FrontierPoint:
         return {cause: statistics.fmean(o.wasted.get(cause, 0.0) for o in self.outcomes) for cause in causes}
 
 
-def strategy_of(config: RolloutConfig, scenario: Scenario) -> Strategy:
-    return config.build_strategy(scenario.capabilities)
-
-
 def run_trial(trial: Trial, *, length: Length) -> TrialResult:
     run = simulate(
-        strategy_of(trial.config, trial.scenario),
+        trial.config.build_strategy(trial.scenario.capabilities),
         trial.lengths.workload(trial.seed),
         trial.scenario,
         steps=length.steps,

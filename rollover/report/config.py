@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Mode = Literal["auto", "bars", "plain", "off"]
+"""How progress is shown."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
@@ -20,7 +23,7 @@ class LoggingConfig:
     """Trackio project to log to; needs ``pip install 'rollover[trackio]'``."""
     run_name: str | None = None
     """Name of the run at W&B and Trackio; the run directory's name when not given."""
-    progress: Literal["auto", "bars", "plain", "off"] = "auto"
+    progress: Mode = "auto"
     """``auto`` draws bars on a terminal and prints plain lines elsewhere."""
     plain_every_steps: int = 10
     """Plain progress: training steps between two lines, each with the means since the one before. The last step always

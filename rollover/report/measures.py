@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
+from rollover.rollout.metrics import weighted_quantile
 from rollover.types import SampleId, WasteCause
 
 
@@ -61,17 +62,6 @@ def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
         head_mean=sum(heads) / len(heads),
         off_policy_fraction=sum(n for a, n in lags.items() if a >= 1) / total,
     )
-
-
-def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
-    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
-    total, seen = sum(counts.values()), 0
-    assert total > 0, "a quantile of nothing"
-    for value, count in sorted(counts.items()):
-        seen += count
-        if seen >= q * total:
-            return value
-    raise AssertionError("the counts add up to their total")
 
 
 def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:

@@ -105,6 +105,20 @@ def series(rows: Iterable[MetricRow], kind: Kind, name: str) -> tuple[tuple[int,
     )
 
 
+def accuracies_by_dataset(rows: Iterable[MetricRow]) -> list[str]:
+    """Names of the accuracies that evaluations measured for single datasets, ``accuracy/<dataset>``."""
+    names = (name for row in rows if row.kind == "eval" for name in row.values if name.startswith("accuracy/"))
+    return list(dict.fromkeys(names))
+
+
+def standard_error_of(accuracy: str) -> str:
+    """Name of an accuracy's standard error.
+
+    Example: ``standard_error_of("accuracy/gsm8k") == "accuracy_se/gsm8k"``.
+    """
+    return accuracy.replace("accuracy", "accuracy_se", 1)
+
+
 def _newest_history(rows: Iterable[MetricRow]) -> tuple[MetricRow, ...]:
     kept: list[MetricRow] = []
     last: dict[Kind, int] = {}

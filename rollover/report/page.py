@@ -37,8 +37,17 @@ class Page:
             f'<div class="{layout}">{inner}</div></section>'
         )
 
-    def figure(self, title: str, drawn: Figure | Sequence[Figure] | None, missing: str) -> str:
-        """A card with a figure (or the first of several variants), or with ``missing`` when there is none."""
+    def figure(
+        self,
+        title: str,
+        drawn: Figure | Sequence[Figure] | None,
+        missing: str,
+        *,
+        labels: Sequence[str] = (),
+        pressed: int = 0,
+    ) -> str:
+        """A card with a figure, or with ``missing`` when there is none; of several variants, buttons with ``labels``
+        choose the one that is shown."""
         heading = f"<h3>{escape(title)}</h3>" if title else ""
         variants = [drawn] if isinstance(drawn, dict) else list(drawn or ())
         if not variants:
@@ -48,12 +57,8 @@ class Page:
         height = max(v["layout"]["height"] for v in variants)
         for variant in variants:
             variant["layout"]["height"] = height
-        return f'<div class="card">{heading}<div id="{name}" style="min-height:{height}px"></div></div>'
-
-    @property
-    def next_figure(self) -> int:
-        """Number of the figure that comes next; its element is ``figure-<number>``."""
-        return len(self._figures)
+        buttons = _choices(name, labels, pressed) if len(variants) > 1 else ""
+        return f'<div class="card">{heading}{buttons}<div id="{name}" style="min-height:{height}px"></div></div>'
 
     def render(self) -> str:
         from plotly.offline import get_plotlyjs
@@ -112,11 +117,10 @@ def tiles(entries: Iterable[tuple[str, str, str, str]]) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def choices(figures: Sequence[int], labels: Sequence[str], pressed: int) -> str:
-    """Buttons that switch the named figures to one of their variants."""
-    names = " ".join(f"figure-{n}" for n in figures)
+def _choices(figure: str, labels: Sequence[str], pressed: int) -> str:
+    """Buttons that switch a figure to one of its variants."""
     buttons = "".join(
-        f'<button type="button" data-figures="{names}" data-variant="{i}"'
+        f'<button type="button" data-figures="{figure}" data-variant="{i}"'
         f' aria-pressed="{"true" if i == pressed else "false"}">{escape(label)}</button>'
         for i, label in enumerate(labels)
     )
@@ -149,9 +153,8 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
-def details(title: str, content: str, *, is_open: bool = False) -> str:
-    opened = " open" if is_open else ""
-    return f'<details class="card"{opened}><summary>{escape(title)}</summary><div>{content}</div></details>'
+def details(title: str, content: str) -> str:
+    return f'<details class="card"><summary>{escape(title)}</summary><div>{content}</div></details>'
 
 
 def preformatted(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Live progress on the terminal, and plain lines where there is none: means over the steps since the last line.
 
-What it keeps true: it is called as often as the caller likes and draws at most ``refresh_hz`` times a second,
+What it keeps true: it is called as often as the caller likes and draws at most ``_REFRESH_HZ`` times a second,
 so it never costs a noticeable share of the run. It only shows; nothing depends on it.
 """
 
@@ -9,19 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
 from rollover.privacy import redacted_text
+from rollover.report.config import Mode
+from rollover.report.metrics import standard_error_of
 from rollover.report.throughput import TRAINED, means
 
-Mode = Literal["auto", "bars", "plain", "off"]
+_REFRESH_HZ = 8.0
 
 
 class Progress:
@@ -34,7 +35,6 @@ class Progress:
         mode: Mode = "auto",
         plain_every_steps: int = 10,
         console: Console | None = None,
-        refresh_hz: float = 8.0,
         now_s: Callable[[], float] = time.monotonic,
         redact: Callable[[str], str] = redacted_text,
     ) -> None:
@@ -42,7 +42,6 @@ class Progress:
         self.console = console if console is not None else Console()
         self._mode: Mode = mode if mode != "auto" else ("bars" if self.console.is_terminal else "plain")
         self._every = plain_every_steps
-        self._min_gap_s = 1.0 / refresh_hz
         self._now_s = now_s
         self._redact = redact
         self._drawn_s = -float("inf")
@@ -51,9 +50,8 @@ class Progress:
         """Steps since the last plain line; with bars, the last few."""
         self._rollout_from: tuple[float, int] | None = None
         """Time and decoded tokens when this step's rollout began."""
-        self._bars = _bars(self.console.width)
+        self._bars = _bars(self.console)
         self._tasks: dict[str, TaskID] = {}
-        self._live = Live(Group(self._bars), console=self.console, auto_refresh=False, transient=False)
 
     # -- what the loop reports ------------------------------------------------------------------------------
 
@@ -123,13 +121,12 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._mode == "bars":
-            self._live.start()
+            self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._mode == "bars":
-            self._live.update(Group(self._bars), refresh=True)
-            self._live.stop()
+            self._bars.stop()
 
     def _line(self, text: str) -> None:
         self.message(f"[{_duration(self._now_s() - self._started_s)}] {text}")
@@ -142,9 +139,9 @@ class Progress:
             self._tasks[name] = self._bars.add_task(name, total=total, text="")
         self._bars.update(self._tasks[name], completed=done, total=total, text=text)
         now = self._now_s()
-        if self._mode == "bars" and (draw or now - self._drawn_s >= self._min_gap_s):
+        if self._mode == "bars" and (draw or now - self._drawn_s >= 1 / _REFRESH_HZ):
             self._drawn_s = now
-            self._live.refresh()
+            self._bars.refresh()
 
     def _finish(self, name: str) -> None:
         """Take a bar down; the next phase gets its place."""
@@ -160,17 +157,18 @@ class _TimeLeft(TimeRemainingColumn):
         return Text("") if task.description == "rollout" else super().render(task)
 
 
-def _bars(width: int) -> Bars:
+def _bars(console: Console) -> Bars:
     """Draw the bars. Where the terminal is narrow, they are shorter and the text at the end is cut, never a count or a
     time."""
     whole = Column(no_wrap=True)
     rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Bars(
         TextColumn("[bold]{task.description:>8}", table_column=whole),
-        BarColumn(bar_width=max(8, min(24, width // 10))),
+        BarColumn(bar_width=max(8, min(24, console.width // 10))),
         MofNCompleteColumn(table_column=whole),
         _TimeLeft(compact=True, table_column=whole),
         TextColumn("{task.fields[text]}", markup=False, table_column=rest),
+        console=console,
         auto_refresh=False,
         expand=True,
     )
@@ -191,7 +189,7 @@ def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
     parts = []
     for name, value in metrics.items():
         if name == "accuracy" or name.startswith("accuracy/"):
-            se = metrics.get(name.replace("accuracy", "accuracy_se", 1))
+            se = metrics.get(standard_error_of(name))
             parts.append(f"{name} {value:.3f}" + (f" ± {se:.3f}" if se is not None else ""))
         elif name.startswith("pass@"):
             parts.append(f"{name} {value:.3f}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import fmean
 from typing import Any
 
 from rollover.report import downsampling, measures, phases
 from rollover.report.colours import PHASE_COLOURS, WASTE_COLOURS
-from rollover.report.metrics import Kind, series
+from rollover.report.metrics import Kind, accuracies_by_dataset, series, standard_error_of
 from rollover.report.plot import LEGEND, Figure, axis, bar, figure, line, smoothed, step_axis, time_unit
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED, Speed
@@ -45,8 +45,7 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
     unit, seconds = time_unit(span_s(record))
     unit_s = seconds if over_time else None
     x, reward = points(record, "step", "reward/mean", unit_s=unit_s)
-    names = [n for r in record.metrics if r.kind == "eval" for n in r.values if n.startswith("accuracy/")]
-    data = _accuracy_traces(record, list(dict.fromkeys(names)), unit_s)
+    data = _accuracy_traces(record, unit_s)
     both = bool(data) and bool(reward)
     if reward:
         at: dict[str, Any] = {"yaxis": "y2"} if both else {}
@@ -72,26 +71,23 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
     return figure(data, height=420 if both else 280, xaxis=x_axis, **axes)
 
 
-def _accuracy_traces(record: RunRecord, names: Sequence[str], unit_s: float | None) -> list[dict[str, Any]]:
-    traces = []
-    colours = ("--green", "--violet", "--orange", "--cyan", "--pink")
+def _accuracy_traces(record: RunRecord, unit_s: float | None) -> list[dict[str, Any]]:
+    names = accuracies_by_dataset(record.metrics)
+    shown = list(zip(names, cycle(("--green", "--violet", "--orange", "--cyan", "--pink")), strict=False))
     if len(names) != 1:
-        x, y = points(record, "eval", "accuracy", unit_s=unit_s)
-        traces += [_accuracy_trace(record, x, y, "accuracy, all sets", "accuracy_se", "--ink")] if y else []
-    for i, name in enumerate(names):
-        x, y = points(record, "eval", name, unit_s=unit_s)
-        dataset = name.removeprefix("accuracy/")
-        colour = colours[i % len(colours)]
-        traces.append(_accuracy_trace(record, x, y, f"accuracy, {dataset}", f"accuracy_se/{dataset}", colour))
-    return traces
+        shown.insert(0, ("accuracy", "--ink"))
+    traces = (_accuracy_trace(record, name, colour, unit_s) for name, colour in shown)
+    return [trace for trace in traces if trace is not None]
 
 
-def _accuracy_trace(
-    record: RunRecord, x: Sequence[float], y: Sequence[float], name: str, se: str, colour: str
-) -> dict[str, Any]:
+def _accuracy_trace(record: RunRecord, metric: str, colour: str, unit_s: float | None) -> dict[str, Any] | None:
+    x, y = points(record, "eval", metric, unit_s=unit_s)
+    if not y:
+        return None
+    name = f"accuracy, {metric.partition('/')[2] or 'all sets'}"
     if len(y) > _MAX_MARKED:
         return line(*downsampling.coarsened(x, y), name, colour)
-    errors = [v for _, _, v in series(record.metrics, "eval", se)]
+    errors = [v for _, _, v in series(record.metrics, "eval", standard_error_of(metric))]
     bars = {"error_y": {"type": "data", "array": errors, "thickness": 1.2, "width": 4, "color": colour}}
     marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
     return line(x, y, name, colour, **marks, **(bars if len(errors) == len(y) else {}))

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollover.report import captions, measures, run_figures
 from rollover.report.colours import WASTE_COLOURS
 from rollover.report.measures import StepWindow
-from rollover.report.page import Page, choices, details, fate_bar, header, preformatted, table, tiles, write_page
+from rollover.report.page import Page, details, fate_bar, header, preformatted, table, tiles, write_page
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import (
     Accuracy,
@@ -139,12 +139,11 @@ def _timeline(page: Page, record: RunRecord) -> None:
     found = measures.windows(record.timeline, num_steps=WINDOW_STEPS, max_windows=_MAX_WINDOWS)
     origin_s = run_figures.origin_s(record)
     drawn = [gantt(record.timeline, w, origin_s=origin_s) for w in found]
-    shown = most_resumed(found)
-    pick = choices([page.next_figure], [window_label(w) for w in found], shown) if len(found) > 1 else ""
+    labels = [window_label(w) for w in found]
     page.section(
         "Rollout timeline",
         captions.TIMELINE,
-        page.figure("", drawn, "No sample has been decoded yet.").replace("<div id", f"{pick}<div id", 1),
+        page.figure("", drawn, "No sample has been decoded yet.", labels=labels, pressed=most_resumed(found)),
     )
 
 

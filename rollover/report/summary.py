@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rollover.report import measures, phases
 from rollover.report.measures import LagSummary, LengthSummary
-from rollover.report.metrics import MetricRow, series
+from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, standard_error_of
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
@@ -52,7 +52,7 @@ class RunSummary:
     accuracy_before: Accuracy | None
     accuracy_after: Accuracy | None
     """The last evaluation; ``None`` while there has been only one."""
-    accuracy_by_dataset: Mapping[str, tuple[Accuracy, Accuracy | None]]
+    accuracy_by_dataset: Mapping[str, tuple[Accuracy | None, Accuracy | None]]
     reward_first: float | None
     reward_last: float | None
     """Mean reward of the first and of the last tenth of the steps."""
@@ -99,7 +99,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
     loop = _values(rows, "time/step_s")
     loop_s = sum(loop)
     steps = [r.values for r in rows if r.kind == "step"]
-    before, after = _first_and_last(rows, "accuracy", "accuracy_se")
+    before, after = _first_and_last(rows, "accuracy")
     rewards = _values(rows, "reward/mean")
     tenth = max(1, len(rewards) // 10)
     samples = sum(s.num_samples for s in timeline.steps)
@@ -111,7 +111,9 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         loop_s=loop_s or None,
         accuracy_before=before,
         accuracy_after=after,
-        accuracy_by_dataset=_by_dataset(rows),
+        accuracy_by_dataset={
+            n.removeprefix("accuracy/"): _first_and_last(rows, n) for n in accuracies_by_dataset(rows)
+        },
         reward_first=_mean(rewards[:tenth]),
         reward_last=_mean(rewards[-tenth:]),
         decoded_tokens=timeline.decoded_tokens,
@@ -140,24 +142,13 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _first_and_last(rows: Sequence[MetricRow], name: str, se: str) -> tuple[Accuracy | None, Accuracy | None]:
+def _first_and_last(rows: Sequence[MetricRow], name: str) -> tuple[Accuracy | None, Accuracy | None]:
     found = [
-        Accuracy(step=r.step, value=r.values[name], se=r.values.get(se))
+        Accuracy(step=r.step, value=r.values[name], se=r.values.get(standard_error_of(name)))
         for r in rows
         if r.kind == "eval" and name in r.values
     ]
     return (found[0] if found else None, found[-1] if len(found) > 1 else None)
-
-
-def _by_dataset(rows: Sequence[MetricRow]) -> dict[str, tuple[Accuracy, Accuracy | None]]:
-    names = dict.fromkeys(n for r in rows if r.kind == "eval" for n in r.values if n.startswith("accuracy/"))
-    found = {}
-    for name in names:
-        dataset = name.removeprefix("accuracy/")
-        first, last = _first_and_last(rows, name, f"accuracy_se/{dataset}")
-        if first is not None:
-            found[dataset] = (first, last)
-    return found
 
 
 def _draft_tokens(rows: Sequence[MetricRow]) -> DraftTokens | None:

@@ -9,7 +9,7 @@ from typing import Any
 from rollover.report import measures
 from rollover.report.colours import version_colours
 from rollover.report.measures import StepWindow
-from rollover.report.plot import Figure, axis, figure
+from rollover.report.plot import Figure, axis, figure, line
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.types import FinishReason
 
@@ -36,7 +36,7 @@ def gantt(
     data += _by_version(placed, window, origin_s)
     data += _wasted(placed, window, origin_s)
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
-    data.append(_active(active, window, origin_s))
+    data.append(_active(active, origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
     right = start + length_s if length_s is not None else stop
     return figure(
@@ -176,19 +176,11 @@ def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
     ]
 
 
-def _active(active: Sequence[tuple[float, int]], window: StepWindow, origin_s: float) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [round(t - origin_s, 3) for t, _ in active],
-        "y": [n for _, n in active],
-        "yaxis": "y2",
-        "showlegend": False,
-        "fill": "tozeroy",
-        "fillcolor": "--wash",
-        "line": {"color": "--blue", "width": 1.4, "shape": "hv"},
-        "hovertemplate": "%{y} samples decoding<extra></extra>",
-    }
+def _active(active: Sequence[tuple[float, int]], origin_s: float) -> dict[str, Any]:
+    x, y = [round(t - origin_s, 3) for t, _ in active], [n for _, n in active]
+    shape = {"line": {"color": "--blue", "width": 1.4, "shape": "hv"}, "fill": "tozeroy", "fillcolor": "--wash"}
+    curve = line(x, y, "active", "--blue", yaxis="y2", showlegend=False, **shape)
+    return {**curve, "hovertemplate": "%{y} samples decoding<extra></extra>"}
 
 
 def _training(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:

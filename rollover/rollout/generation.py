@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
-from rollover.clock import Clock
+from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.complete import check_end, reached_end
 from rollover.errors import EngineError
@@ -117,15 +117,7 @@ class SampleCall:
         """Wait as long as the call has to, or until it is stopped."""
         if not self.back_off_s:
             return False
-        waiting = [
-            asyncio.ensure_future(self.clock.sleep(self.back_off_s)),
-            asyncio.ensure_future(self._stopped.wait()),
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+        await wait_for_any(self.clock, self.back_off_s, self._stopped)
         return self._stopped.is_set()
 
     def _end_segment(self, reason: FinishReason | None) -> Segment:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from itertools import accumulate
 
 from rollover.engine.base import EngineStats
 from rollover.rollout.ledger import Ledger
@@ -34,7 +36,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response/max_tokens": max(lengths),
         "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
         "staleness/mean": sum(lag * n for lag, n in lags.items()) / max(total, 1),
-        "staleness/p95": _quantile(lags, 0.95),
+        "staleness/p95": weighted_quantile(lags, 0.95),
         "staleness/max": max(lags),
         "staleness/head_mean": statistics.fmean(heads or [0]),
         "staleness/off_policy_tokens": sum(n for lag, n in lags.items() if lag > 0) / max(total, 1),
@@ -70,11 +72,8 @@ def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:
     return {f"drift/{name}" if name else "drift": found.mean_abs for name, found in drift.items()}
 
 
-def _quantile(counts: Counter[int], q: float) -> float:
-    """Smallest value with at least the share ``q`` of the counts at or below it."""
-    remaining = q * sum(counts.values())
-    for value in sorted(counts):
-        remaining -= counts[value]
-        if remaining <= 0:
-            break
-    return float(value)
+def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
+    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
+    values = sorted(counts)
+    reached = list(accumulate(counts[value] for value in values))
+    return values[bisect_left(reached, q * reached[-1])]

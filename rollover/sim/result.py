@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.metrics import weighted_quantile
 from rollover.rollout.tokens import Tokens
 from rollover.sim.dispatch import Fleet
 from rollover.types import Batch
@@ -101,12 +102,7 @@ class Window:
         return sum(lag * n for lag, n in self.lags.items()) / self.trained_tokens
 
     def lag_quantile(self, q: float) -> int:
-        remaining = q * self.trained_tokens
-        for lag in sorted(self.lags):
-            remaining -= self.lags[lag]
-            if remaining <= 0:
-                return lag
-        return max(self.lags)
+        return weighted_quantile(self.lags, q)
 
     @property
     def max_lag(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from rollover.frontier.advice import advise, bound, frontier
 from rollover.frontier.settings import settings
-from rollover.frontier.sweep import Length, Trial, run_trial, strategy_of
+from rollover.frontier.sweep import Length, Trial, run_trial
 from rollover.settings.schema import build
 from rollover.settings.toml import Document
 from rollover.sim.run import simulate
@@ -78,7 +78,7 @@ def test_the_recommended_bound_is_never_in_the_way(strategy: str) -> None:
     bounded = build(SimulatedRollout, Document(name="", data={**snippet, "max_new_tokens": config.max_new_tokens}))
     assert bounded.staleness_bound == bound(found) >= 1
     free, held = (
-        simulate(strategy_of(c, setup.scenario), setup.lengths.workload(1), setup.scenario, steps=24)
+        simulate(c.build_strategy(setup.scenario.capabilities), setup.lengths.workload(1), setup.scenario, steps=24)
         for c in (config, bounded)
     )
     settled = 24 - bound(found) - 1  # at the end, what is still open knows no deadline in the free run

@@ -10,7 +10,6 @@ from rollover.errors import DataError, RunError
 from rollover.frontier.replay import read_recorded
 from rollover.frontier.settings import setting
 from rollover.frontier.setup import Setup
-from rollover.frontier.sweep import strategy_of
 from rollover.report.metrics import MetricsWriter
 from rollover.rollout.events import Event, GroupOpened
 from rollover.rollout.journal import Journal
@@ -30,7 +29,7 @@ def recorded_run(folder: Path, setup: Setup, steps: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     events: list[Event] = []
     run = simulate(
-        strategy_of(setup.rollout, setup.scenario),
+        setup.rollout.build_strategy(setup.scenario.capabilities),
         setup.lengths.workload(0),
         setup.scenario,
         steps=steps,
@@ -70,7 +69,9 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
     assert found.scenario.trainer.s_per_token == pytest.approx(1e-4, rel=0.01)
     assert found.scenario.reward.base_s == pytest.approx(0.5, rel=0.01)
     assert found.scenario.kv_on_update == "keep"
-    again = simulate(strategy_of(found.rollout, found.scenario), found.trace.workload(0), found.scenario, steps=12)
+    again = simulate(
+        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
+    )
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
 
 

@@ -21,7 +21,6 @@ from rollover.frontier.sweep import (
     TrialResult,
     run_trial,
     run_trials,
-    strategy_of,
     workers,
 )
 from rollover.rollout.config import RolloutConfig
@@ -61,7 +60,7 @@ def test_a_trial_draws_lengths_and_latencies_from_its_seed() -> None:
     for seed in (0, 3):
         trial = Trial(config=config, seed=seed, lengths=setup.lengths, scenario=scenario)
         workload = setup.lengths.workload(seed)
-        run = simulate(strategy_of(config, scenario), workload, scenario, steps=LENGTH.steps, seed=seed)
+        run = simulate(config.build_strategy(scenario.capabilities), workload, scenario, steps=LENGTH.steps, seed=seed)
         assert run_trial(trial, length=LENGTH) == TrialResult.of(run, LENGTH)
 
 

@@ -54,6 +54,15 @@ class RealServer:
             assert time.monotonic() < give_up_s, self._end_of_log(f"is not ready after {START_S:g} s")
             time.sleep(0.2)
 
+    def answers(self) -> bool:
+        """Return whether it samples a token for somebody whom it has not met."""
+        body = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}
+        try:
+            done = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+        except httpx.HTTPError:
+            return False
+        return done.status_code == 200
+
     def kill(self) -> None:
         """SIGKILL to the server and all its workers."""
         self._signal(signal.SIGKILL)

@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from rollover.report.progress import Mode, Progress
+from rollover.report.config import Mode
+from rollover.report.progress import Progress
 
 
 class _Clock:
@@ -22,9 +23,7 @@ class _Clock:
 def _progress(mode: Mode, *, terminal: bool, total: int = 20, every: int = 5) -> tuple[Progress, io.StringIO, _Clock]:
     out, clock = io.StringIO(), _Clock()
     console = Console(file=out, force_terminal=terminal, width=140)
-    progress = Progress(
-        total_steps=total, mode=mode, plain_every_steps=every, console=console, refresh_hz=8.0, now_s=clock
-    )
+    progress = Progress(total_steps=total, mode=mode, plain_every_steps=every, console=console, now_s=clock)
     return progress, out, clock
 
 

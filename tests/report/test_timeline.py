@@ -256,14 +256,6 @@ def test_lengths_of_trained_samples_leave_out_what_never_trained() -> None:
     assert measures.lengths([10, 12, 13, 1]) == LengthSummary(count=4, mean=9.0, median=10, p95=13, max=13)
 
 
-def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:
-    counts = {0: 94, 1: 1, 2: 5}
-    assert measures.weighted_quantile(counts, 0.94) == 0
-    assert measures.weighted_quantile(counts, 0.95) == 1
-    assert measures.weighted_quantile(counts, 0.951) == 2
-    assert measures.weighted_quantile(counts, 1.0) == 2
-
-
 def test_a_clipped_step_curve_starts_and_ends_with_the_value_in_force() -> None:
     active = ((1.0, 4), (3.0, 2), (4.0, 0))
     assert measures.clip_curve(active, 2.0, 4.0) == ((2.0, 4), (3.0, 2), (4.0, 2))

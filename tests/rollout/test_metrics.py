@@ -9,7 +9,7 @@ import pytest
 from rollover.engine.base import EngineStats
 from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metrics
+from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metrics, weighted_quantile
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
@@ -83,3 +83,11 @@ def test_draft_tokens_are_counted_between_two_looks_and_only_where_there_are_any
     names = ("engine/decoded_tokens", "engine/drafted_tokens", "engine/accepted_tokens")
     assert draft_metrics(one, before) == dict(zip(names, (20, 8, 5), strict=True))
     assert draft_metrics(two, one) == dict(zip(names, (7, 0, 0), strict=True))
+
+
+def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:
+    counts = {0: 94, 1: 1, 2: 5}
+    assert weighted_quantile(counts, 0.94) == 0
+    assert weighted_quantile(counts, 0.95) == 1
+    assert weighted_quantile(counts, 0.951) == 2
+    assert weighted_quantile(counts, 1.0) == 2

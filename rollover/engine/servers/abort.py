@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 
+from rollover.engine.servers.background import attempt
 from rollover.engine.servers.call import GenerationCall
 from rollover.engine.servers.calls import OpenCalls
 from rollover.engine.servers.dialect import Dialect
@@ -50,9 +51,7 @@ class Aborter:
                 self._calls.end(call)
         for way in (self._abort_by_id, self._abort_all):
             if _still_open(calls):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._timeout_s / 2):
-                        await way(_still_open(calls))
+                await attempt(way(_still_open(calls)), self._timeout_s / 2)
         if late := _still_open(calls):
             logger.warning(
                 "%s did not hand over %s in %g s (engine.abort_timeout_s): %s with what had come",
@@ -70,13 +69,9 @@ class Aborter:
         Raises ``EngineError`` when it goes on: on such a server, work that is stopped would go on and be lost.
         """
         half_s = self._timeout_s / 2
-        with suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(half_s):
-                await self._abort_by_id([call], one_by_one=True)
+        await attempt(self._abort_by_id([call], one_by_one=True), half_s)
         if not call.ended.is_set():
-            with suppress(TimeoutError, EngineError):
-                async with asyncio.timeout(half_s):
-                    await self._dialect.ask_to_abort_all()
+            await attempt(self._dialect.ask_to_abort_all(), half_s)
             self._calls.end(call)
             raise EngineError(
                 f"{self._server} does not stop a call by its id within {half_s:g} s:"
@@ -96,7 +91,7 @@ class Aborter:
                 surplus = num_calls > len(self._calls.sent)
                 num_clear = 0 if surplus else num_clear + 1
                 if surplus and loop.time() > give_up_s:
-                    async with self._gate.held():
+                    async with self._gate.held:
                         if not self._calls.sent:
                             await self._dialect.ask_to_abort_all()
                 await asyncio.sleep(_SWEEP_S)
@@ -113,14 +108,12 @@ class Aborter:
                 call.asked_to_stop = True
             with suppress(EngineError):  # a server that fails ends the calls in its own way, or not at all
                 await self._ask([call.request_id for call in late], one_by_one=one_by_one)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await _all_ended(late)
+            await attempt(_all_ended(late), wait_s)
             wait_s = min(2 * wait_s, _MAX_RESEND_S)
 
     async def _ask(self, request_ids: list[str], *, one_by_one: bool) -> None:
         if self._dialect.traits.aborts_all_at_once and not one_by_one:
-            async with self._gate.held():
+            async with self._gate.held:
                 if {call.request_id for call in self._calls.sent} <= {*request_ids}:
                     await self._dialect.ask_to_abort_all()
                     return

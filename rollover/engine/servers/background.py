@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rollover.clock import Clock
-from rollover.errors import EngineTimeout
+from rollover.errors import EngineError, EngineTimeout
 
 
 class BackgroundTasks:
@@ -33,17 +32,6 @@ class BackgroundTasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def wait_for_any(clock: Clock, limit_s: float, *events: asyncio.Event) -> None:
-    """Return when one of ``events`` is set or ``limit_s`` seconds of ``clock`` have passed."""
-    awaited: list[Coroutine[Any, Any, object]] = [clock.sleep(limit_s), *(event.wait() for event in events)]
-    waiting = [asyncio.create_task(each) for each in awaited]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waiting:
-            each.cancel()
-
-
 @asynccontextmanager
 async def within(limit_s: float, late: str) -> AsyncIterator[None]:
     """Raise ``EngineTimeout`` with the message ``late`` when the block takes longer than ``limit_s``."""
@@ -54,6 +42,14 @@ async def within(limit_s: float, late: str) -> AsyncIterator[None]:
         raise
     except TimeoutError:
         raise EngineTimeout(late) from None
+
+
+async def attempt(work: Coroutine[Any, Any, object], limit_s: float) -> None:
+    """Do ``work`` for at most ``limit_s``. Raises neither ``EngineError`` nor ``TimeoutError``: callers look at what it
+    has done."""
+    with suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await work
 
 
 async def in_time(work: Coroutine[Any, Any, None], limit_s: float, who: str, what: str) -> None:

@@ -13,19 +13,17 @@ that another run uses is left as it is (``ownership``); one that we have frozen 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.servers.abort import Aborter
 from rollover.engine.servers.answer import ServerBusy
-from rollover.engine.servers.background import BackgroundTasks
+from rollover.engine.servers.background import BackgroundTasks, attempt
 from rollover.engine.servers.calls import OpenCalls
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
@@ -113,11 +111,11 @@ class ServerEngine:
     async def probe(self, *, decode: bool = False) -> None:
         """Raise ``EngineError`` unless the server is well and serves our weights; ``decode`` has it sample a token."""
         self._served.refuse_when_unknown()
-        decode, timeout_s = decode and self._gate.is_open, self._config.health_timeout_s
+        decode, timeout_s = decode and self._gate.is_open.is_set(), self._config.health_timeout_s
         try:
             await self._dialect.check_health(decode=decode, timeout_s=timeout_s)
         except ServerBusy:
-            if self._gate.is_open:
+            if self._gate.is_open.is_set():
                 raise
             return  # it answers 503 because it stands still for us
         await self._gate.check_weights()
@@ -134,21 +132,16 @@ class ServerEngine:
         if self._closed:
             return
         self._closed = True
-        sent = self._calls.end_all()
+        sent, limit_s = self._calls.end_all(), self._config.abort_timeout_s
         if self._process is None:  # a server that goes on living should not go on decoding, or standing still
             if sent:
-                await self._in_time(self._dialect.ask_to_abort([call.request_id for call in sent]))
-            await self._in_time(self._give_back())
+                await attempt(self._dialect.ask_to_abort([call.request_id for call in sent]), limit_s)
+            await attempt(self._give_back(), limit_s)
         await self._tasks.cancel()
         await self._client.close()
         if self._process is not None:
             await self._process.stop()
         self._served.release()
-
-    async def _in_time(self, goodbye: Coroutine[Any, Any, None]) -> None:
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(self._config.abort_timeout_s):
-                await goodbye
 
     async def _give_back(self) -> None:
         """Thaw the server where we had frozen it, and say that it is free; unless it is another run's by now."""
@@ -213,11 +206,11 @@ class ServerEngine:
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
         await self._served.refuse_when_taken()
-        self._gate.close()
+        self._gate.is_open.clear()
         try:
             await self._freeze()
         except BaseException:
-            self._gate.open()
+            self._gate.is_open.set()
             raise
         calls = self._calls.sent
         for call in calls:
@@ -253,7 +246,7 @@ class ServerEngine:
             if self._may_be_frozen:
                 await self._thaw()
         finally:
-            self._gate.open()
+            self._gate.is_open.set()
             for call in self._calls.sent:
                 call.patience.resume()
 

@@ -8,8 +8,6 @@ address, so it is asked for the label of its weights first, once for all calls t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.client import HTTPClient
@@ -22,50 +20,35 @@ RESTART_S = 2.0
 class SendGate:
     """Lets calls through to one server.
 
-    Example: between ``gate.close()`` and ``gate.open()`` every ``await gate.passed()`` waits.
+    Example: between ``gate.is_open.clear()`` and ``gate.is_open.set()`` every ``await gate.passed()`` waits.
     """
 
     def __init__(self, client: HTTPClient, served: ServedWeights, tasks: BackgroundTasks) -> None:
         self._client = client
         self._served = served
         self._tasks = tasks
-        self._open = asyncio.Event()
-        self._open.set()
-        self._none_is_sent = asyncio.Lock()
+        self.is_open = asyncio.Event()
+        """Not set from the begin of a pause to its end."""
+        self.is_open.set()
+        self.held = asyncio.Lock()
+        """Held while no call may be sent, because all are being aborted."""
         self._check: asyncio.Task[None] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """False from the begin of a pause to its end."""
-        return self._open.is_set()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Hold calls back inside the block."""
-        async with self._none_is_sent:
-            yield
 
     async def passed(self) -> None:
         """Return when a call may be sent. Raises ``EngineError`` when the server does not serve our weights."""
         await self._ready()
-        while self._none_is_sent.locked():
-            async with self._none_is_sent:
+        while self.held.locked():
+            async with self.held:
                 pass
             await self._ready()
 
     async def check_weights(self) -> None:
         """Raise ``EngineError`` when the server serves other weights than it was given."""
-        await self._served.check(still=self._open.is_set)
+        await self._served.check(still=self.is_open.is_set)
 
     async def _ready(self) -> None:
         while True:
-            await self._open.wait()
+            await self.is_open.wait()
             self._served.refuse_when_unknown()
             if asyncio.get_running_loop().time() - self._client.last_heard_s <= RESTART_S:
                 return

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rollover.engine.servers.background import attempt
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.privacy import Redactor, make_private
@@ -95,9 +96,7 @@ class ServerProcess:
             return
         if supervisor.stdin is not None:
             supervisor.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._stop_timeout_s + 5.0):
-                await supervisor.wait()
+        await attempt(supervisor.wait(), self._stop_timeout_s + 5.0)
         with suppress(ProcessLookupError):
             os.killpg(supervisor.pid, signal.SIGKILL)
         await supervisor.wait()

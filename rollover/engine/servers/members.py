@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
-from rollover.clock import Clock
+from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Engine
-from rollover.engine.servers.background import in_time, wait_for_any
+from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightTarget

@@ -66,15 +66,14 @@ class TorchGroup:
 
         self._backend = backend
         self._host = host
-        self._name = name
         self._size = 1 + num_workers
         self._timeout = timedelta(seconds=timeout_s)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
-        self._port = int(listener.getsockname()[1])
+        port = int(listener.getsockname()[1])
         store = TCPStore(
             host,
-            self._port,
+            port,
             is_master=True,
             wait_for_workers=False,
             timeout=self._timeout,
@@ -84,16 +83,13 @@ class TorchGroup:
         device = "cuda" if backend == "nccl" else "cpu"
         self._store = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         self._group: Any = None
-
-    @property
-    def address(self) -> Mapping[str, Any]:
-        return {
-            "master_address": self._host,
-            "master_port": self._port,
+        self.address = {
+            "master_address": host,
+            "master_port": port,
             "rank_offset": 1,
             "world_size": self._size,
-            "group_name": self._name,
-            "backend": self._backend,
+            "group_name": name,
+            "backend": backend,
         }
 
     def join(self) -> None:
@@ -156,10 +152,7 @@ class NCCLGroup:
         self._communicator = c_void_p()
         self._id = _UniqueId()
         self._call("ncclGetUniqueId", byref(self._id))
-
-    @property
-    def address(self) -> Mapping[str, Any]:
-        return {
+        self.address = {
             "nccl_unique_id_b64": base64.b64encode(string_at(byref(self._id), _ID_BYTES)).decode(),
             "rank_offset": 1,
             "world_size": self._size,

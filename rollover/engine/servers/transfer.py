@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -147,21 +148,15 @@ async def together(answer: Awaitable[Any], share: Callable[[], None], *, limit_s
 
 def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     """Do it in a daemon thread: one that hangs must not keep this process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def tell(error: Exception | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits for it may leave, and the thread go on
 
     def run() -> None:
-        error = None
         try:
             work()
+            done.set_result(None)
         except Exception as e:
-            error = e
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, error)
+            done.set_exception(e)
 
     threading.Thread(target=run, daemon=True, name="weights").start()
-    return done
+    return asyncio.wrap_future(done)

@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from rollover.clock import wait_for_any
 from rollover.engine.base import Engine
-from rollover.engine.servers.background import wait_for_any
 from rollover.engine.servers.members import Health, Member, Members
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.errors import EngineError, EngineMismatch

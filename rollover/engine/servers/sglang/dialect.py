@@ -16,7 +16,6 @@ What is peculiar to it:
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
@@ -32,6 +31,7 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
 from rollover.errors import EngineError
+from rollover.hf.config import read_config
 
 DELIMITER = ";"
 _DRAIN_S = 0.05
@@ -61,7 +61,7 @@ class SGLangDialect:
             raise EngineError(
                 f"{self._client} changes how tokens are drawn: start it without --preferred-sampling-params"
             )
-        ours = json.loads((self._model.path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        ours = read_config(self._model.path).get("model_type")
         if info.model_type not in (None, ours):
             raise EngineError(
                 f"{self._client} serves a model of type {info.model_type!r}, but {self._model.path} is of type {ours!r}"

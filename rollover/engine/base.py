@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollover.types import FinishReason, SamplingParams
 
@@ -174,6 +174,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Placement(Protocol):
     """An engine whose members come and go and change weights each in its own time says where a call would run.
 

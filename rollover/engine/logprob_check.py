@@ -16,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollover.engine.base import Engine, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import EngineMismatch
+from rollover.errors import EngineError, EngineMismatch
 from rollover.types import SamplingParams
 
 TEMPERATURES = (1.0, 0.5)
@@ -33,6 +34,34 @@ FLOAT32_TOLERANCE = 0.002
 """Tolerance where both sides compute in float32: above its rounding, also TF32's, and below all coarser formats."""
 HALF_TOLERANCE = 0.1
 """Tolerance where one side computes in half precision: above its rounding, which hides finer errors."""
+LogprobCheck = Callable[[Engine, int], Coroutine[Any, Any, None]]
+"""Given a member and the version it serves, returns when its log-probs are those of these weights, else raises
+``EngineError``. Needs no more of the member than ``generate``."""
+
+
+@runtime_checkable
+class CheckedMembers(Protocol):
+    """An engine of several members, each of which can be found to sample from something else than it says.
+
+    Example: ``EnginePool`` has a member for each server, ``SwarmEngine`` one for each worker.
+    """
+
+    def check_logprobs_with(self, check: LogprobCheck) -> None:
+        """Give members calls only once they have passed ``check``."""
+        ...
+
+    async def check_logprobs(self, *, strict: bool = False) -> Mapping[str, EngineError]:
+        """Check members under the weights that they were given last; return those that failed, which get no call.
+
+        Raises ``EngineMismatch`` when all are found to sample from something else; when one is, if ``strict``.
+        """
+        ...
+
+    def distrust(self, name: str, reason: str) -> None:
+        """Give a member no call any more. Raises ``EngineMismatch`` when none is left."""
+        ...
+
+
 _PROMPT_LENGTHS = (4, 8, 16, 32, 64, 4, 8, 16) * 3
 _RAW_MARGIN = 1e-3
 """A mean difference below this says nothing about where the temperature was applied."""

@@ -8,10 +8,12 @@ from typing import Protocol
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import NumRunning
+from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import TasksConfig
 from rollover.trainer.config import ScratchConfig, TrainerConfig
 
@@ -30,6 +32,10 @@ class EvalLimits(Protocol):
     def max_new_tokens(self) -> int | None: ...
 
 
+RunEngineConfig = EngineConfig | SwarmConfig
+"""Told apart by ``kind``; the first is meant where it is left out."""
+
+
 class Sections(Protocol):
     """The sections of a run's config that constrain each other; ``RunConfig`` has them all."""
 
@@ -40,7 +46,7 @@ class Sections(Protocol):
     @property
     def tasks(self) -> TasksConfig: ...
     @property
-    def engine(self) -> EngineConfig: ...
+    def engine(self) -> RunEngineConfig: ...
     @property
     def rollout(self) -> RolloutConfig: ...
     @property
@@ -118,6 +124,12 @@ def _contradictions(config: Sections) -> Iterator[str]:
         yield _lacking(config)
     if config.deterministic:
         yield from _nondeterminism(config)
+    if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
+        yield (
+            f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
+            f" {rollout.strategy.kind!r} trains tokens that are up to {rollout.staleness_bound} versions older: use"
+            " strategy 'sync', or engine.mode = 'push_pull'"
+        )
     if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
@@ -143,7 +155,7 @@ def _nondeterminism(config: Sections) -> Iterator[str]:
         )
     if not config.engine.declared.deterministic:
         yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
-    elif config.engine.kv_on_update == "keep":
+    elif isinstance(config.engine, EmbeddedConfig) and config.engine.kv_on_update == "keep":
         yield (
             "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
             " rebuilt after a restart"

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig
-from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.stored import upgraded
 from rollover.run import checks
+from rollover.run.checks import RunEngineConfig
 from rollover.settings import toml
 from rollover.settings.changes import Changeable, Fixed, OnResume
 from rollover.settings.schema import ByKind, build, parse_overrides
@@ -150,7 +150,7 @@ class RunConfig:
     deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
     """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[RunEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -14,6 +14,7 @@ from rollover.hf.architecture import Architecture
 from rollover.run.checks import context_needed
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
 
 
@@ -21,6 +22,19 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
     """Open the engine with the model in ``folder``; also return the folders through which servers get their weights."""
     folders: WeightFolders | None = None
     engine_config = config.engine
+    if isinstance(engine_config, SwarmConfig):
+        from rollover.swarm.open import open_swarm
+
+        needed = max(context_needed(config, key) for key in ("rollout", "eval"))
+        swarm = await open_swarm(
+            engine_config,
+            folder,
+            root=run.path / "swarm",
+            run=run.identity(),
+            max_context_tokens=needed,
+            clock=SystemClock(),
+        )
+        return swarm, None
     if isinstance(engine_config, EmbeddedConfig):
         engine_config = fitted(engine_config, config, Architecture.from_folder(folder))
     if isinstance(config.engine, ServerConfig):
@@ -42,7 +56,13 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
 
 def publish_timeout_s(config: RunConfig) -> float:
     """Return the deadline of a publication: with servers, the same as theirs, after which each is taken out."""
-    return config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
+    match config.engine:
+        case ServerConfig():
+            return config.engine.update_timeout_s
+        case SwarmConfig():
+            return config.engine.publish_timeout_s
+        case _:
+            return 600.0
 
 
 def check_engine(config: RunConfig) -> None:

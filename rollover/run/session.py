@@ -18,8 +18,8 @@ from rollover.algorithms.config import resolve
 from rollover.algorithms.filters import keep_group
 from rollover.algorithms.shaping import overlong_punishment
 from rollover.clock import Clock, SystemClock
-from rollover.engine.base import Engine
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.base import Engine, Placement
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter, read_metrics
@@ -114,7 +114,7 @@ async def open_session(
             publisher=Publisher([engine], folders=folders, timeout_s=publish_timeout_s(config)),
             trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
             driver=driver,
-            reloads_after_check=not isinstance(config.engine, ServerConfig),
+            reloads_after_check=isinstance(config.engine, EmbeddedConfig),
             notify=observe,
         )
         evaluator = open_evaluator(
@@ -189,6 +189,7 @@ def _open_driver(
         shaping=partial(overlong_punishment, algorithm, rollout.max_new_tokens),
         observer=observe,
         lockstep=config.deterministic,
+        placement=engine if isinstance(engine, Placement) else None,
     )
 
 

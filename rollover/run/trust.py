@@ -24,16 +24,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover.engine.base import Engine
-from rollover.engine.logprob_check import TEMPERATURES, Reference, check_logprobs, check_prompts, default_tolerance
+from rollover.engine.logprob_check import (
+    TEMPERATURES,
+    CheckedMembers,
+    Reference,
+    check_logprobs,
+    check_prompts,
+    default_tolerance,
+)
 from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
 from rollover.types import Drift
 
 MIN_TOKENS = 64
 """The fewest tokens of an engine in a batch that say anything: in half precision, single tokens are far off."""
+
+_NUM_REFERENCES = 8
+"""Versions that members can be checked under: those of a swarm may be a few behind."""
 
 
 class Policy(Protocol):
@@ -81,7 +90,7 @@ class Trust:
         replayed: Collection[int],
     ) -> None:
         self._engine = engine
-        self._pool = engine if isinstance(engine, EnginePool) else None
+        self._pool = engine if isinstance(engine, CheckedMembers) else None
         self._policy = policy
         self._prompts = check_prompts(min(num_tokens, policy.vocab_size), engine.capabilities.max_context_tokens)
         self._later = (temperature,)
@@ -90,7 +99,7 @@ class Trust:
         self._judges_drift = judges_drift
         self._replayed = replayed
         self._references: dict[int, Reference] = {}
-        """The two newest by version: a server may be checked under the older one while the newer one is loaded."""
+        """The newest by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False
         """Whether all engines have passed the check once."""
         if self._pool is not None:
@@ -102,7 +111,7 @@ class Trust:
             return  # one memory, one process: what fitted once is looked at by its drift
         logits_PV = await asyncio.to_thread(self._policy.next_logits, self._prompts)
         references = [*self._references.items(), (version, self._as_reference(version, logits_PV))]
-        self._references = dict(references[-2:])
+        self._references = dict(references[-_NUM_REFERENCES:])
 
     async def check(self, version: int) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines

@@ -11,7 +11,7 @@ task                  waits for                 is unblocked by
 ====================  ========================  ==============================================================
 ``generate``          its next chunk            tokens; its member's lease ended; an abort
 ``abort``             the calls' ends           their last tokens; ``abort_timeout_s``, then they are cut off
-``_expire``           the next end of a lease   time
+``_keep``             the next end of a lease   time
 gateway               connections, frames       workers
 ====================  ========================  ==============================================================
 
@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from typing import Any
 
 from rollover.clock import Clock
-from rollover.engine.base import Capabilities, Chunk, Engine, EngineStats, GenerateRequest
+from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator import Coordinator
 from rollover.swarm.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
-from rollover.swarm.gateway import Connection
-from rollover.swarm.messages import FromWorker, Head, Hello, ProtocolError, encode
+from rollover.swarm.gateway import Connection, Gateway
+from rollover.swarm.messages import FromWorker, Goodbye, Head, Hello, ProtocolError, encode
+from rollover.swarm.status import StatusFile, swarm_status
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 
@@ -43,14 +45,8 @@ _PROMISE_S = 60.0
 """How long a place is kept for a call that was announced."""
 
 
-class Publication(Protocol):
-    """Where weights are published.
-
-    Example: ``publish(7, source)`` writes blobs and a signed manifest and returns ``Head(version=7,
-    manifest="9c1e...")``.
-    """
-
-    def publish(self, version: int, source: WeightSource) -> Head: ...
+Publish = Callable[[int, WeightSource], Head]
+"""Given a version and its weights, writes blobs and a signed manifest and returns the new head; called in a thread."""
 
 
 class SwarmEngine:
@@ -58,6 +54,9 @@ class SwarmEngine:
 
     Args:
         number_format: of the weights as they are published.
+        check_source: raises ``EngineError`` for weights that do not fit the run's model.
+        is_member: says whether the token of a worker, by name, is still valid.
+        status: where the state of the swarm is written for people.
 
     Example: ``capabilities.max_running`` is 0 before the first worker has joined, 16 when one with room for 16 has.
     """
@@ -68,15 +67,21 @@ class SwarmEngine:
         self,
         config: SwarmConfig,
         coordinator: Coordinator,
-        publication: Publication,
+        publish: Publish,
         clock: Clock,
         *,
         number_format: str,
         check_source: Callable[[WeightSource], None] = lambda source: None,
+        is_member: Callable[[str], bool] = lambda name: True,
+        status: StatusFile | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._config = config
-        self._publication = publication
+        self._publish = publish
+        self._is_member = is_member
+        self._status = status
+        self.gateway: Gateway | None = None
+        """Opened with the first publication, closed with the engine."""
         self._clock = clock
         self._number_format = number_format
         self._check_source = check_source
@@ -84,7 +89,7 @@ class SwarmEngine:
         self._outlets: dict[str, _Outlet] = {}
         self._used_ids: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._logprob_check: Callable[[Engine, int], Coroutine[Any, Any, None]] | None = None
+        self._logprob_check: LogprobCheck | None = None
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._held_back: list[GenerateRequest] | None = None
         """Calls that were opened while the engine stands still; ``None`` while it goes on."""
@@ -94,11 +99,21 @@ class SwarmEngine:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return "the swarm"
+        members = self.coordinator.members.values()
+        connected = [member.name for member in members if member.is_connected]
+        if connected:
+            return f"the swarm of {', '.join(connected)}"
+        where = f": start workers with rollover worker --join {self.gateway.url}" if self.gateway is not None else ""
+        return (
+            f"the swarm, which no worker has joined{where}" if not members else "the swarm, whose workers are all away"
+        )
 
-    def start(self) -> None:
-        """Begin to end leases in time. Needs a running event loop."""
-        self._expiring = asyncio.create_task(self._expire())
+    async def start(self) -> None:
+        """Let workers dial in, and end leases in time."""
+        if self._expiring is None:
+            self._expiring = asyncio.create_task(self._keep())
+            if self.gateway is not None:
+                await self.gateway.serve()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -110,6 +125,10 @@ class SwarmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.gateway is not None:
+            for lease in list(self._connections):
+                self._send(lease, Goodbye(reason="the run has ended or was stopped", is_final=False))
+            await self.gateway.close()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -215,10 +234,10 @@ class SwarmEngine:
             raise EngineError(f"the swarm: weights cannot go back from version {current} to {version}")
         source.manifest.require_full(version, self)
         self._check_source(source)
-        if version > current:
-            async with asyncio.timeout(self._config.publish_timeout_s):
-                head = await asyncio.to_thread(self._publication.publish, version, source)
+        if version > current or not self.coordinator.head.manifest:
+            head = await asyncio.to_thread(self._publish, version, source)
             self._perform(self.coordinator.published(head))
+        await self.start()
 
     async def resume(self) -> None:
         self._flow()
@@ -268,14 +287,20 @@ class SwarmEngine:
         self._connections.pop(lease, None)
         self._perform(self.coordinator.disconnected(lease, self._clock.now_s()))
 
-    async def _expire(self) -> None:
+    async def _keep(self) -> None:
+        """End leases in time, send away those whose token was revoked, and say how things are."""
         while True:
-            await self._clock.sleep(self._config.lease_s / 4)
             self._perform(self.coordinator.expire(self._clock.now_s()))
+            for name, member in self.coordinator.members.items():
+                if member.is_connected and not self._is_member(name):
+                    self._perform(self.coordinator.distrust(name, "its token was revoked"))
+            if self._status is not None and self.gateway is not None:
+                self._status.write(swarm_status(self.coordinator, self.gateway.url))
+            await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
     # -- which members sample what they say -------------------------------------------------------------------
 
-    def check_logprobs_with(self, check: Callable[[Engine, int], Coroutine[Any, Any, None]]) -> None:
+    def check_logprobs_with(self, check: LogprobCheck) -> None:
         """From now on a member gets calls under a version only once it has passed the log-prob check."""
         self._logprob_check = check
 

@@ -92,14 +92,14 @@ class Gateway:
     """Serves workers on one port, in the event loop of its owner.
 
     Args:
-        member_of: returns the name of the worker whose token it is given, or ``None``.
+        member_of: returns the name of the worker that sent an ``Authorization`` header, ``None`` when it may not join.
         blobs: the folder of blobs.
 
-    Example: ``await gateway.open()`` listens; ``gateway.url`` is then ``"ws://127.0.0.1:8790"``.
+    Example: ``gateway.bind()``, then ``await gateway.serve()``; ``gateway.url`` is ``"ws://127.0.0.1:8790"``.
     """
 
     def __init__(
-        self, config: SwarmConfig, sessions: Sessions, *, member_of: Callable[[str], str | None], blobs: Path
+        self, config: SwarmConfig, sessions: Sessions, *, member_of: Callable[[str | None], str | None], blobs: Path
     ) -> None:
         self._config = config
         self._sessions = sessions
@@ -118,8 +118,9 @@ class Gateway:
         scheme = "ws" if self._config.tls_certificate is None else "wss"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    async def open(self) -> None:
-        """Listen. Raises ``ConfigError`` when the address is in use or cannot be had, or the certificate is no good."""
+    def bind(self) -> None:
+        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate is no
+        good."""
         self._socket = _bind(self._config)
         routes = [
             WebSocketRoute("/v1/session", self._session),
@@ -130,7 +131,7 @@ class Gateway:
             log_config=None,
             access_log=False,
             lifespan="off",
-            ws="websockets",
+            ws="websockets-sansio",
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,
             ws_ping_timeout=self._config.lease_s,
@@ -144,6 +145,10 @@ class Gateway:
             self._socket.close()
             raise ConfigError(f"engine.tls_certificate or engine.tls_key cannot be used: {e}") from e
         self._server = _Server(settings)
+
+    async def serve(self) -> None:
+        """Answer from now on; workers that dialled in before have waited."""
+        assert self._server is not None and self._socket is not None, "the address was taken before"
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
@@ -157,7 +162,7 @@ class Gateway:
             self._socket.close()
 
     async def _session(self, websocket: WebSocket) -> None:
-        name = self._member_of(_bearer(websocket.headers.get("authorization", "")))
+        name = self._member_of(websocket.headers.get("authorization"))
         if name is None:
             await websocket.send_denial_response(_unauthorized())
             return
@@ -210,7 +215,7 @@ class Gateway:
                 self._sessions.disconnected(lease)
 
     async def _blob(self, request: Request) -> Response:
-        if self._member_of(_bearer(request.headers.get("authorization", ""))) is None:
+        if self._member_of(request.headers.get("authorization")) is None:
             return _unauthorized()
         digest = request.path_params["digest"]
         path = self._blobs / digest
@@ -240,11 +245,6 @@ def _bind(config: SwarmConfig) -> socket.socket:
         listener.close()
         raise ConfigError(f"engine.listen = {config.listen!r} cannot be listened on: {e.strerror or e}") from e
     return listener
-
-
-def _bearer(header: str) -> str:
-    scheme, _, token = header.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _unauthorized() -> Response:

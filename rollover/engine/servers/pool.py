@@ -26,11 +26,12 @@ from typing import Any
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dispatch import Dispatch
 from rollover.engine.servers.members import Member, Members, PoolEngine
 from rollover.engine.servers.updates import PoolUpdates
-from rollover.engine.servers.watch import LogprobCheck, Watch
+from rollover.engine.servers.watch import Watch
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource

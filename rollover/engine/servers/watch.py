@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from rollover.clock import wait_for_any
-from rollover.engine.base import Engine
+from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.members import Health, Member, Members
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.errors import EngineError, EngineMismatch
 
 logger = logging.getLogger(__name__)
-
-LogprobCheck = Callable[[Engine, int], Coroutine[Any, Any, None]]
-"""Given a member and the version it serves, returns when its log-probs are those of these weights, else raises
-``EngineError``. Needs no more of the member than ``generate``."""
 
 
 class Watch:

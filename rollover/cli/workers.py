@@ -1,0 +1,80 @@
+"""``rollover workers``."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollover.errors import ConfigError, RunError, require
+
+if TYPE_CHECKING:
+    from rollover.swarm.status import SwarmStatus
+
+
+@click.command("workers", context_settings={"max_content_width": 100})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--add", metavar="NAME", help="Make out a token for a new worker, and show it once.")
+@click.option("--out", type=click.Path(path_type=Path), help="With --add: write the token to this file instead.")
+@click.option("--revoke", metavar="NAME", help="Refuse a worker's token from now on, and send it away.")
+def command(run: Path, add: str | None, out: Path | None, revoke: str | None) -> None:
+    """List the workers of RUN, or let workers join and send them away."""
+    require("msgspec", "cryptography", purpose="rollover workers")
+    if not (run / "config.toml").exists():
+        raise RunError(f"{run} is no run directory: it has no config.toml")
+    if out is not None and add is None:
+        raise ConfigError("--out is for the token of a new worker: give --add NAME as well")
+    if add is not None:
+        _add(run / "swarm", add, out)
+    if revoke is not None:
+        from rollover.swarm.credentials import Credentials
+
+        Credentials(run / "swarm" / "workers.json").revoke(revoke)
+        click.echo(f"{revoke}'s token is refused from now on")
+    if add is None and revoke is None:
+        from rollover.swarm.status import StatusFile
+
+        _show(StatusFile(run / "swarm" / "status.json").read())
+
+
+def _add(root: Path, name: str, out: Path | None) -> None:
+    from rollover.privacy import make_private
+    from rollover.swarm.credentials import Credentials
+    from rollover.swarm.keys import open_key
+
+    if out is not None and out.exists():
+        raise ConfigError(f"--out {out}: the file exists; name another")
+    root.mkdir(parents=True, exist_ok=True)
+    token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
+    if out is None:
+        click.echo(token.text)
+    else:
+        make_private(out)
+        out.write_text(f"{token.text}\n")
+    where = "save this line as a file that you alone can read" if out is None else f"take {out} there"
+    click.echo(
+        f"On the worker's machine: {where}, then: rollover worker --join URL --token-file {out or f'{name}.token'}",
+        err=True,
+    )
+
+
+def _show(status: SwarmStatus) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    age_s = max(0.0, time.time() - status.time_s)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "state", "version", "lag", "calls", "room", "tokens/s", "decoded", "held", "note"):
+        table.add_column(heading, justify="left" if heading in ("worker", "state", "note") else "right")
+    for w in status.workers:
+        numbers = (w.version, w.lag, w.num_calls, w.max_running)
+        shown = ["-" if n is None else f"{n:,}" for n in numbers]
+        table.add_row(
+            w.name, w.state, *shown, f"{w.tokens_per_s:,.0f}", f"{w.num_decoded:,}", f"{w.num_held:,}", w.note
+        )
+    console = Console(width=None if os.isatty(1) else 160)
+    console.print(f"{status.url}, weights version {status.version}, as of {age_s:,.0f} s ago")
+    console.print(table if status.workers else "no worker has joined yet")

@@ -1,0 +1,239 @@
+"""Real sockets on loopback: a model worker speaks to the swarm engine through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import websockets
+
+from rollover.clock import SystemClock
+from rollover.engine.base import Chunk
+from rollover.errors import ConfigError, EngineError
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator import Coordinator, RunIdentity
+from rollover.swarm.engine import SwarmEngine
+from rollover.swarm.gateway import Gateway
+from rollover.swarm.messages import SUBPROTOCOL, FromWorker, Welcome, decode_down, encode
+from rollover.types import FinishReason
+from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
+
+DEADLINE_S = 60.0
+CONTENT = bytes(range(256)) * 40
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+def run(law: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await law()
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
+    config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
+    identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
+    hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=config.mode == "pull", checks=False)
+    engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")
+    (folder / DIGEST).write_bytes(CONTENT)
+    names = {f"Bearer {name}": name for name in "abc"}
+    engine.gateway = Gateway(config, engine, member_of=lambda header: names.get(header or ""), blobs=folder)
+    engine.gateway.bind()
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def dial(engine: SwarmEngine, name: str, **changes: Any) -> Any:
+    assert engine.gateway is not None
+    settings: dict[str, Any] = {
+        "subprotocols": [SUBPROTOCOL],
+        "additional_headers": {"Authorization": f"Bearer {name}"},
+        "proxy": None,
+    }
+    return websockets.connect(f"{engine.gateway.url}/v1/session", **settings | changes)
+
+
+class Wire:
+    """One connection of a model worker."""
+
+    def __init__(self, socket: Any, worker: ModelWorker) -> None:
+        self.socket, self.worker = socket, worker
+
+    async def say(self, message: FromWorker) -> None:
+        await self.socket.send(encode(self.worker.lease, message))
+
+    async def hear(self) -> Any:
+        """Take the next message, and answer it."""
+        message = decode_down(await self.socket.recv()).message
+        for answer in self.worker.got(message):
+            await self.say(answer)
+        return message
+
+    async def decode(self, call_id: str, num_tokens: int) -> None:
+        self.worker.decode(call_id, num_tokens)
+        for piece in self.worker.send(call_id):
+            await self.say(piece)
+
+
+@asynccontextmanager
+async def joined(engine: SwarmEngine, worker: ModelWorker) -> AsyncIterator[Wire]:
+    async with dial(engine, worker.name) as socket:
+        wire = Wire(socket, worker)
+        await wire.say(worker.hello())
+        assert isinstance(await wire.hear(), Welcome)
+        yield wire
+
+
+async def collect(engine: SwarmEngine, name: str, **changes: Any) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request(name, **changes))]
+
+
+def tokens(chunks: list[Chunk]) -> tuple[int, ...]:
+    return tuple(t for chunk in chunks for t in chunk.token_ids)
+
+
+def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.hear()
+            for _ in range(4):
+                await wire.decode("g0.0#0.", LENGTH // 4)
+            chunks = await call
+            assert tokens(chunks) == response("g0.0.")
+            assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
+            assert engine.stats().decoded_tokens == LENGTH and engine.capabilities.max_running == 4
+
+    run(law)
+
+
+def test_a_cut_connection_costs_no_token(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            worker = ModelWorker("a")
+            async with joined(engine, worker) as wire:
+                call = asyncio.create_task(collect(engine, "g0.0"))
+                await wire.hear()
+                await wire.decode("g0.0#0.", 10)
+            worker.decode("g0.0#0.", 20)
+            worker.send("g0.0#0.")  # nobody hears it
+            async with joined(engine, worker) as wire:
+                await wire.hear()
+                await wire.decode("g0.0#0.", LENGTH)
+                assert tokens(await call) == response("g0.0.")
+
+    run(law)
+
+
+def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.hear()
+            wire.worker.decode("g0.0#0.", 7)
+            abort = asyncio.create_task(engine.abort(["g0.0#0."]))
+            await wire.hear()
+            await wire.decode("g0.0#0.", 0)
+            await abort
+            chunks = await call
+            assert tokens(chunks) == response("g0.0.", 0, 7) and chunks[-1].finish_reason is FinishReason.ABORT
+
+    run(law)
+
+
+def test_a_worker_that_does_not_answer_an_abort_is_cut_off(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path, abort_timeout_s=0.2) as engine, joined(engine, ModelWorker("a")) as wire:
+            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.hear()
+            await engine.abort(["g0.0#0."])
+            assert [(c.token_ids, c.finish_reason) for c in await call] == [((), FinishReason.ABORT)]
+
+    run(law)
+
+
+def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path, lease_s=0.3) as engine, joined(engine, ModelWorker("a")) as wire:
+            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.hear()
+            with pytest.raises(EngineError, match=r"a has not been heard of for 0\.3 s"):
+                await call
+
+    run(law)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says"),
+    [
+        ({"additional_headers": {"Authorization": "Bearer nobody"}}, 401, "revoked"),
+        ({"additional_headers": {}}, 401, "revoked"),
+        ({"subprotocols": ["rollover.swarm.v0"]}, 426, "rollover.swarm.v1"),
+        ({"subprotocols": None}, 426, "offers: none"),
+    ],
+)
+def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], status: int, says: str) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                async with dial(engine, "a", **changes):
+                    pass
+            assert refused.value.response.status_code == status
+            assert says in (refused.value.response.body or b"").decode()
+
+    run(law)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00\xc1", b"\x01nonsense", "text", encode(0, head(1))])
+def test_a_frame_that_is_none_ends_the_connection_and_nothing_else(tmp_path: Path, frame: bytes | str) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            async with dial(engine, "b") as socket:
+                await socket.send(frame)
+                with pytest.raises(websockets.ConnectionClosed):
+                    await socket.recv()
+            async with joined(engine, ModelWorker("b")):
+                pass
+
+    run(law)
+
+
+def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, httpx.AsyncClient(trust_env=False) as http:
+            assert engine.gateway is not None
+            base = engine.gateway.url.replace("ws:", "http:") + "/v1/blobs/"
+            member = {"Authorization": "Bearer a"}
+            whole = await http.get(base + DIGEST, headers=member)
+            assert whole.content == CONTENT
+            part = await http.get(base + DIGEST, headers={**member, "Range": "bytes=100-199"})
+            assert part.status_code == 206 and part.content == CONTENT[100:200]
+            assert (await http.get(base + DIGEST)).status_code == 401
+            for name in ("0" * 64, "..%2f" + DIGEST, DIGEST.upper()):
+                assert (await http.get(base + name, headers=member)).status_code == 404
+
+    run(law)
+
+
+def test_an_address_in_use_is_named(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            assert engine.gateway is not None
+            taken = engine.gateway.url.removeprefix("ws://")
+            other = Gateway(replace(SwarmConfig(), listen=taken), engine, member_of=lambda header: None, blobs=tmp_path)
+            with pytest.raises(ConfigError, match=f"engine.listen = '{taken}' cannot be listened on: Address already"):
+                other.bind()
+
+    run(law)

@@ -1,4 +1,4 @@
-"""What a plan may be made of: parallel shapes, kinds of rollout replica and training plans that fit into memory,
+"""Choices for a plan: parallel shapes, kinds of rollout replica and training plans that fit into memory,
 without those that another is at least as good as.
 
 Leaving out a dominated choice never changes the optimum: wherever it stands, the better one could.

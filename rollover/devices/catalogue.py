@@ -26,8 +26,6 @@ DOLLAR, RELATIVE = "USD", "L20"
 class PriceRange:
     """A range of prices, since offers differ."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     low: float
     high: float
 
@@ -39,8 +37,6 @@ class PriceRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyEntry:
     """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     train: float | None = None
     """Part of bf16_tflops that training reaches."""
@@ -75,8 +71,6 @@ class EfficiencyEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
     """Table ``[devices.KEY]``: what vendors and price lists say. Unset keys keep what the catalogue knows."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     name: str | None = None
     """As people call it."""
@@ -119,8 +113,6 @@ class Catalogue:
 
     Example: ``packaged().find("h100-sxm").bf16_tflops`` is 989.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     efficiency: EfficiencyEntry = field(default_factory=EfficiencyEntry)
     """Efficiencies of devices without figures of their own."""

@@ -36,8 +36,6 @@ _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_accep
 class EngineSection:
     """Section ``[engine]`` of a scenario file; what is unset comes from the device, the benchmark or the run."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""
     b0: Annotated[float | None, UNBOUNDED] = None
@@ -73,8 +71,6 @@ class EngineSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioFile:
     """A scenario file. Every key may be left out."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     rollout: SimulatedRollout | None = None
     """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""

@@ -23,8 +23,6 @@ from rollover.settings.schema import build
 class NetworkEntry:
     """A connection between nodes."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     gbit_s: float
     """Gbit/s of a whole node, one way."""
     latency_us: float = 20.0
@@ -45,8 +43,6 @@ class NetworkEntry:
 class LinkEntry(NetworkEntry):
     """Table ``[[links]]``: what joins two nodes, or each node of one entry with each of another."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     between: tuple[str, ...]
     """Two names: of an entry of nodes, or of one of its nodes, as in ``a-0``."""
 
@@ -59,8 +55,6 @@ class LinkEntry(NetworkEntry):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEntry:
     """Table ``[[nodes]]``: machines of one kind."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     device: str
     """A key of the catalogue or of ``[devices]``."""
@@ -93,8 +87,6 @@ class NodeEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
     """A whole fleet file."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     nodes: tuple[NodeEntry, ...]
     name: str | None = None

@@ -46,8 +46,6 @@ RUN_FILES = (
 class ModelConfig:
     """The policy: a model that exists, or one built from nothing. Give exactly one of the two."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     path: Changeable[str | None] = None
     """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A run that goes on may find it in another
     place."""
@@ -64,8 +62,6 @@ class ModelConfig:
 class WarmupConfig(SFTConfig):
     """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     sources: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Whose solutions; those of ``tasks.train`` when left out."""
     bare_answers: float = 0.0
@@ -81,8 +77,6 @@ class WarmupConfig(SFTConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Accuracy on held-out prompts, before the first step, during training and after the last."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     every_steps: int = 0
     """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
@@ -137,8 +131,6 @@ class RunConfig:
     Example:
         ``load("quickstart", ["--steps", "5"]).steps`` is 5.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     model: ModelConfig
     seed: int = 0

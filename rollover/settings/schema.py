@@ -93,7 +93,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
     Raises ``ConfigError`` with one line for each mistake.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError, with_config
 
     data = copy.deepcopy(document.data)
     _write_kinds(data, [schema])
@@ -105,9 +105,10 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     report = _Report(schema, document, data, overridden)
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
+    adapter = TypeAdapter(with_config({"extra": "forbid"})(schema))  # its parts inherit it
     try:
         # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
-        return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
+        return adapter.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(report.render(error.errors(include_url=False))) from None
 

@@ -21,8 +21,6 @@ class TasksConfig:
     Example: ``TasksConfig(train=(ReasoningGymConfig(name="chain_sum"),), max_prompt_tokens=256)``.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     train: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Sources of the training mixture."""
     eval: tuple[Annotated[SourceConfig, ByKind()], ...] = ()

@@ -43,8 +43,6 @@ class LengthLaw:
     preset ``r1-16k``, whose mean is 6,202 tokens.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     median_tokens: float
     """Median of the responses that do not loop, before cap and floor, of the first prompt."""
     sigma: float

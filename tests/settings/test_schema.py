@@ -13,8 +13,6 @@ from rollover.types import UNBOUNDED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     group_size: int = 4
     temperature: float = 1.0
     strategy: Literal["sync", "april"] = "april"
@@ -29,8 +27,6 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     name: str
     weight: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
@@ -42,8 +38,6 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     steps: int = 8
     fast: bool = False
     rollout: Rollout = field(default_factory=Rollout)
@@ -226,24 +220,18 @@ def test_a_secret_is_not_repeated_by_a_complaint() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Circle:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["circle"] = "circle"
     radius: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Square:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["square"] = "square"
     side: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     shape: Annotated[Circle | Square, ByKind(elsewhere={"cube": "it has a side too many; use 'square'"})] = Circle()
     more: tuple[Annotated[Circle | Square, ByKind()], ...] = ()
 

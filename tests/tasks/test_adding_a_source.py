@@ -23,8 +23,6 @@ from rollover.tasks.sources.base import FileSettings
 class CsvConfig(FileSettings):
     """Takes prompts from a table with a heading and a row per line."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: Literal["csv"] = "csv"
     """``"csv"`` chooses a table."""
     delimiter: str = ","

@@ -17,7 +17,6 @@ class ExactConfig(ExtractionSettings):
     ``<answer>paris, France</answer>`` 0.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     needs_answer: ClassVar[bool] = True
 
     kind: Literal["exact"] = "exact"

@@ -29,7 +29,6 @@ class FunctionConfig(RewardSettings):
     completion_ids=[[7, 9]], most=100)`` of ``mine.py``, which returns ``[0.5]``, say.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     late_scores_zero: ClassVar[bool] = False
 
     kind: Literal["function"] = "function"

@@ -9,6 +9,8 @@ from rollover.settings.changes import OnResume
 from rollover.settings.schema import ByKind
 from rollover.tasks.sources import SourceConfig
 
+NO_SOURCE = "tasks.train names no source; add one [[tasks.train]] table"
+
 
 def _stays_skipping(before: Any, after: Any) -> str | None:
     return "prompts have been skipped" if after.tasks.long_prompts == "error" else None

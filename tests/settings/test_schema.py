@@ -236,6 +236,13 @@ class Drawing:
     more: tuple[Annotated[Circle | Square, ByKind()], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    drawings: tuple[Drawing, ...] = ()
+
+
 def drawn(text: str, *overrides: str) -> Drawing:
     return build(Drawing, parse(text, "a.toml"), parse_overrides(overrides))
 
@@ -260,6 +267,12 @@ def test_a_string_in_place_of_a_table_is_its_kind(text: str, overrides: tuple[st
 def test_a_string_in_place_of_a_table_in_a_list_is_its_kind() -> None:
     assert drawn("more = ['square', { kind = 'circle', radius = 2.0 }]").more == (Square(), Circle(radius=2.0))
     assert drawn("more = ['square']", "--more.0", "circle", "--more.0.radius", "9").more == (Circle(radius=9.0),)
+
+
+def test_a_table_inside_a_list_takes_nothing_over_from_another_kind() -> None:
+    document = parse("[[drawings]]\n[[drawings]]\n[drawings.shape]\nradius = 3.0", "a.toml")
+    book = build(Book, document, parse_overrides(["--drawings.1.shape", "square"]))
+    assert book == Book(drawings=(Drawing(), Drawing(shape=Square())))
 
 
 @pytest.mark.parametrize(

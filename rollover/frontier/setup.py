@@ -103,6 +103,8 @@ class Setup:
     """Unit of times: seconds, or iterations over an empty batch where no engine was named."""
     notes: tuple[str, ...] = ()
     """Where the parameters come from, in sentences."""
+    max_staleness: int | None = None
+    """Bound that all settings are put under; ``None`` for one that holds nothing back."""
 
     @property
     def cap_tokens(self) -> int:
@@ -181,6 +183,7 @@ def build_setup(
     replicas: int,
     unit: Unit,
     notes: tuple[str, ...],
+    max_staleness: int | None = None,
 ) -> Setup:
     """Put the parts together: ``replicas`` like the first of ``known``, which also has what the scenario file leaves
     open."""
@@ -200,4 +203,5 @@ def build_setup(
         scenario=scenario,
         unit=unit,
         notes=notes,
+        max_staleness=max_staleness,
     )

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from rollover.devices import lengths, model
+from rollover.devices import model
 from rollover.devices.records import WorkloadSpec
+from rollover.devices.workload import length_buckets
 from rollover.planner import fleet
 from rollover.planner.optimum import solve
 from rollover.planner.problem import PlanSpec, fleet_problem
@@ -77,7 +78,7 @@ def workload(devices: int) -> WorkloadSpec:
     """Long-tailed lengths, cut at 16k; prompts per step grow with the fleet."""
     sample = np.minimum(np.random.default_rng(0).lognormal(7.7, 1.0, 20_000).astype(int) + 1, 16_384)
     groups = max(32, devices)
-    buckets = lengths.length_buckets(sample, group_size=8, num_groups=groups)
+    buckets = length_buckets(sample, group_size=8, num_groups=groups)
     return WorkloadSpec(name="long-tailed", num_groups=groups, group_size=8, prompt_tokens=200, buckets=buckets)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
-from rollover.run.config import RunConfig, resolved
+from rollover.run.config import RunConfig, plain
 from rollover.settings import toml
 from rollover.settings.changes import FIXED, OnResume, said_by
 
@@ -145,8 +145,7 @@ def _default(field: Field[Any]) -> str:
         return "required"
     else:
         value = field.default
-    plain = resolved({"value": value})["value"]
-    return "default unset" if plain is None else f"default `{toml.literal(plain)}`"
+    return "default unset" if value is None else f"default `{toml.literal(plain(value))}`"
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:

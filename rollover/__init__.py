@@ -9,23 +9,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
-    from rollover.errors import RolloverError
-    from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
-    from rollover.rollout.config import Limits
-    from rollover.rollout.driver import RolloutDriver
-    from rollover.rollout.journal import Journal
-    from rollover.rollout.ledger import Ledger
-    from rollover.rollout.scheduler import Scheduler
-    from rollover.rollout.state import RolloutState, View
-    from rollover.rollout.statistics import Statistics
-    from rollover.rollout.strategies import STRATEGIES
-    from rollover.rollout.strategy import Strategy
-    from rollover.run.api import train
-    from rollover.run.config import RunConfig
-    from rollover.sim.run import simulate
-    from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
-    from rollover.weights.base import WeightTarget
+    from rollover.engine.base import Capabilities as Capabilities
+    from rollover.engine.base import Chunk as Chunk
+    from rollover.engine.base import Engine as Engine
+    from rollover.engine.base import GenerateRequest as GenerateRequest
+    from rollover.errors import RolloverError as RolloverError
+    from rollover.rollout.actions import ConsumeBatch as ConsumeBatch
+    from rollover.rollout.actions import StartSample as StartSample
+    from rollover.rollout.actions import StopAll as StopAll
+    from rollover.rollout.config import Limits as Limits
+    from rollover.rollout.driver import RolloutDriver as RolloutDriver
+    from rollover.rollout.journal import Journal as Journal
+    from rollover.rollout.ledger import Ledger as Ledger
+    from rollover.rollout.scheduler import Scheduler as Scheduler
+    from rollover.rollout.state import RolloutState as RolloutState
+    from rollover.rollout.state import View as View
+    from rollover.rollout.statistics import Statistics as Statistics
+    from rollover.rollout.strategies import STRATEGIES as STRATEGIES
+    from rollover.rollout.strategy import Strategy as Strategy
+    from rollover.run.api import train as train
+    from rollover.run.config import RunConfig as RunConfig
+    from rollover.sim.run import simulate as simulate
+    from rollover.types import Batch as Batch
+    from rollover.types import FinishReason as FinishReason
+    from rollover.types import Group as Group
+    from rollover.types import Prompt as Prompt
+    from rollover.types import SampleId as SampleId
+    from rollover.types import SamplingParams as SamplingParams
+    from rollover.types import Segment as Segment
+    from rollover.types import Trajectory as Trajectory
+    from rollover.weights.base import WeightTarget as WeightTarget
 
 PUBLIC_MODULES = {
     "STRATEGIES": "rollout.strategies",
@@ -60,39 +73,7 @@ PUBLIC_MODULES = {
     "train": "run.api",
 }
 
-__all__ = [
-    "STRATEGIES",
-    "Batch",
-    "Capabilities",
-    "Chunk",
-    "ConsumeBatch",
-    "Engine",
-    "FinishReason",
-    "GenerateRequest",
-    "Group",
-    "Journal",
-    "Ledger",
-    "Limits",
-    "Prompt",
-    "RolloutDriver",
-    "RolloutState",
-    "RolloverError",
-    "RunConfig",
-    "SampleId",
-    "SamplingParams",
-    "Scheduler",
-    "Segment",
-    "StartSample",
-    "Statistics",
-    "StopAll",
-    "Strategy",
-    "Trajectory",
-    "View",
-    "WeightTarget",
-    "__version__",
-    "simulate",
-    "train",
-]
+__all__ = [*PUBLIC_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

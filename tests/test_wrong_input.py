@@ -173,6 +173,7 @@ def test_a_dry_run_finds_what_a_run_would_and_makes_nothing(refused: Say, capsys
         (["--tasks.train.0.path", "gone.jsonl"], "no file gone.jsonl"),
         (["--tasks.train.0.reward.function", "letter_reward:shar"], "did you mean 'share'?"),
         (["--model.path", "nowhere/at/all"], "does not exist"),
+        (["--tasks.train", "[]"], "tasks.train names no source"),
         (["--rollout.max_new_tokens", "100"], "the model's context holds 80"),
     ):
         assert message in refused("train", "run.toml", "--dry-run", *argv)

@@ -97,8 +97,6 @@ class AlgorithmConfig:
     """``zero_signal``: drop groups whose rewards are all equal and roll out others instead (DAPO's dynamic
     sampling). ``none``: train what comes."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     def __post_init__(self) -> None:
         resolve(self)
 

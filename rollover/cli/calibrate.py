@@ -10,7 +10,7 @@ from rollover.cli.command import OutputFile
 from rollover.errors import require
 
 
-@click.command("calibrate", context_settings={"max_content_width": 100})
+@click.command("calibrate")
 @click.option("--out", type=OutputFile(), required=True, metavar="FILE", help="Write the device to FILE (TOML).")
 @click.option("--key", metavar="NAME", help="Call the device so; made of its title when left out.")
 @click.option(

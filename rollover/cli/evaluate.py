@@ -7,14 +7,12 @@ from pathlib import Path
 import click
 
 from rollover.cli.command import ConfiguredCommand
-from rollover.cli.start import dry_run_option, quiet_option, run_dir_option, start
+from rollover.cli.start import run_options, start
 
 
 @click.command("eval", cls=ConfiguredCommand)
 @click.argument("config", metavar="CONFIG|RUN")
-@run_dir_option
-@dry_run_option
-@quiet_option
+@run_options
 @click.pass_context
 def command(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Measure a model: pass@k on every evaluation source.

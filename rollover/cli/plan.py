@@ -13,7 +13,7 @@ from rollover.errors import require
 _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 
 
-@click.command("plan", context_settings={"max_content_width": 100})
+@click.command("plan")
 @click.argument("fleet", metavar="FLEET")
 @click.option(
     "--model", required=True, metavar="DIR", help="A folder with a config.json, or a hub id; no weights needed."

@@ -9,7 +9,7 @@ import click
 from rollover.errors import require
 
 
-@click.command("report", context_settings={"max_content_width": 100})
+@click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
 def command(run: Path, open_browser: bool) -> None:

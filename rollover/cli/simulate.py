@@ -12,7 +12,7 @@ from rollover.cli.command import Count, OutputFile, PageFile, listed
 MAX_REPLICAS = 10_000
 
 
-@click.command("simulate", context_settings={"max_content_width": 100})
+@click.command("simulate")
 @click.argument("workload", required=False)
 @click.option(
     "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="Go by a run: lengths, batch, engine."

@@ -22,35 +22,36 @@ _QUIET = "rollover.quiet"
 """The key under which a context keeps whether only results are wanted; the run does not remember it."""
 
 
-def run_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
+def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[_QUIET] = value
+
+
+_OPTIONS = (
+    click.option(
         "--run-dir",
         "--output-dir",
         "run_dir",
         metavar="DIR",
         type=click.Path(path_type=Path),
         help="Write to DIR instead of runs/CONFIG-DATE-TIME.",
-    )(command)
-
-
-def dry_run_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--dry-run", is_flag=True, help="Check everything, print the plan and the complete config, and stop."
-    )(command)
-
-
-def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[_QUIET] = value
-
-
-quiet_option = click.option(
-    "--quiet",
-    "-q",
-    is_flag=True,
-    expose_value=False,
-    callback=_be_quiet,
-    help="Print the result and errors, nothing on the way.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Check everything, print the plan and the complete config, and stop."),
+    click.option(
+        "--quiet",
+        "-q",
+        is_flag=True,
+        expose_value=False,
+        callback=_be_quiet,
+        help="Print the result and errors, nothing on the way.",
+    ),
 )
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of all that make a run."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:

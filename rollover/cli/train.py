@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
-from rollover.cli.start import dry_run_option, quiet_option, run_dir_option, show_plan, start, work
+from rollover.cli.start import run_options, show_plan, start, work
 from rollover.errors import require
 
 DEFAULT_EXPERIMENT = "quickstart"
@@ -23,9 +23,7 @@ DEFAULT_EXPERIMENT = "quickstart"
     type=click.IntRange(min=0),
     help="With --resume: step over the batch of STEP, which cannot be trained; its tokens count as wasted.",
 )
-@run_dir_option
-@dry_run_option
-@quiet_option
+@run_options
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -10,12 +10,12 @@ from rollover.cli.command import Commands, Count, OutputFile, PageFile
 from rollover.errors import require
 
 
-@click.group("workload", cls=Commands, context_settings={"max_content_width": 100})
+@click.group("workload", cls=Commands)
 def command() -> None:
     """Response lengths to simulate and plan with."""
 
 
-@command.command(context_settings={"max_content_width": 100})
+@command.command()
 @click.argument("source", metavar="RUN|FILE")
 @click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
 @click.option("--html", "page", type=PageFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")

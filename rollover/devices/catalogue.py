@@ -6,7 +6,7 @@ so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from typing import Any
@@ -26,8 +26,6 @@ DOLLAR, RELATIVE = "USD", "L20"
 class PriceRange:
     """A range of prices, since offers differ."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     low: float
     high: float
 
@@ -39,8 +37,6 @@ class PriceRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyEntry:
     """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     train: float | None = None
     """Part of bf16_tflops that training reaches."""
@@ -75,8 +71,6 @@ class EfficiencyEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
     """Table ``[devices.KEY]``: what vendors and price lists say. Unset keys keep what the catalogue knows."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     name: str | None = None
     """As people call it."""
@@ -114,25 +108,15 @@ class DeviceEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogueFile:
-    """A file of devices."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    efficiency: EfficiencyEntry = field(default_factory=EfficiencyEntry)
-    devices: dict[str, DeviceEntry] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Devices by key, each with all figures.
+    """A file of devices by key, or several, one over the other; the packaged one has all figures.
 
     Example: ``packaged().find("h100-sxm").bf16_tflops`` is 989.
     """
 
-    devices: Mapping[str, DeviceEntry]
-    efficiency: EfficiencyEntry
+    efficiency: EfficiencyEntry = field(default_factory=EfficiencyEntry)
     """Efficiencies of devices without figures of their own."""
+    devices: dict[str, DeviceEntry] = field(default_factory=dict)
 
     def find(self, key: str) -> DeviceEntry:
         """The entry of ``key``; raises ``ConfigError`` with the nearest name."""
@@ -140,7 +124,7 @@ class Catalogue:
             raise ConfigError(f"unknown device {key!r}{nearest(key, self.devices)}")
         return self.devices[key]
 
-    def extended(self, more: CatalogueFile, document: toml.Document) -> Catalogue:
+    def extended(self, more: Catalogue, document: toml.Document) -> Catalogue:
         """The user's file over this catalogue; ``document`` is what ``more`` was read from."""
         devices = dict(self.devices)
         for key, entry in more.devices.items():
@@ -190,15 +174,14 @@ def low_price(entry: DeviceEntry, currency: str) -> float | None:
 def packaged() -> Catalogue:
     """The catalogue that comes with Rollover."""
     text = files("rollover.devices").joinpath("devices.toml").read_text()
-    content = build(CatalogueFile, toml.parse(text, "devices.toml"))
-    return Catalogue(devices=content.devices, efficiency=content.efficiency)
+    return build(Catalogue, toml.parse(text, "devices.toml"))
 
 
 def read(documents: Sequence[toml.Document]) -> Catalogue:
     """The packaged catalogue with files of the user's over it, the last one uppermost."""
     catalogue = packaged()
     for document in documents:
-        catalogue = catalogue.extended(build(CatalogueFile, document), document)
+        catalogue = catalogue.extended(build(Catalogue, document), document)
     return catalogue
 
 

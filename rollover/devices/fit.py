@@ -17,7 +17,8 @@ from rollover.devices.costs.rollout import replica_costs
 from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model import parse
-from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, WorkloadSpec
+from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
+from rollover.devices.workload import length_buckets
 from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
@@ -177,22 +178,13 @@ def _one(
 # --- Predicting -------------------------------------------------------------------------------------------------------
 
 
-def _spec(measured: Measurements, *, prompt: float, response: float, sequences: int = 1) -> WorkloadSpec:
-    bucket = LengthBucket(
-        share=1.0,
-        tokens=response,
-        max_tokens=int(response),
-        group_share=1.0,
-        group_tokens=response,
-        batch_share=1.0,
-        batch_tokens=response,
-    )
+def _spec(measured: Measurements, *, prompt: float, response: int, sequences: int = 1) -> WorkloadSpec:
     return WorkloadSpec(
         name="measured",
         num_groups=sequences,
         group_size=1,
         prompt_tokens=prompt,
-        buckets=(bucket,),
+        buckets=length_buckets([response], group_size=1, num_groups=1),
         rollout_weight_bytes=measured.weight_bytes,
         kv_bytes=measured.kv_bytes,
         proximal_pass=False,  # with a single mini-batch the training pass yields those log-probs

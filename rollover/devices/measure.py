@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -271,4 +271,4 @@ def _batch(step: int, sequences: int, length: int, vocab: int) -> Batch:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(measure().to_dict(), indent=1))
+    Path(sys.argv[1]).write_text(json.dumps(asdict(measure()), indent=1))

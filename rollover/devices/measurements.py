@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -62,10 +62,6 @@ class Measurements:
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]
     steps: tuple[Step, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurements:

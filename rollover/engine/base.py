@@ -186,9 +186,10 @@ class Placement(Protocol):
         """Return how many calls the members decode at the same time, all together."""
         ...
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int) -> int | None:
+    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
         """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
-        serves, at least ``least_version``; ``None`` when the sample should wait."""
+        serves, at least ``least_version``; ``None`` when the sample should wait. ``num_waiting``: samples that are to
+        be placed beside this one."""
         ...
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -83,6 +83,11 @@ class Reference:
         peak = scaled_V.max()
         return float(scaled_V[token] - peak - np.log(np.exp(scaled_V - peak).sum()))
 
+    def mean_difference(self, drawn: Sequence[tuple[int, float]], temperature: float) -> float:
+        """Average over the prompts how far the log-prob that was reported of a token after each is from ours."""
+        differences = (abs(p - self.logprob(i, token, temperature)) for i, (token, p) in enumerate(drawn))
+        return sum(differences) / len(drawn)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
@@ -131,15 +136,8 @@ async def check_logprobs(
         drawn = await asyncio.gather(
             *(_draw(engine, ids, temperature, seed=seed) for seed, ids in enumerate(reference.prompts))
         )
-        differences = [
-            (abs(p - reference.logprob(i, token, temperature)), abs(p - reference.logprob(i, token, 1.0)))
-            for i, (token, p) in enumerate(drawn)
-        ]
-        mismatch = Mismatch(
-            temperature=temperature,
-            processed=sum(d for d, _ in differences) / len(differences),
-            raw=sum(d for _, d in differences) / len(differences),
-        )
+        processed, raw = (reference.mean_difference(drawn, at) for at in (temperature, 1.0))
+        mismatch = Mismatch(temperature=temperature, processed=processed, raw=raw)
         measured.append(mismatch)
         _judge(engine, mismatch, tolerance, remedy)
     return tuple(measured)

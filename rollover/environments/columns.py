@@ -1,15 +1,72 @@
-"""Reads the columns that travel with a prompt: values at dotted paths, messages and the reply that ends them."""
+"""Reads the columns that travel with a prompt: values at dotted paths, and conversations.
+
+A conversation that ends with an assistant's turn shows the answer. That turn is never part of a prompt: it is the reply
+that the model should learn to give.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollover.environments.conversation import is_messages, split_conversation
+from rollover.errors import DataError
 
 REPLY = "answer"
 """What a reward function calls the reply where it is the reference."""
+
+Messages = list[dict[str, Any]]
+
+
+class Conversation(NamedTuple):
+    """Holds the turns to answer, and the assistant's turn that answers them.
+
+    Example: ``[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]`` has the first as its
+    prompt and ``"2"`` as its reply.
+    """
+
+    prompt: Messages
+    """The turns up to the reply."""
+    reply: str | None
+    """Text of the last turn if it is the assistant's."""
+
+
+def is_messages(content: Any) -> bool:
+    """Tell whether ``content`` is a list of ``{"role", "content"}``, and not an empty one."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in content)
+    )
+
+
+def ends_with_reply(content: Any) -> bool:
+    """Tell whether ``content`` is a conversation whose last turn is the assistant's."""
+    return is_messages(content) and content[-1]["role"] == "assistant"
+
+
+def split_conversation(messages: Messages, where: str) -> Conversation:
+    """Take the reply off. Raises ``DataError`` when nothing is left, or the reply has no text."""
+    if not ends_with_reply(messages):
+        return Conversation(messages, None)
+    *prompt, last = messages
+    if not prompt:
+        raise DataError(f"{where}: the messages are an assistant's turn alone, so nothing is asked; mend the row")
+    text = _text(last["content"])
+    if not text:
+        raise DataError(
+            f"{where}: the messages end with an assistant's turn that has no text to learn from or compare with; "
+            "mend the row, or delete that turn"
+        )
+    return Conversation(prompt, text)
+
+
+def _text(content: Any) -> str:
+    """Read the text of a turn, in one piece or in parts; empty when there is something else in it."""
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        parts = [part.get("text") for part in content]
+        return "".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else ""
+    return content if isinstance(content, str) else ""
 
 
 def read_column(row: Mapping[str, Any], path: str) -> Any:
@@ -22,31 +79,6 @@ def read_column(row: Mapping[str, Any], path: str) -> Any:
             raise KeyError(path)
         value = value[part]
     return value
-
-
-def read_reply(row: Mapping[str, Any], path: str | None) -> str | None:
-    """Read the assistant's turn that ends the messages at ``path``; ``None`` where there is none."""
-    content = _messages_at(row, path)
-    return split_conversation(content, "the row").reply if content else None
-
-
-def read_messages(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
-    """Read the messages at ``path`` without a reply; ``None`` where there is text or nothing."""
-    content = _messages_at(row, path)
-    return split_conversation(content, "the row").prompt if content else None
-
-
-def read_reference(row: Mapping[str, Any], *, answer: str, prompt: str | None) -> Any:
-    """Read the reference answer at the path ``answer``, which may be that of the prompt."""
-    reply = read_reply(row, prompt) if answer == prompt else None
-    return read_column(row, answer) if reply is None else reply
-
-
-def _messages_at(row: Mapping[str, Any], path: str | None) -> list[dict[str, Any]] | None:
-    if path is None or not has_value(row, path):
-        return None
-    content = read_column(row, path)
-    return content if is_messages(content) else None
 
 
 def is_there(row: Mapping[str, Any], path: str) -> bool:
@@ -64,3 +96,11 @@ def has_value(row: Mapping[str, Any], path: str) -> bool:
         return False
     value = read_column(row, path)
     return value is not None and not (isinstance(value, float) and math.isnan(value))  # NaN stands for null in tables
+
+
+def read_conversation(row: Mapping[str, Any], path: str | None) -> Conversation | None:
+    """Read the messages at a dotted path; ``None`` where there is text or nothing."""
+    if path is None or not has_value(row, path):
+        return None
+    content = read_column(row, path)
+    return split_conversation(content, "the row") if is_messages(content) else None

@@ -32,6 +32,12 @@ _CLEARING_S = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+def environment() -> dict[str, str]:
+    """Return the environment variables of a process that does such work: it finds the modules that this one finds, and
+    takes one thread, since there may be many."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
 def keep(work: Callable[[], None]) -> NoReturn:
     """Do ``work`` in a child, and end when it has ended, with its exit code. Needs a process without threads."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

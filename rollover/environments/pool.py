@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
-from rollover.environments.keeper import describe_exit
+from rollover.environments.keeper import describe_exit, environment
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError, RewardError
 
@@ -72,7 +72,7 @@ class WorkerPool:
         self._workers.add(worker)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await worker.greet({"specs": [spec.to_json() for spec in self._specs]})
+                await worker.greet({"specs": [asdict(spec) for spec in self._specs]})
         except TimeoutError:
             await self._discard(worker)
             raise RewardError(f"a reward process was not ready after {_START_TIMEOUT_S:.0f} s") from None
@@ -105,11 +105,6 @@ class _Worker:
 
     @classmethod
     async def spawn(cls) -> _Worker:
-        # One thread each, since there are many; a session of its own, since Ctrl-C is the parent's to handle.
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-        }
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_LINE_LIMIT_BYTES)
@@ -121,9 +116,9 @@ class _Worker:
                     str(theirs.fileno()),
                     stdin=asyncio.subprocess.PIPE,  # never written to: the keeper ends when it is closed
                     stdout=2,
-                    env=environment,
+                    env=environment(),
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
+                    start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
             except BaseException:
                 writer.close()
@@ -139,8 +134,8 @@ class _Worker:
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         reply = await self._exchange({"id": number, **job})
-        if reply.get("id") != number:
-            raise RewardError(f"the reward process answered request {reply.get('id')!r} when asked {number}")
+        if (answered := reply.pop("id", None)) != number:
+            raise RewardError(f"the reward process answered request {answered!r} when asked {number}")
         return reply
 
     def end(self) -> asyncio.Task[None]:

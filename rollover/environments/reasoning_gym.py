@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from rollover.errors import DataError, nearest
@@ -35,9 +35,7 @@ class GymDataset:
 
     def __init__(self, name: str, config: Mapping[str, Any], seed: int = 0) -> None:
         self.name = name
-        self._config = dict(config)
-        self._seed = seed
-        self._chunks: OrderedDict[int, Any] = OrderedDict()
+        self._chunk = lru_cache(maxsize=_OPEN_CHUNKS)(lambda n: _create(name, dict(config), seed + n * CHUNK))
         _check_parameters(name, config)
         self._chunk(0)
 
@@ -54,15 +52,6 @@ class GymDataset:
 
     def score(self, answer: str | None, entry: Mapping[str, Any]) -> float:
         return float(self._chunk(0).score_answer(answer, dict(entry)))
-
-    def _chunk(self, number: int) -> Any:
-        if number in self._chunks:
-            self._chunks.move_to_end(number)
-        else:
-            self._chunks[number] = _create(self.name, self._config, self._seed + number * CHUNK)
-            if len(self._chunks) > _OPEN_CHUNKS:
-                self._chunks.popitem(last=False)
-        return self._chunks[number]
 
 
 def gym_seed(role: str, name: str, seed: int) -> int:

@@ -131,8 +131,8 @@ class RewardScorer:
             async with asyncio.timeout(spec.config.timeout_s):
                 return (await score_once(self._inline[spec.source], sample)).number()
         assert self._pool is not None
-        reply = await self._pool.run({"source": spec.source, "sample": sample.to_json()}, spec.config.timeout_s)
-        return ScoringResult.from_json(reply).number()
+        reply = await self._pool.run({"source": spec.source, "sample": asdict(sample)}, spec.config.timeout_s)
+        return ScoringResult(**reply).number()
 
     def _count(self, **more: float) -> None:
         self._stats = ScorerStats(**{k: v + more.get(k, 0) for k, v in asdict(self._stats).items()})

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollover.environments.returns import MisshapenReward, RefusedReward
@@ -43,13 +42,6 @@ class ScoringResult:
             raise _ERRORS[self.failure](self.reason)
         assert self.reward is not None
         return self.reward
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ScoringResult:
-        return cls(reward=value["reward"], failure=value["failure"], reason=value["reason"])
 
 
 async def score_once(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> ScoringResult:

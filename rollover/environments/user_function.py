@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from rollover.environments.keeper import describe_exit, keep
+from rollover.environments.keeper import describe_exit, environment, keep
 from rollover.errors import DataError, nearest
 
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
@@ -35,11 +35,10 @@ def check_import(path: str) -> None:
 
 @cache
 def _check_import(module_name: str, folder: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "rollover.environments.user_function", module_name],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdin=subprocess.PIPE,  # never written to: the keeper ends when it is closed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rollover.environments.channel import Channel
@@ -38,7 +39,7 @@ def main() -> None:
 
 async def _score(reward: Reward, sample: RewardSample, channel: Channel) -> dict[str, Any]:
     try:
-        return (await score_once(reward, sample, own_process=True)).to_json()
+        return asdict(await score_once(reward, sample, own_process=True))
     finally:
         channel.leave_in_a_child()
 

@@ -48,11 +48,9 @@ def frontier(study: Study) -> Figure:
         data.append({**_mark(study.points[index], "recommended", "star"), "showlegend": place == 0})
     ceiling = study.setup.ceiling / study.sync.mean("tokens_per_s")
     tallest = max(p.gain.mean for p in study.points)
-    shown = ceiling < 2.5 * tallest
-    if shown:
-        data.append(
-            line([0, 1.04 * longest], [ceiling, ceiling], f"ceiling {ceiling:.2f}×", "--soft", line=_dash("--soft"))
-        )
+    if ceiling < 2.5 * tallest:
+        dashed = {"color": "--soft", "width": 1.6, "dash": "dash"}
+        data.append(line([0, 1.04 * longest], [ceiling, ceiling], f"ceiling {ceiling:.2f}×", "--soft", line=dashed))
     return figure(
         data,
         height=460,
@@ -60,10 +58,6 @@ def frontier(study: Study) -> Figure:
         yaxis=axis("throughput over synchronous rollout", rangemode="tozero", ticksuffix="×"),
         hovermode="closest",
     )
-
-
-def _dash(colour: str) -> dict[str, Any]:
-    return {"color": colour, "width": 1.6, "dash": "dash"}
 
 
 def _mark(point: FrontierPoint, name: str, symbol: str) -> dict[str, Any]:

@@ -92,7 +92,6 @@ def simulate(request: StudyRequest) -> None:
             Length(steps=steps, warmup=warmup),
             num_seeds=request.seeds,
             lag_budgets=sorted(request.lag_budgets),
-            max_staleness=request.max_staleness,
             jobs=request.jobs,
             progress=progress,
         )
@@ -132,6 +131,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         replicas=replicas,
         unit=unit,
         notes=notes,
+        max_staleness=request.max_staleness,
     )
     return setup, recorded
 

@@ -29,9 +29,7 @@ _LEAST: dict[Literal["groups", "samples", "plain"], float] = {"groups": 1.0, "sa
 """Where nothing is carried over, by the scale of a knob."""
 
 
-def next_setting(
-    points: Sequence[FrontierPoint], setup: Setup, lag: float, *, max_staleness: int | None = None
-) -> RolloutConfig | None:
+def next_setting(points: Sequence[FrontierPoint], setup: Setup, lag: float) -> RolloutConfig | None:
     """Choose what to try next of one strategy, whose ``points`` are known; ``None`` where no setting comes closer to
     ``lag`` from below, or none that can pay."""
     name = name_of(points[0].config)
@@ -42,8 +40,8 @@ def next_setting(
         return None
     tried = {v for v, _ in known}
     for value in _between(known, knob, lag) if any(p.lag > lag for _, p in known) else _beyond(known):
-        if is_allowed(name, setup, value, max_staleness):
-            config = setting(name, setup, float(f"{value:.3g}"), max_staleness=max_staleness)
+        if is_allowed(name, setup, value):
+            config = setting(name, setup, float(f"{value:.3g}"))
             if value_of(config) not in tried:  # it may stand for a whole number of groups that is known
                 return config
     return None

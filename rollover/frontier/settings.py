@@ -48,28 +48,28 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("sync", *names)))
 
 
-def settings(name: str, setup: Setup, *, max_staleness: int | None = None) -> list[SimulatedRollout]:
+def settings(name: str, setup: Setup) -> list[SimulatedRollout]:
     """Return what is tried of a strategy; settings that mean the same are tried once."""
     knob = knob_of(name)
     if knob is None:
         return [setting(name, setup, None)]
-    values = [v for v in knob.values if is_allowed(name, setup, v, max_staleness)]
-    return list(dict.fromkeys(setting(name, setup, v, max_staleness=max_staleness) for v in values))
+    values = [v for v in knob.values if is_allowed(name, setup, v)]
+    return list(dict.fromkeys(setting(name, setup, v) for v in values))
 
 
-def is_allowed(name: str, setup: Setup, value: float, max_staleness: int | None) -> bool:
-    """Return whether the setting is what it says under the staleness bound."""
+def is_allowed(name: str, setup: Setup, value: float) -> bool:
+    """Return whether the setting is what it says under the setup's staleness bound."""
     config = _turned(name, setup, value)
     needed = max(config.max_staleness or 0, config.strategy.staleness_needed(config))
-    return max_staleness is None or needed <= max_staleness
+    return setup.max_staleness is None or needed <= setup.max_staleness
 
 
-def setting(name: str, setup: Setup, value: float | None, *, max_staleness: int | None = None) -> SimulatedRollout:
+def setting(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
     """A strategy with its knob at ``value``, in units of the knob's scale."""
     config = _turned(name, setup, value)
     if config.strategy.knob is None or config.strategy.discards or config.max_staleness is not None:
         return config
-    return replace(config, max_staleness=_FREE if max_staleness is None else max_staleness)
+    return replace(config, max_staleness=_FREE if setup.max_staleness is None else setup.max_staleness)
 
 
 def _turned(name: str, setup: Setup, value: float | None) -> SimulatedRollout:

@@ -36,8 +36,6 @@ _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_accep
 class EngineSection:
     """Section ``[engine]`` of a scenario file; what is unset comes from the device, the benchmark or the run."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""
     b0: Annotated[float | None, UNBOUNDED] = None
@@ -74,8 +72,6 @@ class EngineSection:
 class ScenarioFile:
     """A scenario file. Every key may be left out."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     rollout: SimulatedRollout | None = None
     """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
     engine: EngineSection = EngineSection()
@@ -107,6 +103,8 @@ class Setup:
     """Unit of times: seconds, or iterations over an empty batch where no engine was named."""
     notes: tuple[str, ...] = ()
     """Where the parameters come from, in sentences."""
+    max_staleness: int | None = None
+    """Bound that all settings are put under; ``None`` for one that holds nothing back."""
 
     @property
     def cap_tokens(self) -> int:
@@ -185,6 +183,7 @@ def build_setup(
     replicas: int,
     unit: Unit,
     notes: tuple[str, ...],
+    max_staleness: int | None = None,
 ) -> Setup:
     """Put the parts together: ``replicas`` like the first of ``known``, which also has what the scenario file leaves
     open."""
@@ -204,4 +203,5 @@ def build_setup(
         scenario=scenario,
         unit=unit,
         notes=notes,
+        max_staleness=max_staleness,
     )

@@ -65,7 +65,6 @@ def study(
     *,
     num_seeds: int,
     lag_budgets: Sequence[float] = (),
-    max_staleness: int | None = None,
     jobs: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Study:
@@ -75,17 +74,17 @@ def study(
         RunError: a simulation stands still.
     """
     if not setup.is_in_use:
-        setup = replace(setup, rollout=setting("april", setup, 2.0, max_staleness=max_staleness))
+        setup = replace(setup, rollout=setting("april", setup, 2.0))
     current = setup.rollout
     place = place_of(current)
-    tried = [config for name in strategies for config in settings(name, setup, max_staleness=max_staleness)]
+    tried = [config for name in strategies for config in settings(name, setup)]
     if current.strategy.kind != "sync":  # in place of the setting that is the same but for its staleness bound
         tried = [*(c for c in tried if place_of(c) != place), current]
     with workers(jobs) as runner:
         bench = _Bench(setup, length, num_seeds, runner, progress)
         points = bench.points("settings", tried)
         budgets: list[float | None] = [*lag_budgets] or [None]
-        points = _ordered(_closer(bench, points, lag_budgets, max_staleness))
+        points = _ordered(_closer(bench, points, lag_budgets))
         advice = tuple(advise(points, budget) for budget in budgets)
         shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
         variations = tuple(bench.variations(shown))
@@ -116,14 +115,11 @@ def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
-def _closer(
-    bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float], max_staleness: int | None
-) -> list[FrontierPoint]:
+def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float]) -> list[FrontierPoint]:
     """``points`` and more around what was asked for: settings of every strategy at those lags, or halfway to the
     neighbours of the recommended one."""
-    setup = bench.setup
     if not lag_budgets:
-        near = _between(advise(points).config, points, setup, max_staleness)
+        near = _between(advise(points).config, points, bench.setup)
         return [*points, *bench.points("a closer look", near)]
     for number in range(1, MOST_ROUNDS + 1):
         by_name: dict[str, list[FrontierPoint]] = {}
@@ -133,7 +129,7 @@ def _closer(
             config
             for of_strategy in by_name.values()
             for lag in lag_budgets
-            if (config := next_setting(of_strategy, setup, lag, max_staleness=max_staleness)) is not None
+            if (config := next_setting(of_strategy, bench.setup, lag)) is not None
         ]
         if not near:
             break
@@ -141,9 +137,7 @@ def _closer(
     return points
 
 
-def _between(
-    config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setup, max_staleness: int | None
-) -> list[RolloutConfig]:
+def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setup) -> list[RolloutConfig]:
     """Settings halfway to the neighbours of ``config``."""
     knob = config.strategy.knob
     here = value_of(config)
@@ -153,7 +147,7 @@ def _between(
     values = sorted(v for c in known if (v := value_of(c)) is not None)
     place = values.index(here)
     beside = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
-    near = (setting(name_of(config), setup, (here + other) / 2, max_staleness=max_staleness) for other in beside)
+    near = (setting(name_of(config), setup, (here + other) / 2) for other in beside)
     return [c for c in dict.fromkeys(near) if c not in known]
 
 

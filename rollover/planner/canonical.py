@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollover.devices.costs.records import Mixture, PartChoice
+from rollover.devices.costs.records import Mixture, PartCost
 from rollover.planner.records import Problem, Solution, Supply
 
 
@@ -58,7 +58,7 @@ def canonical(problem: Problem) -> CanonicalProblem:
 
 
 def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:
-    def place(side: tuple[PartChoice, ...]) -> int:
+    def place(side: tuple[PartCost, ...]) -> int:
         return places[side[0].part.device]
 
     turned = [replace(m, first=m.second, second=m.first) if place(m.first) > place(m.second) else m for m in mixtures]

@@ -7,10 +7,10 @@ programme do not exist, and those of its relaxation mislead where whole replicas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rollover.planner.milp import Program, ProgramPoint, Relaxation
+from rollover.planner.milp import Limit, Program, ProgramPoint
 from rollover.planner.optimum import GAP, TIME_LIMIT_S, solve
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import MarginalGain, Problem, Solution
@@ -20,20 +20,20 @@ _SLOW = 1e-3
 """Part of the fastest trainer's rate that is asked for where no rate is: some replica has to roll out."""
 
 
-def why_infeasible(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> str:
+def why_infeasible(problem: Problem) -> str:
     """Say which limits leave a problem without a solution, and how far each would have to be lifted where lifting it
     alone is enough."""
-    lines = [_headline(problem, time_limit_s)]
-    lines += [f"  {line}" for line in _remedies(problem, time_limit_s)]
+    lines = [_headline(problem)]
+    lines += [f"  {line}" for line in _remedies(problem)]
     if len(lines) == 1:
-        lines.append(f"  {_together(problem, time_limit_s)}")
+        lines.append(f"  {_together(problem)}")
     return "\n".join(lines)
 
 
-def _together(problem: Problem, time_limit_s: float) -> str:
+def _together(problem: Problem) -> str:
     """No limit alone stands in the way: whether all of them do."""
     free = replace(problem, budget_per_hour=None)
-    if _elastic(free, Relaxation(stock=True, staleness=True), time_limit_s) is not None:
+    if _elastic(free, ["stock", "staleness"]) is not None:
         return "stock, budget and staleness stand in the way together: lifting one of them alone is not enough"
     fastest = min(problem.plans, key=lambda plan: plan.cycle_s)
     return (
@@ -42,11 +42,11 @@ def _together(problem: Problem, time_limit_s: float) -> str:
     )
 
 
-def _headline(problem: Problem, time_limit_s: float) -> str:
+def _headline(problem: Problem) -> str:
     target = problem.target_steps_per_s
     if target is None:
         return "no plan keeps all limits:"
-    fastest = solve(replace(problem, target_steps_per_s=None), time_limit_s=time_limit_s, simplify=False)
+    fastest = solve(replace(problem, target_steps_per_s=None), simplify=False)
     if fastest is None:
         return f"no plan keeps all limits, whatever its rate; {_rate(problem, target)} are asked for:"
     reached = _rate(problem, fastest.steps_per_s)
@@ -58,48 +58,46 @@ def _rate(problem: Problem, steps_per_s: float) -> str:
     return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 100 else f"{tokens_per_s:.3g} tokens/s"
 
 
-def _remedies(problem: Problem, time_limit_s: float) -> Iterator[str]:
+def _remedies(problem: Problem) -> Iterator[str]:
     """For each limit the least change that makes room, if it alone does."""
-    point = _elastic(problem, Relaxation(stock=True), time_limit_s)
+    point = _elastic(problem, ["stock"])
     if point is not None:
         more = [f"{round(n)} more {s.device}" for n, s in zip(point.extra, problem.supplies, strict=True) if n]
         if more:
             yield f"stock: {' and '.join(more)} would do"
     if problem.budget_per_hour is not None:
-        found = _elastic(replace(problem, budget_per_hour=None), Relaxation(), time_limit_s)
+        found = _elastic(replace(problem, budget_per_hour=None), [])
         if found is not None:
             yield f"budget: {found.objective:.2f} an hour would do, {problem.budget_per_hour:g} are given"
-    found = _elastic(problem, Relaxation(staleness=True), time_limit_s)
+    found = _elastic(problem, ["staleness"])
     if found is not None and round(found.objective) > problem.max_staleness:
         yield f"staleness: max_staleness {round(found.objective)} would do, {problem.max_staleness} is given"
-    if problem.tail != "none" and _elastic(replace(problem, tail="none"), Relaxation(), time_limit_s) is not None:
+    if problem.tail != "none" and _elastic(replace(problem, tail="none"), []) is not None:
         yield f"tail: without ({problem.tail}) some plan keeps the bound on average, its longest responses do not"
 
 
-def _elastic(problem: Problem, relaxed: Relaxation, time_limit_s: float) -> ProgramPoint | None:
+def _elastic(problem: Problem, relaxed: Sequence[Limit]) -> ProgramPoint | None:
     """The least of what ``relaxed`` lets grow: devices beyond the stock, or the bound; the least cost where it lets
     nothing grow."""
     some_rate = _SLOW / min(plan.cycle_s for plan in problem.plans)
-    load = RateLoad(problem, problem.target_steps_per_s or some_rate, any_bound=relaxed.staleness)
-    plans = load.able(any_stock=relaxed.stock)
+    load = RateLoad(problem, problem.target_steps_per_s or some_rate, any_bound="staleness" in relaxed)
+    plans = load.able(any_stock="stock" in relaxed)
     if not plans:
         return None
     program = Program(load, plans, relaxed=relaxed)
-    if relaxed.stock:
+    if "stock" in relaxed:
         objective = program.unit_row("extra")
-    elif relaxed.staleness:
+    elif "staleness" in relaxed:
         objective = program.unit_row("staleness")
     else:
         objective = program.cost_row(load.costs)
     try:
-        return program.minimise(objective, gap=GAP, time_limit_s=time_limit_s)
+        return program.minimise(objective, gap=GAP, time_limit_s=TIME_LIMIT_S)
     except OutOfTime:
         return None
 
 
-def marginal_gains(
-    problem: Problem, solution: Solution, *, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
-) -> tuple[MarginalGain, ...]:
+def marginal_gains(problem: Problem, solution: Solution) -> tuple[MarginalGain, ...]:
     """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
     bring, relative to the rate, or to the cost where a rate was asked for. Differences within the gap count as none."""
     changed: list[tuple[str, float, Problem]] = [
@@ -114,13 +112,13 @@ def marginal_gains(
         supplies[i] = replace(supply, count=supply.count + 1)
         changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
     return tuple(
-        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other, gap, time_limit_s))
+        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other))
         for subject, unit, other in changed
     )
 
 
-def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time_limit_s: float) -> float:
-    better = solve(other, gap=gap, time_limit_s=time_limit_s, simplify=False)
+def _gain(problem: Problem, solution: Solution, other: Problem) -> float:
+    better = solve(other, simplify=False)
     if better is None:
         return 0.0
     if problem.target_steps_per_s is None:
@@ -129,7 +127,7 @@ def _gain(problem: Problem, solution: Solution, other: Problem, gap: float, time
         assert solution.cost_per_hour is not None
         assert better.cost_per_hour is not None
         gain = 1 - better.cost_per_hour / solution.cost_per_hour
-    return gain if gain > gap else 0.0
+    return gain if gain > GAP else 0.0
 
 
 def in_words(price: MarginalGain, problem: Problem) -> str:

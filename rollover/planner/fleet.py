@@ -23,8 +23,6 @@ from rollover.settings.schema import build
 class NetworkEntry:
     """A connection between nodes."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     gbit_s: float
     """Gbit/s of a whole node, one way."""
     latency_us: float = 20.0
@@ -42,29 +40,21 @@ class NetworkEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkEntry:
+class LinkEntry(NetworkEntry):
     """Table ``[[links]]``: what joins two nodes, or each node of one entry with each of another."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     between: tuple[str, ...]
     """Two names: of an entry of nodes, or of one of its nodes, as in ``a-0``."""
-    gbit_s: float
-    """Gbit/s, one way."""
-    latency_us: float = 20.0
-    """Latency of a message, µs."""
 
     def __post_init__(self) -> None:
         if len(self.between) != 2:
             raise ValueError(f"between must name two, got {len(self.between)}")
-        NetworkEntry(gbit_s=self.gbit_s, latency_us=self.latency_us)
+        NetworkEntry.__post_init__(self)  # super() knows no class with slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEntry:
     """Table ``[[nodes]]``: machines of one kind."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     device: str
     """A key of the catalogue or of ``[devices]``."""
@@ -97,8 +87,6 @@ class NodeEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
     """A whole fleet file."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     nodes: tuple[NodeEntry, ...]
     name: str | None = None
@@ -134,7 +122,7 @@ def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
     """Read the fleet of a document whose ``catalogues`` stand in ``folder``."""
     content = build(FleetFile, document)
     catalogue = cat.read([toml.read(folder / name) for name in content.catalogues])
-    own = cat.CatalogueFile(devices=content.devices)
+    own = cat.Catalogue(devices=content.devices)
     return _Reader(document, content, catalogue.extended(own, document)).fleet()
 
 
@@ -230,9 +218,8 @@ class _Reader:
             for name in entry.between:
                 if name not in members:
                     raise self._error(("links", i, "between"), f"unknown node {name!r}{nearest(name, members)}")
-            link = NetworkEntry(gbit_s=entry.gbit_s, latency_us=entry.latency_us).link
             ends = [members[name] for name in entry.between]
-            links |= {tuple(sorted((a, b))): link for a in ends[0] for b in ends[1] if a != b}
+            links |= {tuple(sorted((a, b))): entry.link for a in ends[0] for b in ends[1] if a != b}
         return tuple((a, b, link) for (a, b), link in sorted(links.items(), key=lambda item: item[0]))
 
     def _error(self, path: Sequence[Any], message: str) -> ConfigError:

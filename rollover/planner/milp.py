@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,11 @@ from rollover.planner.solver import ConstraintRows, minimum
 _EXACT = 1e-9
 _NEAR = 2
 """Batch caps above and below one in use that rounding tries too."""
+
+
+Limit = Literal["stock", "staleness"]
+"""A limit that may be taken away to find out whether it stands in the way: devices beyond the stock may be used
+(``extra``), or the bound is a variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +58,16 @@ class ProgramPoint:
     objective: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """Limits taken away, or turned into prices, to find out which of them stands in the way."""
-
-    stock: bool = False
-    """Devices beyond the stock may be used: ``extra``."""
-    staleness: bool = False
-    """The bound is a variable."""
-
-
 class Program:
     """The rows of ``load`` for one of ``plans``, with at most ``most`` replicas of each kind."""
 
     def __init__(
-        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Relaxation | None = None
+        self, load: RateLoad, plans: Sequence[int], *, most: Floats | None = None, relaxed: Sequence[Limit] = ()
     ) -> None:
         self.load = load
         self.problem = load.problem
         self.plans = list(plans)
-        self.relaxed = relaxed or Relaxation()
+        self.relaxed = relaxed
         self._choose(most)
         self._lay_out()
         self._add_samples()
@@ -83,7 +79,7 @@ class Program:
     def _choose(self, most: Floats | None) -> None:
         """The kinds worth a variable."""
         load = self.load
-        if self.relaxed.stock:
+        if "stock" in self.relaxed:
             fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
         else:
             left = (load.stock - load.training[self.plans]).max(axis=0)
@@ -105,7 +101,7 @@ class Program:
             "z": len(self.plans),
             "shapes": len(self.shapes),
             "used": len(self.kinds),
-            "extra": len(load.stock) * self.relaxed.stock,
+            "extra": len(load.stock) * ("stock" in self.relaxed),
             "staleness": 1,
             "share": 1,
         }
@@ -122,7 +118,7 @@ class Program:
         self.top[self.at["z"]] = 1
         self.top[self.at["used"]] = 0  # until they are counted
         self.bottom[self.at["share"]] = self.top[self.at["share"]] = 1
-        if not self.relaxed.staleness:
+        if "staleness" not in self.relaxed:
             self.bottom[self.at["staleness"]] = self.top[self.at["staleness"]] = self.problem.max_staleness
         self.whole = np.ones(end, dtype=np.int64)
         self.whole[self.at["x"]] = self.whole[self.at["share"]] = 0
@@ -160,7 +156,7 @@ class Program:
         for g, supply in enumerate(problem.supplies):
             rolling = (load.sizes * load.of_type[g])[self.kinds]
             training = load.training[self.plans, g]
-            extra = at["extra"][[g]] if self.relaxed.stock else at["extra"]
+            extra = at["extra"][g : g + 1]
             where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
             self.rows.add(where, values, high=supply.count)
             if supply.max_rollout is not None:

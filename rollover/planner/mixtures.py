@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rollover.devices.costs.records import Mixture, PartChoice, TrainingPart, TrainingPlan
-from rollover.devices.costs.training import PartCost, balanced_shares
+from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
+from rollover.devices.costs.training import balanced_shares
 from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Problem
 from rollover.planner.shadow_prices import PriceBounds, ShadowPrices
@@ -163,7 +163,7 @@ def _cells(
 class _Side:
     """The parts of one type as arrays, which grow in devices."""
 
-    def __init__(self, choices: Sequence[PartChoice]) -> None:
+    def __init__(self, choices: Sequence[PartCost]) -> None:
         counts = np.array([choice.part.num_devices for choice in choices], dtype=np.int64)
         self.batch_s = np.array([choice.batch_s for choice in choices])
         self.fixed_s = np.array([choice.fixed_s for choice in choices])
@@ -178,9 +178,8 @@ def _step_s(batch_s: Floats, fixed_s: Floats, other_batch_s: Floats, other_fixed
     return step_s
 
 
-def _plan(mixture: Mixture, x: PartChoice, y: PartChoice) -> TrainingPlan:
-    pair = tuple(PartCost(batch_s=c.batch_s, fixed_s=c.fixed_s) for c in (x, y))
-    shares, step_s = balanced_shares(pair)
+def _plan(mixture: Mixture, x: PartCost, y: PartCost) -> TrainingPlan:
+    shares, step_s = balanced_shares((x, y))
     parts = tuple(replace(c.part, share=share) for c, share in zip((x, y), shares, strict=True))
     return TrainingPlan(parts=parts, step_s=step_s + mixture.across_s, sync_s=mixture.sync_s)
 
@@ -211,5 +210,5 @@ def _shape(parts: Iterable[TrainingPart]) -> tuple[TrainingPart, ...]:
     return tuple(sorted((replace(part, share=1.0) for part in parts), key=lambda p: p.device))
 
 
-def _device(side: Sequence[PartChoice]) -> str:
+def _device(side: Sequence[PartCost]) -> str:
     return side[0].part.device

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 
 from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
-from rollover.planner.memory import no_room
+from rollover.planner.choices import no_room, replica_kinds, training_plans
 from rollover.planner.records import Fleet, Problem, Supply, Tail
-from rollover.planner.replica_kinds import replica_kinds
 from rollover.planner.routing import Routing
-from rollover.planner.training_plans import training_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from html import escape
 from rich.table import Table
 from rich.text import Text
 
-from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.summary import roles, sentences
 from rollover.report.page import Page, header, table, tiles
 from rollover.report.plot import Figure, axis, bar, figure
@@ -160,7 +160,7 @@ def _alternative_heads(plan: Plan) -> tuple[str, ...]:
 
 def _rows(plan: Plan) -> list[tuple[str, ...]]:
     """List the rows of the alternatives, best first."""
-    per_step = plan.workload.batch_size * plan.workload.response_tokens
+    per_step = step_tokens(plan.workload)
     rate = plan.solution.steps_per_s
     return [
         (
@@ -170,12 +170,8 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
             "–" if a.cost_per_hour is None else f"{a.cost_per_hour:,.2f}",
             ", ".join(f"{n} × {device}" for device, n in a.devices.items() if n),
         )
-        for a in _ranked(plan)
+        for a in plan.alternatives
     ]
-
-
-def _ranked(plan: Plan) -> list[Alternative]:
-    return sorted(plan.alternatives, key=lambda a: -a.steps_per_s)
 
 
 # --- The fleet ------------------------------------------------------------------------------------------------------
@@ -262,8 +258,8 @@ def _lengths(plan: Plan) -> Figure:
 
 def _bars(plan: Plan) -> Figure:
     """The plan over its alternatives."""
-    per_step = plan.workload.batch_size * plan.workload.response_tokens
-    entries = [("this plan", plan.solution.steps_per_s), *((a.name, a.steps_per_s) for a in _ranked(plan))]
+    per_step = step_tokens(plan.workload)
+    entries = [("this plan", plan.solution.steps_per_s), *((a.name, a.steps_per_s) for a in plan.alternatives)]
     trace = {
         "type": "bar",
         "orientation": "h",

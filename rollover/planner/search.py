@@ -1,10 +1,18 @@
-"""The best plan for a fleet: of all its nodes, or of a part of them where the links between them are in the way."""
+"""The best plan for a fleet: of all its nodes, or of a part of them where the links between them are in the way.
+
+A plan on all nodes reckons with the links between them, and a slow one costs more than the nodes beyond it bring.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+from scipy.sparse.csgraph import connected_components
+
+from rollover.devices.records import Link
 from rollover.errors import PlanError
 from rollover.planner.optimum import GAP, may_reach
 from rollover.planner.placement import Pipeline
@@ -14,7 +22,10 @@ from rollover.planner.records import Fleet, Supply
 from rollover.planner.rounds import best_of_rounds, rank, with_networks
 from rollover.planner.routing import routed
 from rollover.planner.solution import held
-from rollover.planner.subfleets import alone, inside, parts, widest
+from rollover.planner.topology import Topology
+
+_MOST_PARTS = 48
+"""Parts that are looked at, where there are more by their numbers of nodes of each kind."""
 
 
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
@@ -25,11 +36,11 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """
     best, refused = None, None
     try:
-        best = best_of_rounds(spec, fleet, inside(fleet))
+        best = best_of_rounds(spec, fleet, _inside(fleet))
     except PlanError as error:
         refused = error
-    for nodes in parts(fleet):
-        made = _better(spec, alone(fleet, nodes), best)
+    for nodes in _parts(fleet):
+        made = _better(spec, _alone(fleet, nodes), best)
         if made is not None:
             best = _on(fleet, made, nodes)
     if best is None:
@@ -43,7 +54,7 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
     try:
         if best is not None and not _may_beat(spec, part, best):
             return None
-        made = best_of_rounds(spec, part, inside(part), explain=False)
+        made = best_of_rounds(spec, part, _inside(part), explain=False)
     except PlanError:
         return None
     return made if best is None or rank(made) < rank(best) else None
@@ -52,7 +63,7 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
 def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
     """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its
     widest."""
-    problem = routed(fleet_problem(with_networks(part, widest(part)), spec), spec.routing)
+    problem = routed(fleet_problem(with_networks(part, _widest(part)), spec), spec.routing)
     target = spec.target_steps_per_s
     if target is None:
         return may_reach(problem, best.solution.steps_per_s * (1 + GAP))
@@ -85,3 +96,72 @@ def _on(fleet: Fleet, plan: Plan, nodes: Sequence[int]) -> Plan:
 
 def _moved(pipeline: Pipeline, nodes: Sequence[int]) -> Pipeline:
     return replace(pipeline, stages=tuple(replace(stage, node=nodes[stage.node]) for stage in pipeline.stages))
+
+
+# --- Parts of a fleet -------------------------------------------------------------------------------------------------
+
+
+def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
+    """List the nodes of each part that may deserve a plan of its own, the smallest first, never all of them.
+
+    Of nodes that stand alike, any number: every combination of numbers, where there are no more than ``_MOST_PARTS``,
+    else one node, half of them or all, of one kind or two. Further the islands: nodes joined by links of some width or
+    more.
+    """
+    if len(fleet.nodes) == 1:
+        return []
+    topology = Topology.of(fleet)
+    kinds = _kinds(fleet, topology)
+    found = [tuple(sorted(itertools.chain(*taken))) for taken in _taken(kinds)]
+    found += _islands(topology)
+    whole = len(fleet.nodes)
+    return sorted({nodes for nodes in found if 0 < len(nodes) < whole}, key=lambda nodes: (len(nodes), nodes))
+
+
+def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
+    """The part as a fleet."""
+    kept = tuple(fleet.nodes[i] for i in nodes)
+    names = {node.name for node in kept}
+    return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))
+
+
+def _inside(fleet: Fleet) -> dict[str, Link]:
+    """Return the links of a fleet of one node, which nothing leaves; none for larger fleets."""
+    return {node.device.name: node.device.link for node in fleet.nodes} if len(fleet.nodes) == 1 else {}
+
+
+def _widest(fleet: Fleet) -> dict[str, Link]:
+    """Links than which no plan on the fleet meets a wider one, inside a node or between two."""
+    topology = Topology.of(fleet)
+    best = Link(bytes_per_s=float(topology.widths.max()), latency_s=float(topology.latencies.min()))
+    return {device.name: best for device in fleet.devices}
+
+
+def _kinds(fleet: Fleet, topology: Topology) -> list[list[int]]:
+    """Nodes of one device with equal links."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for i, node in enumerate(fleet.nodes):
+        links = tuple(sorted(zip(topology.widths[i].tolist(), topology.latencies[i].tolist(), strict=True)))
+        kinds.setdefault((node.device.name, links), []).append(i)
+    return list(kinds.values())
+
+
+def _taken(kinds: list[list[int]]) -> Iterator[Sequence[Sequence[int]]]:
+    """Return how many of each kind are taken."""
+    if np.prod([float(len(nodes) + 1) for nodes in kinds]) <= _MOST_PARTS:
+        yield from itertools.product(*([nodes[:n] for n in range(len(nodes) + 1)] for nodes in kinds))
+        return
+    sizes = [[nodes[:n] for n in sorted({1, len(nodes) // 2, len(nodes)} - {0})] for nodes in kinds]
+    for pair in itertools.combinations_with_replacement(sizes, 2):
+        yield from itertools.product(*(pair if pair[0] is not pair[1] else pair[:1]))
+
+
+def _islands(topology: Topology) -> list[tuple[int, ...]]:
+    """Nodes that links of at least some width join, whatever the width."""
+    widths = topology.widths.copy()
+    np.fill_diagonal(widths, 0.0)
+    found = []
+    for width in np.unique(widths[widths > 0]):
+        num_islands, island = connected_components(widths >= width, directed=False)
+        found += [tuple(np.flatnonzero(island == one).tolist()) for one in range(num_islands)]
+    return found

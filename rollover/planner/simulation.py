@@ -6,15 +6,14 @@ holds back what it must, and calls go to the replica with the least load, since 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.engine_model import engine_model
 from rollover.planner.placed import engine_on_links, weights_link
-from rollover.planner.plan import Plan
+from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
 from rollover.sim.models import Latency, ReplicaModel
+from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
 from rollover.workload.base import Workload
@@ -23,24 +22,9 @@ WARMUP_STEPS = 12
 MEASURED_STEPS = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """Rate and lag of a simulated plan, after its warm-up.
-
-    Example: ``steps_per_s=0.019, tokens_per_s=40_500, lag=2.1, max_lag=4``.
-    """
-
-    steps_per_s: float
-    tokens_per_s: float
-    """Trained response tokens."""
-    lag: float
-    """Mean lag of trained tokens, in versions."""
-    max_lag: int
-
-
 def check(
     plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS, seed: int = 0
-) -> Check:
+) -> Window:
     """Simulate the plan under its staleness bound for ``warmup`` + ``steps`` training steps."""
     workload = plan.workload
     found = scenario(plan)
@@ -50,13 +34,7 @@ def check(
         max_staleness=plan.problem.max_staleness,
         num_running=found.max_running,
     )
-    window = simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
-    return Check(
-        steps_per_s=len(window.steps) / window.seconds,
-        tokens_per_s=window.tokens_per_s,
-        lag=window.lag,
-        max_lag=window.max_lag,
-    )
+    return simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
 
 
 def scenario(plan: Plan) -> Scenario:
@@ -71,10 +49,9 @@ def scenario(plan: Plan) -> Scenario:
         device = engine.device
         pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
         models += [engine_model(engine, pause_s=pause_s, batch_cap=kind.batch_cap)] * len(replicas)
-    tokens = workload.batch_size * workload.response_tokens
     return Scenario(
         replicas=tuple(models),
-        trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / tokens),
+        trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / step_tokens(workload)),
         reward=Latency(base_s=workload.reward_s),
         kv_on_update="keep" if workload.keeps_kv else "recompute",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from rollover.planner.milp import Program, ProgramPoint, Relaxation
+from rollover.planner.milp import Program, ProgramPoint
 from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Binding, Problem, Solution
 
@@ -127,7 +127,7 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
     """The least bound under which these replicas and this trainer keep ``rate``."""
     for least in (0, 1):
         bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
-        program = Program(RateLoad(bound, rate), [plan], most=replicas, relaxed=Relaxation(staleness=True))
+        program = Program(RateLoad(bound, rate), [plan], most=replicas, relaxed=("staleness",))
         program.fix()
         point = program.minimise(program.staleness_row())
         if point is not None and (least or point.objective <= 1 + 1e-6):

@@ -13,8 +13,6 @@ Mode = Literal["auto", "bars", "plain", "off"]
 class LoggingConfig:
     """Section ``[logging]``. ``metrics.jsonl`` is always written: the report is drawn from it."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     tensorboard: bool = True
     """Write TensorBoard event files to ``RUN/tensorboard``."""
     wandb: str | None = None

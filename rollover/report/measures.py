@@ -33,7 +33,6 @@ class LagSummary:
 class LengthSummary:
     """Response lengths of a set of samples, in tokens."""
 
-    count: int
     mean: float
     median: int
     p95: int
@@ -79,7 +78,6 @@ def lengths(values: Sequence[int]) -> LengthSummary | None:
         return None
     counts = Counter(values)
     return LengthSummary(
-        count=len(values),
         mean=sum(values) / len(values),
         median=weighted_quantile(counts, 0.5),
         p95=weighted_quantile(counts, 0.95),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rollover.rollout.events import (
@@ -84,19 +84,27 @@ class SampleTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WastePoint:
+    """Tokens written off at one moment."""
+
+    time_s: float
+    cause: WasteCause
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedStep:
     """The batch of one training step, and how old it was when it was consumed."""
 
     step: int
     consumed_s: float
-    num_groups: int
     num_samples: int
     num_resumes: int
     lags: Mapping[int, int]
     """Lag (step minus the version that sampled the token) to number of tokens."""
     head_lags: tuple[int, ...]
     """Lag of each sample's oldest token."""
-    untrained: Mapping[WasteCause, int] = field(default_factory=dict)
+    untrained: tuple[WastePoint, ...] = ()
     """Its tokens without a gradient, by cause, once the step is done."""
 
     @property
@@ -106,16 +114,7 @@ class ConsumedStep:
     @property
     def num_trained_tokens(self) -> int:
         """Those that had a gradient."""
-        return self.num_tokens - sum(self.untrained.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WastePoint:
-    """Tokens written off at one moment."""
-
-    time_s: float
-    cause: WasteCause
-    num_tokens: int
+        return self.num_tokens - sum(point.num_tokens for point in self.untrained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +194,6 @@ class _Fold:
         self.waiting_s: float | None = None
         """Since when nothing decodes and a reward is waited for."""
         self.waste: list[WastePoint] = []
-        self.waste_of_steps: dict[int, list[WastePoint]] = {}
-        """Tokens without a gradient: a restart takes them back with the step."""
         self.publishes: list[VersionPublished] = []
         self.restarts_s: list[float] = []
         self.lost_tokens = 0
@@ -232,10 +229,8 @@ class _Fold:
             case BatchConsumed():
                 self._consume(event)
             case BatchTrained(step=step, untrained=untrained):
-                self.steps[step] = replace(self.steps[step], untrained=untrained)
-                self.waste_of_steps[step] = [
-                    WastePoint(time_s=event.time_s, cause=cause, num_tokens=n) for cause, n in untrained.items()
-                ]
+                points = (WastePoint(time_s=event.time_s, cause=c, num_tokens=n) for c, n in untrained.items())
+                self.steps[step] = replace(self.steps[step], untrained=tuple(points))
             case VersionPublished():
                 self.publishes.append(event)
             case Restarted():
@@ -253,7 +248,7 @@ class _Fold:
             self.waiting_s = None
 
     def all_waste(self) -> list[WastePoint]:
-        of_steps = [point for points in self.waste_of_steps.values() for point in points]
+        of_steps = [point for step in self.steps.values() for point in step.untrained]
         return sorted([*self.waste, *of_steps], key=lambda point: point.time_s)
 
     def _change(self, sample_id: SampleId, **changes: Any) -> SampleTrace:
@@ -311,7 +306,6 @@ class _Fold:
         self.steps[event.step] = ConsumedStep(
             step=event.step,
             consumed_s=event.time_s,
-            num_groups=len(event.group_ids),
             num_samples=len(samples),
             num_resumes=sum(s.num_resumes for s in samples),
             lags=dict(sorted(lags.items())),
@@ -326,7 +320,6 @@ class _Fold:
         self._leave(tuple(self.running), event.time_s)
         for step in [s for s in self.steps if s >= event.step]:
             del self.steps[step]
-            self.waste_of_steps.pop(step, None)
         for sample_id, sample in self.samples.items():
             if sample.trained_step is not None and sample.trained_step >= event.step:
                 self._change(sample_id, trained_step=None)

@@ -448,5 +448,7 @@ class _Places:
     def room(self) -> int:
         return self._placement.room()
 
-    def reserve(self, sample_id: SampleId, least_version: int) -> int | None:
-        return self._placement.reserve(sample_key(sample_id), least_version, self._max_new_tokens)
+    def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
+        return self._placement.reserve(
+            sample_key(sample_id), least_version, self._max_new_tokens, num_waiting=num_waiting
+        )

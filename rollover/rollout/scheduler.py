@@ -69,8 +69,9 @@ class SamplePlacement(Protocol):
         """Return how many samples can be decoded at the same time now."""
         ...
 
-    def reserve(self, sample_id: SampleId, least_version: int) -> int | None:
-        """Promise a place to a sample. Returns the version of the member, ``None`` when the sample is to wait."""
+    def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
+        """Promise a place to a sample. Returns the version of the member, ``None`` when the sample is to wait.
+        ``num_waiting``: samples that are to be placed beside it."""
         ...
 
 
@@ -234,7 +235,8 @@ class Scheduler:
         view, strategy = self._view, self.strategy
         version = self.ledger.policy_version
         if self._placement is not None and self.ledger.groups[sample_id.group].start_version is None:
-            placed = self._placement.reserve(sample_id, strategy.least_start_version(view))
+            num_waiting = len(self.ledger.waiting) + len(self.ledger.parked) - 1
+            placed = self._placement.reserve(sample_id, strategy.least_start_version(view), num_waiting)
             if placed is None:
                 return None
             version = placed

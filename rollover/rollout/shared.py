@@ -20,8 +20,6 @@ class SharedConfig:
         ``SharedConfig(rollout_batch_size=4, group_size=8)`` trains 4 groups of 8 samples, 32 responses, per step.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     rollout_batch_size: int = 32
     """Prompts, and so groups, per training step."""
     group_size: int = 8

@@ -6,6 +6,7 @@ that ends before that event.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,49 +25,44 @@ _JOURNAL_SEQ = "journal_seq"
 """The key under which a checkpoint holds the number of the last event that it has seen."""
 
 
+@dataclass(slots=True)
 class Checkpointer:
     """Saves checkpoints when they are due, deletes those that are no longer kept, and journals both."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        folder: Path,
-        trainer: Trainer,
-        driver: RolloutDriver,
-        journal: Journal,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._trainer = trainer
-        self._driver = driver
-        self._journal = journal
-        self._clock = clock
-        self._saved_version = trainer.version
+    config: CheckpointConfig
+    folder: Path
+    trainer: Trainer
+    driver: RolloutDriver
+    journal: Journal
+    clock: Clock
+    _saved_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saved_version = self.trainer.version
 
     def save_when_due(self) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` training steps."""
-        every = self._config.every_steps
-        if every and self._trainer.version % every == 0:
+        every = self.config.every_steps
+        if every and self.trainer.version % every == 0:
             self.save()
 
     def save(self) -> None:
         """Save a checkpoint, unless the trainer's weights are saved already."""
         from rollover.trainer.checkpoint import checkpoint_path, prune_checkpoints
 
-        version = self._trainer.version
+        version = self.trainer.version
         if version != self._saved_version:
-            self._driver.flush()
-            self._trainer.save(checkpoint_path(self._folder, version), {_JOURNAL_SEQ: self._journal.last_seq})
+            self.driver.flush()
+            self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
             self._saved_version = version
-            self._driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=self._oldest_kept()))
-        prune_checkpoints(self._folder, self._config.keep_last)  # an earlier process may have died before it did
+            self.driver.record(CheckpointSaved(time_s=self.clock.now_s(), step=self._oldest_kept()))
+        prune_checkpoints(self.folder, self.config.keep_last)  # an earlier process may have died before it did
 
     def _oldest_kept(self) -> int:
         """Return the version of the oldest checkpoint that stays: older batches need no replay."""
         from rollover.trainer.checkpoint import list_checkpoints, read_manifest
 
-        kept = list_checkpoints(self._folder)[-self._config.keep_last :]
+        kept = list_checkpoints(self.folder)[-self.config.keep_last :]
         return read_manifest(kept[0]).version
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollover.algorithms.config import AlgorithmConfig
+from rollover.algorithms.config import AlgorithmConfig, resolve
+from rollover.engine.base import Capabilities
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.stored import upgraded
-from rollover.run import checks
-from rollover.run.checks import RunEngineConfig
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategies.config import NumRunning
 from rollover.settings import toml
 from rollover.settings.changes import Changeable, Fixed, OnResume
 from rollover.settings.schema import ByKind, build, parse_overrides
+from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import SourceConfig
+from rollover.tasks.stored import without_keys_of_other_kinds
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -46,8 +48,6 @@ RUN_FILES = (
 class ModelConfig:
     """The policy: a model that exists, or one built from nothing. Give exactly one of the two."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     path: Changeable[str | None] = None
     """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A run that goes on may find it in another
     place."""
@@ -64,8 +64,6 @@ class ModelConfig:
 class WarmupConfig(SFTConfig):
     """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     sources: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Whose solutions; those of ``tasks.train`` when left out."""
     bare_answers: float = 0.0
@@ -81,8 +79,6 @@ class WarmupConfig(SFTConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Accuracy on held-out prompts, before the first step, during training and after the last."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     every_steps: int = 0
     """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
@@ -138,8 +134,6 @@ class RunConfig:
         ``load("quickstart", ["--steps", "5"]).steps`` is 5.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     model: ModelConfig
     seed: int = 0
     """Of everything random: prompts, sampling noise, weights from scratch."""
@@ -150,7 +144,7 @@ class RunConfig:
     deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
     """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    engine: Annotated[RunEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[EngineConfig | SwarmConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -163,13 +157,19 @@ class RunConfig:
     """Runs to compare, by name: what each changes of this config, as in ``[variants.april.rollout]`` followed
     by ``strategy = "april"``. All start from the same initial policy."""
 
+    @property
+    def warmup_sources(self) -> tuple[SourceConfig, ...]:
+        """Return the sources whose solutions a warm-up teaches, and for which a tokenizer from scratch is made."""
+        return (self.sft and self.sft.sources) or self.tasks.train
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         self._check_variants()
-        checks.check(self)
+        if found := list(_contradictions(self)):
+            raise ValueError("; ".join(found))
 
     def _check_variants(self) -> None:
         for name in self.variants:
@@ -183,6 +183,115 @@ class RunConfig:
                 f"variants: {min(self.variants)!r} is alone, and a comparison needs two: add another variant"
                 " (an empty table is this config unchanged), or write its changes into the config"
             )
+
+
+def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str] = ("rollout", "eval")) -> None:
+    """Raise ``ConfigError`` when the longest admissible prompt and response of one of ``keys`` do not fit the model or
+    engine."""
+    for key in keys:
+        needed = context_needed(config, key)
+        budget = needed - config.tasks.max_prompt_tokens
+        if needed > max_context_tokens:
+            raise ConfigError(
+                f"tasks.max_prompt_tokens ({config.tasks.max_prompt_tokens}) and {key}.max_new_tokens ({budget}) make"
+                f" {needed} tokens, but the model's context holds {max_context_tokens}: lower one of the two, or use a"
+                " model or server with a longer context"
+            )
+
+
+def context_needed(config: RunConfig, key: str) -> int:
+    """Return the tokens of the longest admissible prompt and response of the section ``key``."""
+    budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
+    return config.tasks.max_prompt_tokens + budget
+
+
+def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
+    """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
+    if config.rollout.strategy.needs_in_flight_update and not capabilities.in_flight_update:
+        raise ConfigError(_lacking(config))
+
+
+def _lacking(config: RunConfig) -> str:
+    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if not strategy.needs_in_flight_update)
+    return (
+        f"rollout.strategy {config.rollout.strategy.kind!r} loads weights under running samples, which this engine"
+        f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
+        f" does without: {others}"
+    )
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine
+    can = engine.declared
+    algorithm = resolve(config.algorithm)
+    single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
+    if single and algorithm.advantage not in ("whitened", "history"):
+        yield (
+            f"rollout.{single}, but the advantage {algorithm.advantage!r} of algorithm {algorithm.name!r} compares"
+            " siblings: change that, or use algorithm.advantage = 'history' or algorithm.name = 'reinforce++'"
+        )
+    if single and algorithm.group_filter == "zero_signal":
+        yield f"algorithm.group_filter 'zero_signal' would drop every group: rollout.{single}; change one of them"
+    if algorithm.advantage == "history" and not single:
+        yield (
+            "algorithm.advantage 'history' is for samples that are trained one by one: set rollout.unit = 'sample',"
+            " or use an advantage that compares siblings"
+        )
+    if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
+        yield (
+            f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"
+            f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
+        )
+    if rollout.strategy.needs_in_flight_update and not can.in_flight_update:
+        yield _lacking(config)
+    if config.deterministic:
+        yield from _nondeterminism(config)
+    if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
+        yield (
+            f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
+            f" {rollout.strategy.kind!r} trains tokens that are up to {rollout.staleness_bound} versions older: use"
+            " strategy 'sync', or engine.mode = 'push_pull'"
+        )
+    if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
+            f" engine.kind {engine.kind!r} reports log-probs from before the cut: set them to 1 and 0"
+        )
+    running = rollout.strategy.num_running if isinstance(rollout.strategy, NumRunning) else None
+    if running is not None and can.max_running is not None and running > can.max_running:
+        yield (
+            f"rollout.strategy.num_running ({running}) is above engine.max_running"
+            f" ({can.max_running}): raise the latter or lower the former"
+        )
+    if can.max_context_tokens is not None:
+        yield from _too_long(config, can.max_context_tokens, "engine.max_context_tokens")
+    if config.model.scratch is not None:
+        yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+
+
+def _nondeterminism(config: RunConfig) -> Iterator[str]:
+    if config.rollout.strategy.overlaps_training:
+        yield (
+            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy.kind!r}, which trains and"
+            " generates at the same time: use one that stops for the trainer, such as 'april'"
+        )
+    if not config.engine.declared.deterministic:
+        yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
+    elif isinstance(config.engine, EmbeddedConfig) and config.engine.kv_on_update == "keep":
+        yield (
+            "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
+            " rebuilt after a restart"
+        )
+
+
+def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:
+    needed = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
+    if needed > context:
+        yield (
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) and tasks.max_prompt_tokens"
+            f" ({config.tasks.max_prompt_tokens}) make {needed} tokens, above {key} ({context}):"
+            " lower one of the first two or raise the last"
+        )
 
 
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -251,7 +360,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Invert ``resolved``, with overrides applied; ``source`` names the data in messages. Configs that earlier
     versions stored are understood."""
-    stored = _upgraded(data)
+    stored = _upgraded(without_keys_of_other_kinds(data))
     stored["variants"] = {name: _upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
     return build(RunConfig, toml.Document(name=source, data=stored), parse_overrides(overrides))
 
@@ -281,23 +390,15 @@ def find(config: str | Path) -> Path:
 
 def resolved(config: Any) -> dict[str, Any]:
     """Return a config with all its defaults as plain dicts, lists and scalars; unset keys are ``None``."""
-    plain = _plain(config)
-    assert isinstance(plain, dict)
-    return plain
+    return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of a config as ``resolved`` has it."""
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return resolved(value)
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
-
-
-def to_toml(config: RunConfig) -> str:
-    """Return the text of a file that loads as ``config``."""
-    return toml.dumps(resolved(config))
+        return [plain(inner) for inner in value]
+    return value

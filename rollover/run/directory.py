@@ -41,8 +41,7 @@ from rollover.privacy import make_private, redacted_command
 from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run.config import RunConfig, resolved, restore
 from rollover.settings.schema import on_resume, types_at
-from rollover.settings.toml import KeyPath
-from rollover.tasks.formats import without_keys_of_other_kinds
+from rollover.settings.toml import KeyPath, dotted
 
 _MAX_NAME_CHARACTERS = 50
 """The part of a config's name that goes into the default name of a directory: file systems allow 255 bytes."""
@@ -65,6 +64,14 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
         self.path = path
+        self.config_file = path / "config.json"
+        self.began_with = path / "began_with.json"
+        self.journal = path / "journal.sqlite"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.report = path / "report.html"
+        self.resume_command = f"rollover train --resume {shlex.quote(str(path))}"
+        """The command that goes on with this run."""
         self.made: tuple[Path, ...] = ()
         """Directories made for this run: its own, then those it lies in."""
         self.is_new = False
@@ -72,43 +79,6 @@ class RunDir:
         self._unsettled: tuple[Mapping[str, Any], str] | None = None
         """The config that a resumed run shall go on under, and what is recorded of the resume."""
         self._lock: int | None = _locked(path / "lock")
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def began_with(self) -> Path:
-        return self.path / "began_with.json"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.sqlite"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def resume_command(self) -> str:
-        """The command that goes on with this run."""
-        return f"rollover train --resume {shlex.quote(str(self.path))}"
 
     def require_free(self, num_bytes: int, purpose: str) -> None:
         """Raise ``ResourceError`` unless the disk has room for ``num_bytes`` more."""
@@ -161,15 +131,11 @@ class RunDir:
         return str(meta["identity"])
 
     def discard_after(self, error: BaseException) -> None:
-        """Discard the directory of a run that ``error`` kept from beginning, if the user must mend something first."""
-        if isinstance(error, ConfigError | DataError | MissingExtra | ModelError | ResourceError):
-            self.discard_unless_begun()
-
-    def discard_unless_begun(self) -> None:
-        """Take away what a new run put here before it found that it cannot begin, so that the mended one can have the
-        directory. Does nothing to a run that is resumed, nor once there is a journal, a model or anything else that
-        cost work."""
-        if not self.is_new or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
+        """Take away what a new run put here before ``error`` kept it from beginning, if the user must mend something
+        first: the mended run can have the directory. Does nothing to a run that is resumed, nor once there is a
+        journal, a model or anything else that cost work."""
+        mendable = isinstance(error, ConfigError | DataError | MissingExtra | ModelError | ResourceError)
+        if not (mendable and self.is_new) or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
             return
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -204,16 +170,15 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
     if not is_run(path) and any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
         raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
     run = RunDir(path)
-    run.made, run.is_new = made, True
     try:
         if is_run(path):
             raise RunError(f"{path} holds a run of {_held(path, config)}choose another directory with --run-dir")
+        run.made, run.is_new = made, True
         run.require_free(MIN_FREE_BYTES, "a new run")
         started = {"job": job, "started": _now(), "command": redacted_command(argv), "seed": config.seed}
         _write(run, resolved(config), {**started, **_environment()})
     except BaseException as error:
-        if isinstance(error, ResourceError):
-            run.discard_unless_begun()
+        run.discard_after(error)
         run.close()
         raise
     return run
@@ -221,11 +186,11 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
 
 def _held(path: Path, config: RunConfig) -> str:
     """Describe how the config of the run in ``path`` differs from ``config``, and offer to resume it if possible."""
-    before = restore(_read(path)[0], str(path / "config.json"))
-    if not (changed := differences(resolved(before), resolved(config))):
+    before = derived_config(path)
+    if not (changed := _differing(before, config)):
         return f"this config: go on with it by --resume {path}, or "
-    able = "" if refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
-    return f"another config (it differs in {', '.join(changed[:3])}): {able}"
+    able = "" if _refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
+    return f"another config (it differs in {', '.join(map(dotted, changed[:3]))}): {able}"
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
@@ -263,37 +228,35 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ``RunError`` when there is no run, or when an override changes what may not change.
     """
-    before, source = _read(path)[0], str(path / "config.json")
-    kind = before.get("rollout", {}).get("strategy")
+    kind = _read(path)[0].get("rollout", {}).get("strategy")
     if isinstance(kind, str) and kind in SIMULATED_ONLY:
         raise RunError(f"{path} cannot go on: it was made with rollout.strategy {kind!r}; {SIMULATED_ONLY[kind]}")
-    config = restore(before, source, overrides)
+    config = derived_config(path, overrides)
     if overrides:
-        check_changes(path, restore(before, source), config)
+        check_changes(path, derived_config(path), config)
     return config
 
 
 def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
     """Raise ``RunError`` when the run in ``path`` cannot go on under ``after``, naming the setting that is in the way
     and why."""
-    refused = refusals(before, after)
-    for key, reason in refused.items():
+    for key, reason in _refusals(before, after).items():
         raise RunError(
             f"{path}: {key} cannot change when a run is resumed: {reason}; leave it as it was, or start a new run"
         )
 
 
-def refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
+def _refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
     """Return the settings that differ although they must not, each with the reason."""
     found = {}
-    for key in _differing(resolved(before), resolved(after)):
+    for key in _differing(before, after):
         data = resolved(after if types_at(RunConfig, key, resolved(after)) else before)
         if (reason := on_resume(RunConfig, key, data).refusal(before, after)) is not None:
-            found[".".join(map(str, key))] = reason
+            found[dotted(key)] = reason
     return found
 
 
-def derived_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+def derived_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` as the start of another run: any setting may be overridden."""
     return restore(_read(path)[0], str(path / "config.json"), overrides)
 
@@ -310,13 +273,8 @@ def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
     return next(path for name in names if not (path := Path("runs") / name).exists())
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys whose values differ between two resolved configs."""
-    return [".".join(map(str, key)) for key in _differing(before, after)]
-
-
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[KeyPath]:
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+def _differing(before: RunConfig, after: RunConfig) -> list[KeyPath]:
+    old, new = dict(_leaves(resolved(before))), dict(_leaves(resolved(after)))
     return [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
 
 
@@ -356,7 +314,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         meta = None
     if not isinstance(meta, dict):
         raise RunError(f"{file} is damaged: it is not what a run writes there")
-    return without_keys_of_other_kinds(config), meta
+    return config, meta
 
 
 def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:

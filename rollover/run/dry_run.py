@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.algorithms.config import resolve
-from rollover.run.checks import check_context
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, check_context
 
 
 def dry_run(config: RunConfig) -> list[str]:
@@ -52,10 +51,8 @@ def dry_run(config: RunConfig) -> list[str]:
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
             reply = f"; {facts.reply}" if facts.reply else ""
             lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
-    for source in () if config.sft is None else config.sft.sources or config.tasks.train:
-        facts = check_source(source, encoder)
-        if facts.first is not None:
-            source.solution(facts.first, facts.prompt_column)
+    for source in () if config.sft is None else config.warmup_sources:
+        check_source(source, encoder, teaches=True)
     return lines
 
 

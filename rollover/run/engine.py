@@ -11,8 +11,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
 from rollover.hf.architecture import Architecture
-from rollover.run.checks import context_needed
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, context_needed
 from rollover.run.directory import RunDir
 from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
@@ -52,17 +51,6 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
         lockstep=config.deterministic,
     )
     return engine, folders
-
-
-def publish_timeout_s(config: RunConfig) -> float:
-    """Return the deadline of a publication: with servers, the same as theirs, after which each is taken out."""
-    match config.engine:
-        case ServerConfig():
-            return config.engine.update_timeout_s
-        case SwarmConfig():
-            return config.engine.publish_timeout_s
-        case _:
-            return 600.0
 
 
 def check_engine(config: RunConfig) -> None:

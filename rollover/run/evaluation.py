@@ -19,7 +19,7 @@ from rollover.errors import RewardError
 from rollover.rollout.generation import sample_seed
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
-from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import SampleId, SamplingParams, Segment, Trajectory
 
 _SEED = 0
 """The seed of the sampling noise of every evaluation, whatever the run's own seed."""
@@ -56,47 +56,65 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the weights that the engine holds.
+    """Evaluates the weights that the engine holds, as ``[eval]`` describes it: before the first step, after the last,
+    and every ``eval.every_steps`` between.
 
     Args:
-        ks: which pass@k to report; 1 is always among them.
+        sources: what is held out; without any, no evaluation is ever due.
+        stops: the tokens that end a response.
         on_progress: told (samples done, samples in all).
+        done_version: the version that an earlier process has evaluated already.
     """
 
     def __init__(
         self,
+        config: RunConfig,
         *,
         engine: Engine,
         sources: Sequence[RowSource],
         scorer: RewardScorer,
-        sampling: SamplingParams,
-        samples_per_prompt: int,
-        ks: Sequence[int],
+        stops: tuple[int, ...],
         clock: Clock,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None],
+        done_version: int | None = None,
     ) -> None:
+        self._config = config.eval
+        self._num_steps = config.steps
+        self._sampling = SamplingParams(
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=config.eval.temperature,
+            stop_token_ids=stops,
+            stop_strings=config.rollout.stop_strings,
+        )
         self._engine = engine
         self._scorer = scorer
-        self._sampling = sampling
-        self._ks = sorted({1, *ks})
         self._clock = clock
         self._on_progress = on_progress
-        self._samples_per_prompt = samples_per_prompt
-        self._prompts: list[Prompt] = []
-        for source in sources:
-            self._prompts += [source.prompt(i) for i in range(source.num_rows)]
+        self._prompts = [source.prompt(i) for source in sources for i in range(source.num_rows)]
         self._num_evaluations = 0
+        self._done_version = done_version
+
+    async def run_when_due(self, version: int) -> Evaluation | None:
+        """Evaluate the weights of ``version`` that the engine holds; ``None`` when it is not their turn."""
+        every = self._config.every_steps
+        due = version in (0, self._num_steps) or (every and version % every == 0)
+        if not self._prompts or not due or version == self._done_version:
+            return None
+        evaluation = await self.run()
+        self._done_version = version
+        return evaluation
 
     async def run(self) -> Evaluation:
-        """Evaluate the weights that the engine holds.
+        """Evaluate the weights that the engine holds, and report pass@1 and pass@k for each k of ``eval.k``.
 
         Raises:
             EngineError: the engine fails.
             DataError: a reward function is wrong.
         """
         self._num_evaluations += 1
+        n = self._config.samples_per_prompt
         room = asyncio.Semaphore(self._engine.capabilities.max_running)
-        ids = [SampleId(p, i) for p in range(len(self._prompts)) for i in range(self._samples_per_prompt)]
+        ids = [SampleId(p, i) for p in range(len(self._prompts)) for i in range(n)]
         done = 0
 
         async def one(sample_id: SampleId) -> tuple[float, int, bool]:
@@ -117,7 +135,6 @@ class Evaluator:
         except ExceptionGroup as failed:  # they fail of one cause: the engine or a reward function
             raise failed.exceptions[0] from None
         results = [task.result() for task in tasks]
-        n = self._samples_per_prompt
         scored = [
             ScoredPrompt(
                 source=prompt.source,
@@ -128,7 +145,7 @@ class Evaluator:
         ]
         pass_scores = {p.source: self._scorer.pass_score(p.source) for p in self._prompts}
         return Evaluation(
-            rows=evaluate(scored, pass_scores, self._ks),
+            rows=evaluate(scored, pass_scores, sorted({1, *self._config.k})),
             lengths=tuple(length for _, length, _ in results),
             num_failed=sum(failed for _, _, failed in results),
         )
@@ -161,60 +178,3 @@ class Evaluator:
             )
             start_s = end_s
         return trajectory
-
-
-class Evaluations:
-    """Evaluates before the first step, after the last, and every ``eval.every_steps`` between.
-
-    Args:
-        evaluator: ``None`` where there is nothing to evaluate on.
-        done_version: the version that an earlier process has evaluated already.
-    """
-
-    def __init__(
-        self, evaluator: Evaluator | None, *, every_steps: int, num_steps: int, done_version: int | None
-    ) -> None:
-        self._evaluator = evaluator
-        self._every_steps = every_steps
-        self._num_steps = num_steps
-        self._done_version = done_version
-
-    async def run_when_due(self, version: int) -> Evaluation | None:
-        """Evaluate the weights of ``version`` that the engine holds; ``None`` when it is not their turn."""
-        every = self._every_steps
-        due = version in (0, self._num_steps) or (every and version % every == 0)
-        if self._evaluator is None or not due or version == self._done_version:
-            return None
-        evaluation = await self._evaluator.run()
-        self._done_version = version
-        return evaluation
-
-
-def open_evaluator(
-    config: RunConfig,
-    *,
-    engine: Engine,
-    sources: Sequence[RowSource],
-    scorer: RewardScorer,
-    stops: tuple[int, ...],
-    clock: Clock,
-    on_progress: Callable[[int, int], None],
-) -> Evaluator | None:
-    """Open the evaluator that ``[eval]`` describes; ``None`` when no source of prompts is held out."""
-    if not sources:
-        return None
-    return Evaluator(
-        engine=engine,
-        sources=sources,
-        scorer=scorer,
-        sampling=SamplingParams(
-            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-            temperature=config.eval.temperature,
-            stop_token_ids=stops,
-            stop_strings=config.rollout.stop_strings,
-        ),
-        samples_per_prompt=config.eval.samples_per_prompt,
-        ks=config.eval.k,
-        clock=clock,
-        on_progress=on_progress,
-    )

@@ -13,32 +13,39 @@ from typing import Any
 
 from rich.table import Table
 
-from rollover.errors import ConfigError, MissingExtra, RunError, require
+from rollover.errors import DataError, MissingExtra, RunError, require
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
-from rollover.run.checks import check_context
-from rollover.run.config import RunConfig, WarmupConfig, resolved, variant
+from rollover.run.config import RunConfig, WarmupConfig, check_context, resolved, variant
 from rollover.run.directory import RunDir
 from rollover.run.signals import Stopped
+from rollover.tasks.config import NO_SOURCE
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
     """Return ``config`` with defaults for what ``job`` (a function of this module) cannot do without, and a sentence
-    about each of them."""
+    about each of them.
+
+    Raises:
+        DataError: there is no source of prompts, for which there is no default.
+    """
+    notes: tuple[str, ...] = ()
     if job == "sft" and config.sft is None:
         sft = WarmupConfig()
         about = f"{sft.num_steps} steps of {sft.batch_size} examples at a learning rate of {sft.learning_rate:g}"
-        return replace(config, sft=sft), (f"the config has no [sft] section: {about}",)
-    if job == "evaluate" and not config.tasks.eval and config.tasks.train:
-        tasks = replace(config.tasks, eval=config.tasks.train)
+        config, notes = replace(config, sft=sft), (f"the config has no [sft] section: {about}",)
+    if job == "evaluate" and not config.tasks.eval:
         drawn = all(source.kind == "reasoning_gym" for source in config.tasks.train)
         about = "on items drawn anew" if drawn else "on prompts that it may have been trained on"
-        return replace(config, tasks=tasks), (
-            f"tasks.eval names no source: the model is measured {about} (tasks.train)",
-        )
-    return config, ()
+        config = replace(config, tasks=replace(config.tasks, eval=config.tasks.train))
+        notes = (f"tasks.eval names no source: the model is measured {about} (tasks.train)",)
+    makes_policy = config.model.scratch is not None or config.sft is not None
+    asked = {"train": config.tasks.train, "sft": config.warmup_sources, "evaluate": config.tasks.eval}[job]
+    if not asked or (makes_policy and not config.warmup_sources):
+        raise DataError(NO_SOURCE)
+    return config, notes
 
 
 def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> None:
@@ -60,28 +67,16 @@ def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> N
 
 
 def sft(config: RunConfig, run: RunDir) -> None:
-    """Fine-tune on worked solutions and leave the model in ``run.path/model``.
-
-    Raises:
-        ConfigError: the config has no ``[sft]`` section.
-    """
+    """Fine-tune on worked solutions and leave the model in ``run.path/model``."""
     from rollover.run.prepare import initial_policy
 
-    if config.sft is None:
-        raise ConfigError("sft: the config has no [sft] section; add one with num_steps and learning_rate")
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
-        folder = initial_policy(config, run.path / "model", progress, metrics)
+        folder = initial_policy(config, run.model, progress, metrics)
         progress.result(f"model: {folder}")
 
 
 def evaluate(config: RunConfig, run: RunDir) -> None:
-    """Measure the initial policy on every source of ``tasks.eval``.
-
-    Raises:
-        ConfigError: there is no such source.
-    """
-    if not config.tasks.eval:
-        raise ConfigError("tasks.eval: nothing to evaluate on; add a source")
+    """Measure the initial policy on every source of ``tasks.eval``."""
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         result = asyncio.run(_evaluate(config, run, progress, metrics))
         table = Table("source", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
@@ -128,7 +123,7 @@ def _compare(config: RunConfig, run: RunDir) -> None:
     from rollover.run.prepare import initial_policy
 
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
-        folder = initial_policy(config, run.path / "model", progress, metrics)
+        folder = initial_policy(config, run.model, progress, metrics)
     run.settle()
     paths = []
     for name in config.variants:
@@ -152,11 +147,11 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
     from rollover.run.engine import open_engine
-    from rollover.run.evaluation import open_evaluator
+    from rollover.run.evaluation import Evaluator
     from rollover.run.prepare import initial_policy
     from rollover.tasks.open import eval_sources
 
-    folder = initial_policy(config, run.path / "model", progress, metrics)
+    folder = initial_policy(config, run.model, progress, metrics)
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:
@@ -165,7 +160,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer)
         stack.push_async_callback(scorer.close)
-        evaluator = open_evaluator(
+        evaluator = Evaluator(
             config,
             engine=engine,
             sources=sources,
@@ -174,7 +169,6 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
             clock=SystemClock(),
             on_progress=progress.evaluating,
         )
-        assert evaluator is not None
         result = await evaluator.run()
     metrics.write("eval", 0, 0.0, result.metrics())
     return result

@@ -75,6 +75,6 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
 
 async def _evaluate_when_due(session: Session) -> None:
     with session.meter.paused():
-        evaluation = await session.evaluations.run_when_due(session.version)
+        evaluation = await session.evaluator.run_when_due(session.version)
     if evaluation is not None:
         session.observe(Evaluated(version=session.version, time_s=session.clock.now_s(), evaluation=evaluation))

@@ -68,56 +68,53 @@ def to_all(observers: Sequence[Observer]) -> Observer:
     return observe
 
 
+@dataclass(frozen=True, slots=True)
 class MetricsObserver:
     """Writes a row of metrics for every training step and every evaluation."""
 
-    def __init__(self, writer: MetricsWriter) -> None:
-        self._writer = writer
+    writer: MetricsWriter
 
     def __call__(self, event: RunEvent) -> None:
         match event:
             case StepEnded():
-                self._writer.write("step", event.step, event.time_s, event.metrics)
+                self.writer.write("step", event.step, event.time_s, event.metrics)
             case Evaluated():
-                self._writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+                self.writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
 
 
+@dataclass(frozen=True, slots=True)
 class ProgressObserver:
-    """Shows on the terminal how the rollout fills the next batch, and what each step and evaluation found.
+    """Shows on the terminal how the rollout fills the next batch, and what each step and evaluation found."""
 
-    Args:
-        ledger: the counts that are shown after every event of the rollout.
-        batch_size: groups in a batch.
-    """
-
-    def __init__(self, progress: Progress, ledger: Ledger, *, batch_size: int) -> None:
-        self._progress = progress
-        self._ledger = ledger
-        self._batch_size = batch_size
+    progress: Progress
+    ledger: Ledger
+    """The counts that are shown after every event of the rollout."""
+    batch_size: int
+    """Groups in a batch."""
 
     def __call__(self, event: RunEvent) -> None:
         match event:
             case StepEnded():
-                self._progress.step(event.metrics)
+                self.progress.step(event.metrics)
             case Evaluated():
                 self._show_evaluation(event.version, event.evaluation)
             case Notice():
-                self._progress.message(event.text)
+                self.progress.message(event.text)
             case _:
                 self._show_rollout()
 
     def _show_rollout(self) -> None:
-        ledger = self._ledger
-        self._progress.rollout(
-            len(ledger.ready), self._batch_size, len(ledger.running), len(ledger.parked), ledger.tokens.decoded
+        ledger = self.ledger
+        self.progress.rollout(
+            len(ledger.ready), self.batch_size, len(ledger.running), len(ledger.parked), ledger.tokens.decoded
         )
 
     def _show_evaluation(self, version: int, evaluation: Evaluation) -> None:
-        self._progress.evaluation(version, evaluation.metrics())
+        self.progress.evaluation(version, evaluation.metrics())
         if version == 0:
-            self._progress.message(f"response lengths before training: {describe_lengths(evaluation.lengths)}")
+            self.progress.message(f"response lengths before training: {describe_lengths(evaluation.lengths)}")
         if evaluation.num_failed:
-            self._progress.message(f"{evaluation.num_failed} evaluation samples could not be scored and count as 0")
+            self.progress.message(f"{evaluation.num_failed} evaluation samples could not be scored and count as 0")
 
 
 def describe_lengths(lengths: Sequence[int]) -> str:

@@ -23,7 +23,6 @@ from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
-from rollover.tasks.sources import SourceConfig
 
 NUM_TOKENIZER_TEXTS = 2000
 """How many prompts with their solutions a tokenizer from scratch is trained on."""
@@ -88,9 +87,10 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     assert config.model.scratch is not None
     shape = config.model.scratch
     progress.message("building a tokenizer and a model from scratch")
-    configs = _warmup_sources(config)
     # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
-    plain = replace(config.tasks, train=configs, max_prompt_tokens=10**6, chat_template="off", system_prompt=None)
+    plain = replace(
+        config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
+    )
     source = train_source(plain, _PlainText(), seed=_warmup_seed(config))
     prompts = [source.prompt(i) for i in range(NUM_TOKENIZER_TEXTS)]
     texts = [f"{p.text}\n{source.solution(p)}" for p in prompts]
@@ -105,10 +105,9 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
     warmup = config.sft
     assert warmup is not None
     tokenizer = load_tokenizer(base)
-    configs = _warmup_sources(config)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
-    tasks = replace(config.tasks, train=configs)
+    tasks = replace(config.tasks, train=config.warmup_sources)
     source = train_source(tasks, tokenizer, seed=_warmup_seed(config), held_out=held_out)
 
     def on_progress(done: SFTProgress) -> None:
@@ -119,12 +118,6 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
     wanted = warmup.num_steps * warmup.batch_size
     supervised = islice(examples(source, tokenizer, bare_answers=warmup.bare_answers), wanted)
     run_sft(base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress)
-
-
-def _warmup_sources(config: RunConfig) -> tuple[SourceConfig, ...]:
-    if config.sft is not None and config.sft.sources:
-        return config.sft.sources
-    return config.tasks.train
 
 
 def _warmup_seed(config: RunConfig) -> int:

@@ -31,15 +31,14 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.run.checkpointing import Checkpointer, open_journal, step_to_resume
-from rollover.run.checks import check_capabilities, check_context
-from rollover.run.config import RunConfig, resolved
+from rollover.run.config import RunConfig, check_capabilities, check_context, resolved
 from rollover.run.directory import RunDir
-from rollover.run.engine import open_engine, publish_timeout_s
-from rollover.run.evaluation import Evaluations, open_evaluator
+from rollover.run.engine import open_engine
+from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
 from rollover.run.observers import MetricsObserver, Observer, ProgressObserver, to_all
 from rollover.run.prepare import check_model, initial_policy
-from rollover.run.trust import open_trust
+from rollover.run.trust import Trust
 from rollover.run.weight_sync import WeightSync
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
@@ -58,7 +57,7 @@ class Session:
     trainer: Trainer
     driver: RolloutDriver
     weights: WeightSync
-    evaluations: Evaluations
+    evaluator: Evaluator
     checkpoints: Checkpointer
     meter: StepMeter
     observe: Observer
@@ -87,7 +86,7 @@ async def open_session(
         evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
         resuming = run.journal.exists()
         run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
-        folder = initial_policy(config, run.path / "model", progress, metrics)
+        folder = initial_policy(config, run.model, progress, metrics)
         check_model(run, folder, needs_weights=checkpoint is None or algorithm.needs_ref)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
@@ -105,26 +104,19 @@ async def open_session(
             run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
         batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
-        observe = to_all([MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size=batch_size)])
+        observe = to_all([MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size)])
         driver = _open_driver(config, engine, tasks, journal, state, clock=clock, stops=stops, observe=observe)
         stack.push_async_callback(driver.stop)
         run.settle()
+        # With servers the deadline of a publication is that of each of them, after which it is taken out.
+        timeout_s = 600.0 if isinstance(config.engine, EmbeddedConfig) else config.engine.update_timeout_s
         weights = WeightSync(
             trainer=trainer,
-            publisher=Publisher([engine], folders=folders, timeout_s=publish_timeout_s(config)),
-            trust=open_trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
+            publisher=Publisher([engine], folders=folders, timeout_s=timeout_s),
+            trust=Trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
             driver=driver,
             reloads_after_check=isinstance(config.engine, EmbeddedConfig),
             notify=observe,
-        )
-        evaluator = open_evaluator(
-            config,
-            engine=engine,
-            sources=tasks.evaluation,
-            scorer=tasks.scorer,
-            stops=stops,
-            clock=clock,
-            on_progress=progress.evaluating,
         )
         overlaps_training = config.rollout.strategy.overlaps_training
         yield Session(
@@ -132,10 +124,14 @@ async def open_session(
             trainer=trainer,
             driver=driver,
             weights=weights,
-            evaluations=Evaluations(
-                evaluator,
-                every_steps=config.eval.every_steps,
-                num_steps=config.steps,
+            evaluator=Evaluator(
+                config,
+                engine=engine,
+                sources=tasks.evaluation,
+                scorer=tasks.scorer,
+                stops=stops,
+                clock=clock,
+                on_progress=progress.evaluating,
                 done_version=trainer.version if trainer.version in evaluated else None,
             ),
             checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal, clock),

@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from rollover.engine.base import Engine
 from rollover.engine.logprob_check import (
@@ -38,22 +35,14 @@ from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
 from rollover.types import Drift
 
+if TYPE_CHECKING:
+    from rollover.trainer.base import Trainer
+
 MIN_TOKENS = 64
 """The fewest tokens of an engine in a batch that say anything: in half precision, single tokens are far off."""
 
 _NUM_REFERENCES = 8
 """Versions that members can be checked under: those of a swarm may be a few behind."""
-
-
-class Policy(Protocol):
-    """The trainer's policy, as far as engines are compared with it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the logits ``[num_prompts, vocab]`` of the token after each prompt, by the current weights."""
-        ...
 
 
 def too_far(drift: Mapping[str, Drift], tolerance: float) -> dict[str, Drift]:
@@ -70,34 +59,30 @@ class Trust:
 
     Args:
         num_tokens: what the tokenizer knows; models may have more rows, or fewer.
-        tolerance: mean distance of log-probs in nats that is taken for rounding.
-        remedy: what a user can do about an engine beyond it.
-        temperature: of the run's sampling.
-        judges_drift: false where engines rightly report other log-probs than the trainer computes.
         replayed: steps whose batches were sampled, and judged, by an earlier process.
     """
 
     def __init__(
-        self,
-        engine: TrainedEngine,
-        policy: Policy,
-        *,
-        num_tokens: int,
-        temperature: float,
-        tolerance: float,
-        remedy: str,
-        judges_drift: bool,
-        replayed: Collection[int],
+        self, config: RunConfig, engine: TrainedEngine, trainer: Trainer, *, num_tokens: int, replayed: Collection[int]
     ) -> None:
+        rollout, number_format = config.rollout, engine.capabilities.number_format
         self._engine = engine
         self._pool = engine if isinstance(engine, CheckedMembers) else None
-        self._policy = policy
-        self._prompts = check_prompts(min(num_tokens, policy.vocab_size), engine.capabilities.max_context_tokens)
-        self._later = (temperature,)
-        self._tolerance = tolerance
-        self._remedy = remedy
-        self._judges_drift = judges_drift
-        self._replayed = replayed
+        self._trainer = trainer
+        self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), engine.capabilities.max_context_tokens)
+        self._later = (rollout.temperature,)
+        self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype)
+        """Mean distance of log-probs in nats that is taken for rounding."""
+        self._remedy = "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
+        """What a user can do about an engine beyond the tolerance."""
+        if isinstance(config.engine, ServerConfig):
+            self._remedy = (
+                f"it must serve this run's model with --dtype {number_format}, without quantisation, and no other run"
+                " or process may load weights into it"
+            )
+        self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
+        """Otherwise engines rightly report other log-probs than the trainer computes."""
+        self._replayed = frozenset(replayed)
         self._references: dict[int, Reference] = {}
         """The newest by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False
@@ -109,9 +94,9 @@ class Trust:
         """Compute the log-probs of the check's prompts by the trainer's weights, which must not change meanwhile."""
         if self._pool is None and self.has_checked:
             return  # one memory, one process: what fitted once is looked at by its drift
-        logits_PV = await asyncio.to_thread(self._policy.next_logits, self._prompts)
-        references = [*self._references.items(), (version, self._as_reference(version, logits_PV))]
-        self._references = dict(references[-_NUM_REFERENCES:])
+        logits_PV = await asyncio.to_thread(self._trainer.next_logits, self._prompts)
+        reference = Reference(version=version, prompts=self._prompts, logits_PV=logits_PV)
+        self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
     async def check(self, version: int) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines
@@ -156,31 +141,3 @@ class Trust:
             remedy=self._remedy,
             temperatures=self._later if self.has_checked else TEMPERATURES,
         )
-
-    def _as_reference(self, version: int, logits_PV: NDArray[np.float32]) -> Reference:
-        return Reference(version=version, prompts=self._prompts, logits_PV=logits_PV)
-
-
-def open_trust(
-    config: RunConfig, engine: TrainedEngine, policy: Policy, *, num_tokens: int, replayed: Collection[int]
-) -> Trust:
-    """Open the checks that ``config`` describes; for the other arguments see ``Trust``."""
-    number_format = engine.capabilities.number_format
-    if isinstance(config.engine, ServerConfig):
-        remedy = (
-            f"it must serve this run's model with --dtype {number_format}, without quantisation, and no other run or"
-            " process may load weights into it"
-        )
-    else:
-        remedy = "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
-    rollout = config.rollout
-    return Trust(
-        engine,
-        policy,
-        num_tokens=num_tokens,
-        temperature=rollout.temperature,
-        tolerance=config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype),
-        remedy=remedy,
-        judges_drift=rollout.top_p == 1 and rollout.top_k == 0,
-        replayed=frozenset(replayed),
-    )

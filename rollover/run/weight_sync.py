@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,63 +17,51 @@ if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSync:
-    """Publishes weights and parts with engines that do not sample from them.
+    """Publishes weights and parts with engines that do not sample from them."""
 
-    Args:
-        reloads_after_check: load the weights once more after the first log-prob check, which leaves prompts in the
-            engine's prefix cache that a resumed run would not find there.
-        notify: told what was dropped with an engine.
-    """
-
-    def __init__(
-        self,
-        *,
-        trainer: Trainer,
-        publisher: Publisher,
-        trust: Trust,
-        driver: RolloutDriver,
-        reloads_after_check: bool,
-        notify: Callable[[Notice], None],
-    ) -> None:
-        self._trainer = trainer
-        self._publisher = publisher
-        self._trust = trust
-        self._driver = driver
-        self._reloads_after_check = reloads_after_check
-        self._notify = notify
+    trainer: Trainer
+    publisher: Publisher
+    trust: Trust
+    driver: RolloutDriver
+    reloads_after_check: bool
+    """Load the weights once more after the first log-prob check, which leaves prompts in the engine's prefix cache that
+    a resumed run would not find there."""
+    notify: Callable[[Notice], None]
+    """Told what was dropped with an engine."""
 
     async def publish(self) -> None:
         """Load the trainer's weights into the engines under the trainer's version, and check the engines' log-probs.
 
         Raises ``EngineError`` when no engine takes the weights, or none samples from them.
         """
-        version = self._trainer.version
-        weights = await self._publisher.stage(self._trainer.weight_source())
-        await self._trust.expect(version)
+        version = self.trainer.version
+        weights = await self.publisher.stage(self.trainer.weight_source())
+        await self.trust.expect(version)
         failed: Sequence[str] = ()
 
         async def load() -> None:
             nonlocal failed
-            await self._publisher.publish_to_all(weights)
-            is_first = not self._trust.has_checked
-            failed = await self._trust.check(version)
-            if is_first and self._reloads_after_check:
-                await self._publisher.publish_to_all(weights)
+            await self.publisher.publish_to_all(weights)
+            is_first = not self.trust.has_checked
+            failed = await self.trust.check(version)
+            if is_first and self.reloads_after_check:
+                await self.publisher.publish_to_all(weights)
 
-        await self._driver.update_weights(version, load)
+        await self.driver.update_weights(version, load)
         for name in failed:  # it may have gone on sampling during the load, before the check
-            self._dropped(name, await self._driver.drop_tokens_of(name, lambda: None, since=version))
+            self._dropped(name, await self.driver.drop_tokens_of(name, lambda: None, since=version))
 
     async def judge_engines(self, batch: Batch, trained: TrainedStep) -> None:
         """Part with the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens.
 
         Raises ``EngineError`` when no engine is left.
         """
-        for name, reason in self._trust.verdicts(batch.step, trained.drift).items():
-            take_out = partial(self._trust.part_with, name, reason)
-            self._dropped(name, await self._driver.drop_tokens_of(name, take_out))
+        for name, reason in self.trust.verdicts(batch.step, trained.drift).items():
+            take_out = partial(self.trust.part_with, name, reason)
+            self._dropped(name, await self.driver.drop_tokens_of(name, take_out))
 
     def _dropped(self, name: str, num_tokens: int) -> None:
         if num_tokens:
-            self._notify(Notice(f"groups with tokens of {name} are dropped, {num_tokens:,} tokens in all"))
+            self.notify(Notice(f"groups with tokens of {name} are dropped, {num_tokens:,} tokens in all"))

@@ -21,11 +21,14 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from rollover.errors import ConfigError, nearest
 from rollover.privacy import HIDDEN, Redactor
-from rollover.settings.changes import FIXED, OnResume, said_by
-from rollover.settings.toml import Document, KeyPath
+from rollover.settings.changes import FIXED, OnResume
+from rollover.settings.toml import Document, KeyPath, dotted
 from rollover.types import UNBOUNDED
 
 T = TypeVar("T")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character: the only thing that a string can hold and UTF-8 cannot."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
     Raises ``ConfigError`` with one line for each mistake.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError, with_config
 
     data = copy.deepcopy(document.data)
     _write_kinds(data, [schema])
@@ -102,12 +105,13 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
         _change_kind(data, schema, override)
     overridden = {_apply(data, schema, override) for override in overrides}
     _write_kinds(data, [schema])
-    report = _Report(schema, document, data, overridden)
+    report = _Report(schema, document, data, overridden, Redactor(data))
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
+    adapter = TypeAdapter(with_config({"extra": "forbid"})(schema))  # its parts inherit it
     try:
         # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
-        return TypeAdapter(schema).validate_json(json.dumps(data, default=str), strict=True)
+        return adapter.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(report.render(error.errors(include_url=False))) from None
 
@@ -125,10 +129,10 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
         case int() if not -(2**63) <= value < 2**63:
             message = "whole numbers have 64 bits here"
         case float() if not math.isfinite(value) and float in types_at(schema, path, data):
-            if value == math.inf and _is_unbounded(schema, path, data):
+            if value == math.inf and UNBOUNDED in _declared(schema, path, data):
                 return
             message = "this must be a finite number"
-        case str() if not _is_utf8(value):
+        case str() if _SURROGATE.search(value):
             message = "this is not text in UTF-8"
         case str() if "\0" in value:
             message = "this text holds the character of code 0, which no file or program takes"
@@ -139,24 +143,16 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
     yield {"type": "impossible", "loc": path, "input": value, "msg": message}
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_unbounded(schema: Any, path: KeyPath, data: Any) -> bool:
-    """Return whether the field at ``path``, or one around it, is declared ``UNBOUNDED``."""
-    return any(UNBOUNDED in _annotations(schema, path[: depth + 1], data) for depth in range(len(path)))
-
-
-def _annotations(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
-    """Return what the declaration of the field at ``path`` says beside its type."""
-    for parent in types_at(schema, path[:-1], data):
-        hint = get_type_hints(parent, include_extras=True).get(str(path[-1])) if is_dataclass(parent) else None
-        yield from getattr(hint, "__metadata__", ())
+def _declared(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
+    """Yield what the declarations of the fields on the way to ``path`` say beside their types, the outermost first."""
+    here = _members(schema)
+    for key in path:
+        options = _of_kind(here, data)
+        for table in filter(is_dataclass, options):
+            hint = get_type_hints(table, include_extras=True).get(str(key))
+            yield from getattr(hint, "__metadata__", ())
+        here = [member for option in options for member in _inner(option, key)]
+        data = _at_key(data, key)
 
 
 def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
@@ -166,10 +162,10 @@ def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
     for depth, part in enumerate(override.path):
         key: str | int = part
         if isinstance(here, list):
-            key = _index(override, part, len(here), ".".join(map(str, path)))
+            key = _index(override, part, len(here), dotted(path))
             here.extend([{}] * (key == len(here)))
         elif not isinstance(here, dict):
-            raise ConfigError(f"command line: {override}: {'.'.join(map(str, path))} has no keys of its own")
+            raise ConfigError(f"command line: {override}: {dotted(path)} has no keys of its own")
         path += (key,)
         if depth == len(override.path) - 1:
             here[key] = _value(override.text, types_at(schema, path))
@@ -208,13 +204,12 @@ def _in_full(schema: type, override: Override) -> Override:
 
 
 def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
-    """An override that makes a table one of another kind empties it: what it held belonged to the old one."""
+    """An override that makes a table one of another kind empties it: what it held belonged to the old one. An element
+    of a list keeps its name and all else that it has."""
     *head, last = override.path
-    if last != "kind" or not (kinds := _choice(types_at(schema, head))):
+    if last != "kind" or not (kinds := _choice(types_at(schema, head))) or head[-1].isdecimal():
         return
-    table: Any = data
-    for key in head:
-        table = table.get(key) if isinstance(table, dict) else None
+    table = functools.reduce(_at_key, head, data)
     if isinstance(table, dict) and override.text.strip("'\"") != table.get("kind", kinds[0]):
         table.clear()
 
@@ -261,7 +256,8 @@ def _at_key(data: Any, key: str | int) -> Any:
     """Return the value in a table or list; ``None`` when it is not there."""
     if isinstance(data, dict):
         return data.get(key)
-    return data[key] if isinstance(data, list) and isinstance(key, int) and key < len(data) else None
+    is_there = isinstance(data, list) and str(key).isdecimal() and int(key) < len(data)
+    return data[int(key)] if is_there else None
 
 
 def _of_kind(annotations: list[Any], data: Any) -> list[Any]:
@@ -309,27 +305,18 @@ def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
     """Return what the key at ``path`` in ``data`` declares about a resume, or else the innermost table around it that
     declares something. For an element of a list, the list declares it."""
-    found = FIXED
-    here = _members(schema)
-    for key in path:
-        options = _of_kind(here, data)
-        for option in options:
-            if is_dataclass(option) and key in (hints := get_type_hints(option, include_extras=True)):
-                found = said_by(hints[key]) or found
-        here = [member for option in options for member in _inner(option, key)]
-        data = _at_key(data, key)
-    return found
+    return [FIXED, *(said for said in _declared(schema, path, data) if isinstance(said, OnResume))][-1]
 
 
+@dataclass(frozen=True)
 class _Report:
     """Turns pydantic's errors into lines that a user can act on."""
 
-    def __init__(self, schema: type, document: Document, data: dict[str, Any], overridden: set[KeyPath]) -> None:
-        self.schema = schema
-        self.document = document
-        self.data = data
-        self.overridden = overridden
-        self.redactor = Redactor(data)
+    schema: type
+    document: Document
+    data: dict[str, Any]
+    overridden: set[KeyPath]
+    redactor: Redactor
 
     def render(self, found: Iterable[Mapping[str, Any]]) -> str:
         lines: dict[str, int] = {}
@@ -340,7 +327,7 @@ class _Report:
 
     def _describe(self, error: Mapping[str, Any]) -> tuple[int, str]:
         path = self._path(error["loc"])
-        seen, context = self.redactor.value(error["input"], _dotted(path)), error.get("ctx", {})
+        seen, context = self.redactor.value(error["input"], dotted(path)), error.get("ctx", {})
         match error["type"]:
             case "value_error":
                 return self._place_of_message(path, str(context["error"]))
@@ -355,7 +342,7 @@ class _Report:
                 message = "this key is required"
             case "union_tag_invalid":
                 tag, tags = context["tag"], _quoted(context["expected_tags"])
-                said = [a.elsewhere for a in _annotations(self.schema, path, self.data) if isinstance(a, ByKind)]
+                said = [a.elsewhere for a in _declared(self.schema, path, self.data) if isinstance(a, ByKind)]
                 known = next((f": {kinds[tag]}" for kinds in said if tag in kinds), nearest(tag, tags))
                 message = f"{tag!r} is not allowed{known}"
                 path += (context["discriminator"].strip("'"),)
@@ -364,7 +351,7 @@ class _Report:
                 message = f"expected {' or '.join(expected)}, got {_show(seen)}"
             case _:
                 message = f"{error['msg']}, got {_show(seen)}"
-        return self._at(path, f"{_dotted(path)}: {message}")
+        return self._at(path, f"{dotted(path)}: {message}")
 
     def _path(self, loc: Sequence[str | int]) -> KeyPath:
         """Return pydantic's location without the names of union members that it inserts."""
@@ -389,16 +376,16 @@ class _Report:
             return f" of kind {here['kind']!r}; it belongs to kind {kinds}"
         elsewhere = [key for key in keys(self.schema) if key[-1] == path[-1]]
         if elsewhere:
-            return f"; did you mean {_dotted(min(elsewhere, key=len))!r}?"
+            return f"; did you mean {dotted(min(elsewhere, key=len))!r}?"
         return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
         """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others."""
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
         mentioned = [path for word in words if (path := self._key_named(section, word))]
-        text = f"{_dotted(section)}: {message}" if section else message
+        text = f"{dotted(section)}: {message}" if section else message
         if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
-            text = _dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
+            text = dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
         written = [path for path in mentioned if path in self.overridden or path in self.document.lines]
         written.sort(key=lambda path: path not in self.overridden)
         return self._at(written[0] if written else section, text)
@@ -419,10 +406,6 @@ class _Report:
             if line is not None:
                 return line, f"{self.document.name}:{line}: {text}"
         return 0, f"{self.document.name}: {text}"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
 
 
 def _quoted(text: str) -> list[str]:

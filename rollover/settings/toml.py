@@ -22,6 +22,11 @@ KeyPath = tuple[str | int, ...]
 """The place of a value: keys of tables and indices of arrays."""
 
 
+def dotted(path: KeyPath) -> str:
+    """Write a place as users do: ``rollout.strategy.kind``."""
+    return ".".join(map(str, path))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """A parsed file: its values and the line of each key.

@@ -107,8 +107,6 @@ class ReplicaModel:
 class Latency:
     """``base_s + s_per_token * tokens``, times a lognormal factor of mean 1 where ``sigma`` is above 0."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     base_s: float = 0.0
     s_per_token: float = 0.0
     sigma: float = 0.0

@@ -92,6 +92,10 @@ class Window:
                 self.lags[lag] += count
 
     @property
+    def steps_per_s(self) -> float:
+        return len(self.steps) / self.seconds
+
+    @property
     def tokens_per_s(self) -> float:
         """Trained tokens per second of the whole loop."""
         return self.trained_tokens / self.seconds

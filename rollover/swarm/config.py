@@ -41,7 +41,7 @@ class SwarmConfig:
     """A worker that was not heard of for so long has lost its calls, which others go on with."""
     abort_timeout_s: Changeable[float] = 10.0
     """How long a worker may take to hand over stopped calls."""
-    publish_timeout_s: Changeable[float] = 600.0
+    update_timeout_s: Changeable[float] = 600.0
     """Longest that writing a publication may take."""
     logprob_tolerance: Changeable[float | None] = None
     """As for servers: largest mean difference, in nats, between the log-probs that a worker reports and the trainer's.
@@ -59,7 +59,7 @@ class SwarmConfig:
                 f"listen = {self.listen!r} can be reached from other machines: give tls_certificate and tls_key, or set"
                 " insecure = true on a network that is encrypted itself, such as a VPN"
             )
-        for key in ("lease_s", "abort_timeout_s", "publish_timeout_s", "logprob_tolerance"):
+        for key in ("lease_s", "abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {value}")
         if self.anchor_every < 1:

@@ -16,9 +16,9 @@ the member has confirmed and the call accepts; a message under a lease that has 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from math import isfinite
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.dispatch import Candidate, Work, choose
@@ -146,6 +146,7 @@ class Coordinator:
         self._with: dict[str, tuple[str, str]] = {}
         """Member and call id that hold the unacknowledged tokens of a sample, by sample key."""
         self._remaining = RemainingTokens()
+        self._num_to_come = 0
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -343,7 +344,7 @@ class Coordinator:
             raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
         if max(ids, default=0) >= self.run.vocab_size:
             raise ProtocolError(f"token {max(ids)}, where the vocabulary has {self.run.vocab_size}")
-        if not all(isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
+        if not all(math.isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
             raise ProtocolError("a log-prob that is not a finite number below 0")
         if message.offset < 0 or message.offset + len(ids) > call.limit:
             raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")
@@ -400,9 +401,12 @@ class Coordinator:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, until_s: float) -> int | None:
+    def reserve(
+        self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, until_s: float
+    ) -> int | None:
         """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
-        when no member should get the call now."""
+        when no member should get the call now. ``num_waiting``: calls that are still to come beside this one."""
+        self._num_to_come = num_waiting
         name = choose(self._candidates(), self._work(self._least(least_version), 0, max_new_tokens))
         if name is None:
             return None
@@ -577,8 +581,18 @@ class Coordinator:
         return max(least_version, self.head.version) if self._exact else least_version
 
     def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
+        typical = self._remaining.expected(0, limit)
         return Work(
             least_version=least_version,
             remaining_tokens=self._remaining.expected(num_decoded, limit),
-            mean_remaining_tokens=self._remaining.expected(num_decoded // 2, limit),
+            mean_remaining_tokens=typical / 2,
+            horizon_s=self._horizon_s(typical) if self._exact else math.inf,
         )
+
+    def _horizon_s(self, typical_tokens: float) -> float:
+        """Return the time in which all members together would do what there is to do. A batch that is waited for ends
+        then at the earliest; where members decode without pause there is always more."""
+        serving = self._serving_members()
+        speed = sum((m.call_tokens_per_s or 0.0) * m.ready.max_running for m in serving if m.ready is not None)
+        num_tokens = (self.num_running / 2 + self.num_waiting + self._num_to_come) * typical_tokens
+        return num_tokens / speed if speed else math.inf

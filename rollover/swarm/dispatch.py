@@ -1,13 +1,14 @@
-"""The choice of a member for a call: the one that is expected to finish it first, counting the wait for room.
+"""The choice of a member for a call, by how long each is expected to take.
 
 Let a call have ``r`` tokens left, as far as past lengths tell, and a member decode ``v`` tokens per second for each of
-its ``n`` calls. With room it finishes the call after ``r / v``. Without room it does so after ``w + r / v``, where
-``w`` is the time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. The call goes
-to the member with the least of these. When that is one without room, the call waits: a member that is 50 times slower
-than one which is about to have room would only hold it up.
+its ``n`` calls. With room it finishes the call after ``r / v``; without room after ``w + r / v``, where ``w`` is the
+time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. Let ``h`` be the horizon:
+the time for which there is work for everybody anyway, or until the call is due.
 
-So a slow member gets work while the fast ones are busy for longer than it would need, long remainders go to fast
-members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.
+The call goes to the fastest member with room, unless that would finish neither within ``h`` nor before a busy member
+which the call could wait for. Then the call waits: a member that is 50 times slower than one which is about to have
+room would only hold the batch up at its end. So slow members work while there is work for all, long remainders go to
+fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.
 """
 
 from __future__ import annotations
@@ -54,17 +55,19 @@ class Work:
     """Tokens that it is expected to decode."""
     mean_remaining_tokens: float
     """Tokens that a running call has left on average."""
-    limit_s: float = math.inf
-    """A member that would take longer does not get it."""
+    horizon_s: float = 0.0
+    """A member that would take longer gets it only if no other would have finished it before; infinite when there is
+    more work than all members can do, and none of it is due."""
 
 
 def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
     """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
     able = [c for c in candidates if c.version >= work.least_version and c.max_running > 0]
     typical = _typical_speed(able)
-    timed = [(finish_s(c, work, typical), c.num_running / c.max_running, c.name, c) for c in able]
-    best = min((t for t in timed if t[0] <= work.limit_s), default=None)
-    return best[3].name if best is not None and best[3].room > 0 else None
+    timed = [(finish_s(c, work, typical), c.num_running / c.max_running, c.name, c.room > 0) for c in able]
+    earliest_s = min((t[0] for t in timed), default=math.inf)
+    best = min((t for t in timed if t[3]), default=None)
+    return best[2] if best is not None and best[0] <= max(work.horizon_s, earliest_s) else None
 
 
 def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> float:

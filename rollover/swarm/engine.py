@@ -255,12 +255,14 @@ class SwarmEngine:
         """Return how many calls the members decode at the same time, all together."""
         return self.coordinator.max_running
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int) -> int | None:
+    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
         """See ``Placement.reserve``."""
         if self._held_back is not None:
             return None
         until_s = self._clock.now_s() + _PROMISE_S
-        return self.coordinator.reserve(sample_key, least_version, max_new_tokens, until_s=until_s)
+        return self.coordinator.reserve(
+            sample_key, least_version, max_new_tokens, num_waiting=num_waiting, until_s=until_s
+        )
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Have ``listener`` called whenever a call that could not be placed may be now."""

@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.environments.columns import REPLY, has_value, is_there, read_column
-from rollover.environments.conversation import ends_with_reply, is_messages, split_conversation
+from rollover.environments.columns import (
+    REPLY,
+    ends_with_reply,
+    has_value,
+    is_messages,
+    is_there,
+    read_column,
+    split_conversation,
+)
 from rollover.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages")

@@ -9,6 +9,8 @@ from rollover.settings.changes import OnResume
 from rollover.settings.schema import ByKind
 from rollover.tasks.sources import SourceConfig
 
+NO_SOURCE = "tasks.train names no source; add one [[tasks.train]] table"
+
 
 def _stays_skipping(before: Any, after: Any) -> str | None:
     return "prompts have been skipped" if after.tasks.long_prompts == "error" else None
@@ -20,8 +22,6 @@ class TasksConfig:
 
     Example: ``TasksConfig(train=(ReasoningGymConfig(name="chain_sum"),), max_prompt_tokens=256)``.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     train: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Sources of the training mixture."""

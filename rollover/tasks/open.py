@@ -9,7 +9,7 @@ from rollover.environments.reasoning_gym import gym_seed
 from rollover.errors import DataError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.columns import ColumnMap
-from rollover.tasks.config import TasksConfig
+from rollover.tasks.config import NO_SOURCE, TasksConfig
 from rollover.tasks.mixture import MixtureSource
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
@@ -23,7 +23,7 @@ def train_source(
     """Open the training mixture, without the prompts whose text is among ``held_out``. Raises ``DataError`` for
     anything wrong with a source."""
     if not config.train:
-        raise DataError("tasks.train names no source; add one [[tasks.train]] table")
+        raise DataError(NO_SOURCE)
     encoder = PromptEncoder(tokenizer, config)
     sources: list[PromptSource] = []
     for source in config.train:
@@ -82,13 +82,11 @@ class SourceFacts(NamedTuple):
     """``None``: without end, or not known without a download."""
     reply: str = ""
     """The use of the turn that ends the messages, where it is an assistant's."""
-    first: Prompt | None = None
-    """Where there is a tokenizer, and nothing had to be downloaded."""
-    prompt_column: str = ""
 
 
-def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -> SourceFacts:
-    """Open the dataset and the reward of a source and write out its first prompt, as far as nothing is downloaded.
+def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *, teaches: bool = False) -> SourceFacts:
+    """Open the dataset and the reward of a source and write out its first prompt, and its solution if it ``teaches``,
+    as far as nothing is downloaded and there is a tokenizer.
 
     Raises:
         DataError: as a run would.
@@ -101,12 +99,13 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None) -
     spec = config.reward_spec(columns, config.name)
     config.reward.check(spec)
     config.reward.build(spec)
-    first = None
     if encoder is not None:
         text, token_ids = encoder.encode(columns.content(rows[0], where), where=where)
         kept = columns.kept(rows[0], where)
         first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
-    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns), first, columns.prompt)
+        if teaches:
+            config.solution(first, columns.prompt)
+    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns))
 
 
 def _use_of_reply(columns: ColumnMap) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rollover.environments.conversation import is_messages
+from rollover.environments.columns import is_messages
 from rollover.errors import DataError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.config import TasksConfig

@@ -55,8 +55,6 @@ class StepConfig:
     """``auto`` takes the first GPU where there is one, else the CPU; or any PyTorch device such as
     ``cuda:1``."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     def __post_init__(self) -> None:
         known = ("constant", "linear", "cosine")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
@@ -83,8 +81,6 @@ class TrainerConfig(StepConfig):
     """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the
     start of the batch, so the clip bounds the movement of the whole step."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
@@ -107,8 +103,6 @@ class SFTConfig(StepConfig):
     batch_size: int = 64
     """Examples per optimizer step."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
@@ -124,8 +118,6 @@ class CheckpointConfig:
     is). 0 saves at the end of the run only."""
     keep_last: int = 2
     """Older checkpoints are deleted. Two, so that one is whole whatever happens to the disk."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         _require(self.every_steps >= 0, "every_steps", self.every_steps, "at least 0 (0 is only at the end)")
@@ -151,8 +143,6 @@ class ScratchConfig:
     """Standard deviation of the initial weights. The usual 0.02 is for wide models; narrow ones start faster above."""
     vocab_size: int = 320
     """Most entries the tokenizer may have: 256 bytes, the special tokens, and merges for the rest."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):

@@ -38,11 +38,6 @@ class Fit:
     law: LengthLaw
     standard_errors: dict[str, float]
     """By parameter; the median's is relative."""
-    num_prompts: int
-    num_samples: int
-    num_unfinished: int
-    log_likelihood: float
-    """Natural logarithm, of log lengths."""
     ks: float
     """Kolmogorov-Smirnov distance between the trace and the law, the mass at the cap included."""
     ks_expected: float
@@ -80,10 +75,6 @@ def fit(trace: Trace, *, seed: int = 0) -> Fit:
     return Fit(
         law=law,
         standard_errors=best.standard_errors(data),
-        num_prompts=data.num_prompts,
-        num_samples=trace.num_samples,
-        num_unfinished=sum(len(p.unfinished) for p in trace.prompts),
-        log_likelihood=best.log_likelihood,
         ks=ks_distance(trace, law),
         ks_expected=float(np.mean(expected)),
         ks_p95=float(np.quantile(expected, 0.95)),
@@ -162,7 +153,6 @@ class _Maximum:
     point: Floats
     shape: _Shape
     law: LengthLaw
-    log_likelihood: float
     criterion: float
     """Schwarz's: parameters are paid for by the logarithm of the number of prompts."""
 
@@ -205,7 +195,6 @@ def _maximum(data: _Data, shape: _Shape) -> _Maximum:
         point=found.x,
         shape=shape,
         law=_law(found.x, shape, data.cap_tokens),
-        log_likelihood=best,
         criterion=shape.num_parameters * math.log(data.num_prompts) - 2 * best,
     )
 

@@ -24,7 +24,7 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
     console = Console(highlight=False)
     console.print(fit_table(trace, found))
     console.print(f"{verdict(found)}.")
-    text = law_toml(found.law, (f"Fitted to {trace.name}: {described(trace, found)}.", f"{verdict(found)}."))
+    text = law_toml(found.law, (f"Fitted to {trace.name}: {described(trace)}.", f"{verdict(found)}."))
     if out is None:
         console.print(f"\n{text}", end="", markup=False, soft_wrap=True)
     else:

@@ -28,6 +28,13 @@ TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
 MAX_TOKENS = 2**24
 """No prompt and no response is longer: what is above is mistyped, and simulations and tables of it have no end."""
+_RANGES = {
+    "icc": (0, 1),
+    "loop_probability": (0, 1),
+    "loop_difficulty": (0, 2),
+    "drift_per_1k_prompts": (-1, 1),
+    "epoch_correlation": (-1, 1),
+}
 _PROMPTS, _SAMPLES = 256, 16
 """Shape of a block."""
 _KEPT_BLOCKS = 128
@@ -42,8 +49,6 @@ class LengthLaw:
     Example: ``LengthLaw(median_tokens=4500, sigma=0.85, icc=0.5, loop_probability=0.03, cap_tokens=16384)`` is the
     preset ``r1-16k``, whose mean is 6,202 tokens.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     median_tokens: float
     """Median of the responses that do not loop, before cap and floor, of the first prompt."""
@@ -75,9 +80,9 @@ class LengthLaw:
             raise ValueError(f"median_tokens must be at least 1, got {self.median_tokens}")
         if not 0 <= self.sigma <= 5:
             raise ValueError(f"sigma must lie in [0, 5] (it is a spread of log lengths), got {self.sigma}")
-        for key in ("icc", "loop_probability"):
-            if not 0 <= (value := getattr(self, key)) <= 1:
-                raise ValueError(f"{key} must lie in [0, 1], got {value}")
+        for key, (low, high) in _RANGES.items():
+            if not low <= (value := getattr(self, key)) <= high:
+                raise ValueError(f"{key} must lie in [{low}, {high}], got {value}")
         for key in ("cap_tokens", "min_tokens", "prompt_tokens", "num_prompts"):
             if (number := getattr(self, key)) is not None and number < 1:
                 raise ValueError(f"{key} must be at least 1, got {number}")
@@ -86,14 +91,8 @@ class LengthLaw:
                 raise ValueError(f"{key} must be at most {MAX_TOKENS}, got {getattr(self, key)}")
         if self.min_tokens > self.cap_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not be above cap_tokens ({self.cap_tokens})")
-        if not 0 <= self.loop_difficulty <= 2:
-            raise ValueError(f"loop_difficulty must lie in [0, 2], got {self.loop_difficulty}")
         if self.tail_exponent is not None and not (self.tail_exponent > 0 and math.isfinite(self.tail_exponent)):
             raise ValueError(f"tail_exponent must be above 0, got {self.tail_exponent}")
-        if not -1 <= self.drift_per_1k_prompts <= 1:
-            raise ValueError(f"drift_per_1k_prompts must lie in [-1, 1], got {self.drift_per_1k_prompts}")
-        if not -1 <= self.epoch_correlation <= 1:
-            raise ValueError(f"epoch_correlation must lie in [-1, 1], got {self.epoch_correlation}")
 
     @property
     def mu(self) -> float:

@@ -50,9 +50,10 @@ def verdict(fit: Fit) -> str:
     return f"{compared}: the law is an approximation here; simulate on the trace itself where it matters"
 
 
-def described(trace: Trace, fit: Fit) -> str:
-    cut = f", {fit.num_unfinished:,} of them cut off before their end" if fit.num_unfinished else ""
-    return f"{fit.num_samples:,} responses to {fit.num_prompts:,} prompts{cut}; cap {trace.cap_tokens:,} tokens"
+def described(trace: Trace) -> str:
+    num_unfinished = sum(len(p.unfinished) for p in trace.prompts)
+    cut = f", {num_unfinished:,} of them cut off before their end" if num_unfinished else ""
+    return f"{trace.num_samples:,} responses to {len(trace.prompts):,} prompts{cut}; cap {trace.cap_tokens:,} tokens"
 
 
 def parameter_rows(fit: Fit) -> list[tuple[str, str, str]]:
@@ -83,7 +84,7 @@ def length_rows(trace: Trace, law: LengthLaw) -> list[tuple[str, str, str]]:
 
 
 def fit_table(trace: Trace, fit: Fit) -> Table:
-    shown = Table(title=f"{trace.name}: {described(trace, fit)}", title_justify="left", title_style="bold")
+    shown = Table(title=f"{trace.name}: {described(trace)}", title_justify="left", title_style="bold")
     for column in ("", "fitted", "standard error"):
         shown.add_column(column, justify="left" if not column else "right")
     for row in parameter_rows(fit):
@@ -99,7 +100,7 @@ def render_fit(trace: Trace, fit: Fit) -> str:
     """The page of a fit: lengths, tail, parameters, and the workload file."""
     law = fit.law
     page = Page(f"{trace.name} · Rollover workload")
-    page.add(header("Rollover workload", trace.name, [described(trace, fit)]))
+    page.add(header("Rollover workload", trace.name, [described(trace)]))
     mean, *_, p99, truncated = length_rows(trace, law)
     page.add(
         tiles(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -115,7 +115,7 @@ def test_the_entry_is_a_catalogue_that_a_fleet_can_name(tmp_path: Path) -> None:
 
 
 def test_the_command_fits_measurements_made_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "m.json").write_text(json.dumps(measured().to_dict()))
+    (tmp_path / "m.json").write_text(json.dumps(asdict(measured())))
     out = tmp_path / "out.toml"
     assert cli.main(["calibrate", "--from", str(tmp_path / "m.json"), "--out", str(out), "--key", "mine"]) == 0
     assert "within 15%" in " ".join(capsys.readouterr().out.split())

@@ -22,8 +22,6 @@ from rollover.environments.rewards.base import RewardSample, RewardSettings, Rew
 class BriefConfig(RewardSettings):
     """Scores 1 for a response of few words, else 0."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: Literal["brief"] = "brief"
     """``"brief"`` chooses this reward."""
     most_words: int = 5

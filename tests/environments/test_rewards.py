@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def scored(config: RewardConfig, completion: str, columns: dict[str, Any], **spe
     """The reward of one completion, by a reward that has travelled as JSON."""
     defaults = {"answer_column": "answer"} if config.needs_answer else {}
     made = RewardSpec(source="s", config=config, columns=tuple(columns), **(defaults | spec))
-    travelled = spec_from_json(json.loads(json.dumps(made.to_json())))
+    travelled = spec_from_json(json.loads(json.dumps(asdict(made))))
     reward = travelled.config.build(travelled)
     sample = RewardSample(prompt="p", columns=columns, completion=completion, completion_ids=(4, 5))
     return asyncio.run(reward.score(sample))

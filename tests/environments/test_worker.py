@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ def line(message: dict[str, Any]) -> bytes:
 
 
 CONFIG = FunctionConfig(function="tests.environments.functions:length")
-SPECS = line({"specs": [RewardSpec(source="s", config=CONFIG).to_json()]})
+SPECS = line({"specs": [asdict(RewardSpec(source="s", config=CONFIG))]})
 SAMPLE = RewardSample(prompt="p", columns={}, completion="abc", completion_ids=(1,))
-JOB = line({"id": 0, "source": "s", "sample": SAMPLE.to_json()})
+JOB = line({"id": 0, "source": "s", "sample": asdict(SAMPLE)})
 
 
 def before_it_is_asked(parent: socket.socket) -> None:

@@ -81,9 +81,9 @@ def test_what_no_longer_pays_is_not_turned_up_farther() -> None:
 
 
 def test_a_bound_is_kept_and_what_has_no_setting_is_left_alone() -> None:
-    setup = small()
-    points = [measured(c, lambda v: 0.1 * v) for c in settings("april", setup, max_staleness=2)]
-    assert next_setting(points, setup, 2.0, max_staleness=2) is None, "beyond r = 3 a bound of 2 does not reach"
+    setup, bounded = small(), small(max_staleness=2)
+    points = [measured(c, lambda v: 0.1 * v) for c in settings("april", bounded)]
+    assert next_setting(points, bounded, 2.0) is None, "beyond r = 3 a bound of 2 does not reach"
     assert next_setting([measured(setting("sync", setup, None), lambda v: 0.0)], setup, 1.0) is None
     assert next_setting(points, setup, 0.0) is None
 

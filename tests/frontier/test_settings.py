@@ -35,7 +35,7 @@ def test_settings_differ_and_stand_where_they_say(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", SIMULATED)
 @pytest.mark.parametrize("bound", [1, 2])
 def test_a_staleness_bound_leaves_only_what_is_possible_under_it(strategy: str, bound: int) -> None:
-    for config in settings(strategy, small(), max_staleness=bound):
+    for config in settings(strategy, small(max_staleness=bound)):
         assert config.strategy.staleness_needed(config) <= config.staleness_bound
         assert config.staleness_bound <= bound
 

@@ -86,7 +86,7 @@ def test_the_usual_setting_is_marked_and_the_recommendation_looked_at_closely(fo
 
 
 def test_the_setting_in_use_takes_the_place_of_the_one_like_it() -> None:
-    used = setting("april", small(), 2.0, max_staleness=3)
+    used = setting("april", small(max_staleness=3), 2.0)
     found = study(small(rollout=used, is_in_use=True), ("sync", "april"), LENGTH, num_seeds=1, lag_budgets=(0.1, 5.0))
     assert found.current.config == used
     assert [label(p.config) for p in found.points].count("april r=2") == 1

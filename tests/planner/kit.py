@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
-from rollover.devices.lengths import length_buckets
 from rollover.devices.records import Device, Efficiency, LengthBucket, Link, ModelShape, WorkloadSpec
+from rollover.devices.workload import length_buckets
 from rollover.planner.records import Problem, Supply
 
 IDEAL = Efficiency(

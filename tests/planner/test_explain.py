@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollover.planner.alternatives import by_number, by_type
 from rollover.planner.explain import in_words, marginal_gains, why_infeasible
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.records import Fleet, MarginalGain, Node, Problem
-from rollover.planner.splits import by_number, by_type
 from tests.planner.kit import MODEL, device, workload
 
 A, B = device("a"), device("b", flops=100e12, price_per_hour=1.0)

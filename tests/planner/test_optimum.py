@@ -14,12 +14,12 @@ from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPl
 from rollover.devices.costs.rollout import replica_kind
 from rollover.devices.records import LengthBucket, WorkloadSpec
 from rollover.errors import PlanError
+from rollover.planner.choices import MAX_BATCH, _caps, _engines
 from rollover.planner.milp import Program, ProgramPoint
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
 from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem, Solution, Supply
-from rollover.planner.replica_kinds import MAX_BATCH, _caps, _engines
 from rollover.planner.shadow_prices import PriceBounds
 from tests.planner import verification
 from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
-from rollover.devices.costs.records import Mixture, PartChoice, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
 from rollover.planner.records import Problem, Solution
 
 ROUNDING = 1e-6
@@ -68,7 +68,7 @@ def _is_mixed(problem: Problem, plan: TrainingPlan) -> bool:
     return False
 
 
-def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartChoice, TrainingPart]]:
+def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartCost, TrainingPart]]:
     """The choices that the plan's parts are, beside them."""
     for side, part in product((mixture.first, mixture.second), plan.parts):
         alone = replace(part, share=1.0)

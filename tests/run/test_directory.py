@@ -215,18 +215,18 @@ def test_the_same_run_with_settings_that_may_change_is_offered_to_go_on(tmp_path
 def test_a_resumed_run_that_fails_before_its_journal_keeps_its_directory(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
     with directory.open_for_resume(tmp_path)[1] as run:
-        run.discard_unless_begun()
+        run.discard_after(ConfigError())
     assert directory.saved_config(tmp_path) == CONFIG
 
 
 def test_a_new_run_that_cannot_begin_leaves_no_directory_it_made(tmp_path: Path) -> None:
     with directory.create(CONFIG, tmp_path / "runs" / "deep" / "run") as run:
         (run.path / "model-untrained").mkdir()
-        run.discard_unless_begun()
+        run.discard_after(ConfigError())
     assert list(tmp_path.iterdir()) == []
     with directory.create(CONFIG, tmp_path / "runs" / "one") as one:
         directory.create(CONFIG, tmp_path / "runs" / "two").close()
-        one.discard_unless_begun()
+        one.discard_after(ConfigError())
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rollover.errors import DataError, EngineError, RewardError
+from rollover.run.config import EvalConfig, ModelConfig, RunConfig
 from rollover.run.evaluation import Evaluator
-from rollover.types import Prompt, SamplingParams
+from rollover.types import Prompt
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing
 from tests.virtual_time import VirtualClock, run
@@ -43,13 +44,13 @@ class Refusing(Scorer):
 
 def evaluator(engine: FakeEngine, scorer: Scorer | None = None) -> Evaluator:
     return Evaluator(
+        RunConfig(model=ModelConfig(path="model"), eval=EvalConfig(samples_per_prompt=2, max_new_tokens=9)),
         engine=engine,
         sources=[Source()],  # type: ignore[list-item]
         scorer=scorer or Scorer(),  # type: ignore[arg-type]
-        sampling=SamplingParams(max_new_tokens=9),
-        samples_per_prompt=2,
-        ks=(1,),
+        stops=(),
         clock=VirtualClock(),
+        on_progress=lambda done, total: None,
     )
 
 

@@ -13,8 +13,6 @@ from rollover.types import UNBOUNDED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     group_size: int = 4
     temperature: float = 1.0
     strategy: Literal["sync", "april"] = "april"
@@ -29,8 +27,6 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     name: str
     weight: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
@@ -42,8 +38,6 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     steps: int = 8
     fast: bool = False
     rollout: Rollout = field(default_factory=Rollout)
@@ -226,26 +220,27 @@ def test_a_secret_is_not_repeated_by_a_complaint() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Circle:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["circle"] = "circle"
     radius: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Square:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["square"] = "square"
     side: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     shape: Annotated[Circle | Square, ByKind(elsewhere={"cube": "it has a side too many; use 'square'"})] = Circle()
     more: tuple[Annotated[Circle | Square, ByKind()], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    drawings: tuple[Drawing, ...] = ()
 
 
 def drawn(text: str, *overrides: str) -> Drawing:
@@ -272,6 +267,12 @@ def test_a_string_in_place_of_a_table_is_its_kind(text: str, overrides: tuple[st
 def test_a_string_in_place_of_a_table_in_a_list_is_its_kind() -> None:
     assert drawn("more = ['square', { kind = 'circle', radius = 2.0 }]").more == (Square(), Circle(radius=2.0))
     assert drawn("more = ['square']", "--more.0", "circle", "--more.0.radius", "9").more == (Circle(radius=9.0),)
+
+
+def test_a_table_inside_a_list_takes_nothing_over_from_another_kind() -> None:
+    document = parse("[[drawings]]\n[[drawings]]\n[drawings.shape]\nradius = 3.0", "a.toml")
+    book = build(Book, document, parse_overrides(["--drawings.1.shape", "square"]))
+    assert book == Book(drawings=(Drawing(), Drawing(shape=Square())))
 
 
 @pytest.mark.parametrize(

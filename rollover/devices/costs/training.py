@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rollover.devices.costs.links import all_reduce_s, transfer_s, weight_update_s
 from rollover.devices.costs.passes import batch_tokens, extra_passes, longest_tokens, step_flops
-from rollover.devices.costs.records import Mixture, PartChoice, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 
 LOGIT_CHUNK_TOKENS = 1024
@@ -17,31 +18,14 @@ _OPTIMIZER_BYTES = {"adamw": 12, "adamw8bit": 6, "sgd": 4}
 """Per parameter, beside bf16 weights and gradients: fp32 master weights and two moments of 4 or 1 bytes, or none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartCost:
-    """The time of a training part: ``share * batch_s + fixed_s``.
-
-    Example: with ``batch_s=20`` and ``fixed_s=1`` a part that trains 60% of every batch takes 13 s.
-    """
-
-    batch_s: float
-    """Seconds of a whole batch: compute, tensor-parallel traffic, gathered weights."""
-    fixed_s: float
-    """Seconds at any share: filling the pipeline, reducing gradients, the optimizer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerCosts:
     """Time and memory of data-parallel pipelines on one device type, whatever their share of the batch."""
 
     device: Device
     model: ModelShape
     workload: WorkloadSpec
-    dp: int
-    tp: int
-    pp: int
-    sharded: bool
-    recompute: bool
+    part: TrainingPart
     ring_link: Link
     """The narrowest link between nodes whose gradients are reduced."""
     stage_link: Link
@@ -60,21 +44,21 @@ class TrainerCosts:
     @property
     def layers(self) -> int:
         """Layers of the fullest stage."""
-        return math.ceil(self.model.num_layers / self.pp)
+        return math.ceil(self.model.num_layers / self.part.pp)
 
     @property
     def memory_bytes(self) -> float:
         """Bytes on the fullest device: parameters with gradients and optimizer state, the reference model,
         activations."""
         model, workload = self.model, self.workload
-        part = self.layers / model.num_layers / self.tp
+        part = self.layers / model.num_layers / self.part.tp
         weights = BF16_BYTES * model.parameters * part
         states = (2 * BF16_BYTES + _OPTIMIZER_BYTES[workload.optimizer]) * model.parameters * part
         frozen = weights * workload.reference_model
-        if self.sharded:
+        if self.part.sharded:
             gathered = 2 * weights / self.layers
-            states, frozen = states / self.dp, frozen / self.dp + gathered
-        logits = LOGIT_CHUNK_TOKENS * model.vocab_size * (4 + 4) / self.tp
+            states, frozen = states / self.part.dp, frozen / self.part.dp + gathered
+        logits = LOGIT_CHUNK_TOKENS * model.vocab_size * (4 + 4) / self.part.tp
         return states + frozen + self._activation_bytes() + logits
 
     def _activation_bytes(self) -> float:
@@ -82,33 +66,35 @@ class TrainerCosts:
         section 4)."""
         model = self.model
         layer = BF16_BYTES * (4 * model.hidden + 2 * model.query_width + model.kv_width + 3 * model.ffn_width)
-        kept = BF16_BYTES * model.hidden if self.recompute else layer
-        in_flight = min(self.pp, max(1.0, self.num_micro_batches / self.dp))
-        return self.micro_tokens / self.tp * (kept * self.layers * in_flight + layer * self.recompute)
+        kept = BF16_BYTES * model.hidden if self.part.recompute else layer
+        in_flight = min(self.part.pp, max(1.0, self.num_micro_batches / self.part.dp))
+        return self.micro_tokens / self.part.tp * (kept * self.layers * in_flight + layer * self.part.recompute)
 
     def fits(self) -> bool:
         return self.memory_bytes <= self.device.efficiency.memory * self.device.hbm_bytes
 
+    @cached_property
     def cost(self) -> PartCost:
-        """Return the time of a step.
+        """The time of a step.
 
         A pipeline of m micro-batches takes ``(m - 1)`` of its slowest stage and once through all: its filling does not
         depend on the share. Gathered weights hide behind compute where they can, reduced gradients behind the last
         micro-batch.
         """
         device, reached = self.device, self.device.efficiency
-        stages = self.layers * self.pp / self.model.num_layers
-        flops = step_flops(self.model, self.workload, self.recompute) * stages
-        compute_s = flops / (self.tp * self.pp * device.flops * reached.train)
-        reduces = 4 + 2 * self.recompute + 2 * extra_passes(self.workload)
+        stages = self.layers * self.part.pp / self.model.num_layers
+        flops = step_flops(self.model, self.workload, self.part.recompute) * stages
+        compute_s = flops / (self.part.tp * self.part.pp * device.flops * reached.train)
+        reduces = 4 + 2 * self.part.recompute + 2 * extra_passes(self.workload)
         hidden = self.micro_tokens * self.model.hidden * BF16_BYTES
-        micro_reduce_s = reduces * self.layers * all_reduce_s(hidden, self.tp, device.link, reached.link)
+        micro_reduce_s = reduces * self.layers * all_reduce_s(hidden, self.part.tp, device.link, reached.link)
         micro_s = compute_s / self.num_micro_batches + micro_reduce_s
         gather_s, reduce_s = self._exchange_s()
         micro_s = max(micro_s, gather_s)
-        ramp_s = (self.pp - 1) * (micro_s + 2 * transfer_s(hidden, self.stage_link, reached.link))
+        ramp_s = (self.part.pp - 1) * (micro_s + 2 * transfer_s(hidden, self.stage_link, reached.link))
         return PartCost(
-            batch_s=max(1.0, self.num_micro_batches / self.dp) * micro_s,
+            part=self.part,
+            batch_s=max(1.0, self.num_micro_batches / self.part.dp) * micro_s,
             fixed_s=ramp_s + max(0.0, reduce_s - micro_s) + self._optimizer_s(),
         )
 
@@ -116,21 +102,21 @@ class TrainerCosts:
         """Return the data-parallel traffic in seconds: of each micro-batch (weights gathered twice and gradients
         scattered, if sharded), and of each step (gradients reduced, if not)."""
         device = self.device
-        if self.dp == 1:
+        if self.part.dp == 1:
             return 0.0, 0.0
         size: float = BF16_BYTES * self.model.parameters
-        if self.dp * self.tp * self.pp <= device.node_size:
-            link, size = device.link, size / (self.tp * self.pp)
+        if self.part.dp * self.part.tp * self.part.pp <= device.node_size:
+            link, size = device.link, size / (self.part.tp * self.part.pp)
         else:  # all shards of a node share its network
-            link, size = self.ring_link, size * min(1.0, device.node_size / (self.tp * self.pp))
-        once_s = (self.dp - 1) / self.dp * size / (link.bytes_per_s * device.efficiency.link) + link.latency_s
+            link, size = self.ring_link, size * min(1.0, device.node_size / (self.part.tp * self.part.pp))
+        once_s = (self.part.dp - 1) / self.part.dp * size / (link.bytes_per_s * device.efficiency.link) + link.latency_s
         gathers = 3 + extra_passes(self.workload)
-        return (gathers * once_s, 0.0) if self.sharded else (0.0, 2 * once_s)
+        return (gathers * once_s, 0.0) if self.part.sharded else (0.0, 2 * once_s)
 
     def _optimizer_s(self) -> float:
         """Return the time in which the optimizer state is read and written once."""
         size = 2 * (2 * BF16_BYTES + _OPTIMIZER_BYTES[self.workload.optimizer]) * self.model.parameters
-        shards = self.tp * self.pp * (self.dp if self.sharded else 1)
+        shards = self.part.tp * self.part.pp * (self.part.dp if self.part.sharded else 1)
         return size / shards / (self.device.hbm_bytes_per_s * self.device.efficiency.bandwidth)
 
 
@@ -149,11 +135,7 @@ def trainer_costs(
         device=device,
         model=model,
         workload=workload,
-        dp=part.dp,
-        tp=part.tp,
-        pp=part.pp,
-        sharded=part.sharded,
-        recompute=part.recompute,
+        part=part,
         ring_link=ring_link or device.network,
         stage_link=stage_link or (device.link if inside else device.network),
     )
@@ -179,11 +161,10 @@ def balanced_shares(costs: tuple[PartCost, ...]) -> tuple[tuple[float, ...], flo
 def training_plan(trainers: tuple[TrainerCosts, ...], sync_link: Link | None = None) -> TrainingPlan:
     """Put parts side by side, each with the share that lets all finish together; gradients of several types meet in a
     ring over the narrowest of their links."""
-    costs = tuple(t.cost() for t in trainers)
-    shares, step_s = balanced_shares(costs)
+    shares, step_s = balanced_shares(tuple(t.cost for t in trainers))
     if len(trainers) > 1:
         step_s += _across_s(trainers)
-    parts = tuple(_part(t, share) for t, share in zip(trainers, shares, strict=True))
+    parts = tuple(replace(t.part, share=share) for t, share in zip(trainers, shares, strict=True))
     return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
 
 
@@ -191,27 +172,10 @@ def training_mixture(first: Sequence[TrainerCosts], second: Sequence[TrainerCost
     """Describe what ``training_plan`` makes of any of the first beside any of the second, each side of one type."""
     one = (first[0], second[0])
     return Mixture(
-        first=tuple(map(_choice, first)),
-        second=tuple(map(_choice, second)),
+        first=tuple(trainer.cost for trainer in first),
+        second=tuple(trainer.cost for trainer in second),
         across_s=_across_s(one),
         sync_s=_sync_s(one, None),
-    )
-
-
-def _choice(alone: TrainerCosts) -> PartChoice:
-    cost = alone.cost()
-    return PartChoice(part=_part(alone, 1.0), batch_s=cost.batch_s, fixed_s=cost.fixed_s)
-
-
-def _part(made: TrainerCosts, share: float) -> TrainingPart:
-    return TrainingPart(
-        device=made.device.name,
-        dp=made.dp,
-        tp=made.tp,
-        pp=made.pp,
-        sharded=made.sharded,
-        recompute=made.recompute,
-        share=share,
     )
 
 

@@ -17,8 +17,6 @@ _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens
 class EmbeddedConfig:
     """Settings of the embedded engine; what it samples is in each request."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (slots: a plain class attribute, not a field)
-
     kind: Literal["embedded"] = "embedded"
     """``"embedded"`` chooses this engine; so does leaving ``kind`` out."""
     device: Inexact[str] = "auto"

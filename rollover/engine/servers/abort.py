@@ -15,7 +15,6 @@ from rollover.engine.servers.background import attempt
 from rollover.engine.servers.call import GenerationCall
 from rollover.engine.servers.calls import OpenCalls
 from rollover.engine.servers.dialect import Dialect
-from rollover.engine.servers.gate import SendGate
 from rollover.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -35,11 +34,10 @@ class Aborter:
     server, and after 10 s ends from here those that are still open.
     """
 
-    def __init__(self, server: str, dialect: Dialect, calls: OpenCalls, gate: SendGate, *, timeout_s: float) -> None:
+    def __init__(self, server: str, dialect: Dialect, calls: OpenCalls, *, timeout_s: float) -> None:
         self._server = server
         self._dialect = dialect
         self._calls = calls
-        self._gate = gate
         self._timeout_s = timeout_s
         self._sweeping = False
 
@@ -91,7 +89,7 @@ class Aborter:
                 surplus = num_calls > len(self._calls.sent)
                 num_clear = 0 if surplus else num_clear + 1
                 if surplus and loop.time() > give_up_s:
-                    async with self._gate.held:
+                    async with self._calls.held:
                         if not self._calls.sent:
                             await self._dialect.ask_to_abort_all()
                 await asyncio.sleep(_SWEEP_S)
@@ -113,7 +111,7 @@ class Aborter:
 
     async def _ask(self, request_ids: list[str], *, one_by_one: bool) -> None:
         if self._dialect.traits.aborts_all_at_once and not one_by_one:
-            async with self._gate.held:
+            async with self._calls.held:
                 if {call.request_id for call in self._calls.sent} <= {*request_ids}:
                     await self._dialect.ask_to_abort_all()
                     return

@@ -92,13 +92,15 @@ class GenerationCall:
         count = len(self.response) - before
         if count or reason is not None:
             kv_version = min(self.kv_version, version) if kv_kept else version
-            self._put(delta.token_ids[:count], delta.logprobs[:count], version, kv_version, reason)
+            taken = Delta(token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], finish_reason=reason)
+            self._put(taken, version, kv_version)
         return count
 
     def abort(self, version: int) -> None:
         """End without another token, unless it has ended."""
         if not self.ended.is_set():
-            self._put((), (), version, min(self.kv_version, version) if self.sent else version, FinishReason.ABORT)
+            kv_version = min(self.kv_version, version) if self.sent else version
+            self._put(Delta(finish_reason=FinishReason.ABORT), version, kv_version)
 
     def fail(self, error: Exception) -> None:
         """End with ``error``, unless it has ended."""
@@ -106,26 +108,19 @@ class GenerationCall:
             self.stream.put_nowait(error)
             self.ended.set()
 
-    def _put(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        version: int,
-        kv_version: int,
-        reason: FinishReason | None,
-    ) -> None:
+    def _put(self, delta: Delta, version: int, kv_version: int) -> None:
         self.stream.put_nowait(
             Chunk(
-                token_ids=token_ids,
-                logprobs=tuple(min(p, 0.0) for p in logprobs),
+                token_ids=delta.token_ids,
+                logprobs=tuple(min(p, 0.0) for p in delta.logprobs),
                 policy_version=version,
                 kv_version=kv_version,
-                finish_reason=reason,
+                finish_reason=delta.finish_reason,
                 num_prefilled_tokens=self._num_prefilled_tokens if self.sent else 0,
             )
         )
         self._num_prefilled_tokens = 0
-        if reason is not None:
+        if delta.finish_reason is not None:
             self.ended.set()
 
     def _check(self, delta: Delta) -> None:

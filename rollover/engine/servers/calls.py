@@ -5,7 +5,10 @@
     start ──▶ a reader task for each call ──▶ the gate ──▶ dialect.decode ──▶ call.stream
 
 What it keeps true: a request id is used once; every call ends, whatever the server does; a token is labelled with the
-version of the weights that sampled it; a call that the server ends and nobody asked to end is a failure.
+version of the weights that sampled it; a call that the server ends and nobody asked to end is a failure. No call is
+sent while the server is paused, while all its calls are being aborted, or while it serves weights that we do not know.
+A server that has been silent for ``RESTART_S`` may be a new process behind the same address, so it is asked for the
+label of its weights first, once for all calls that wait.
 """
 
 from __future__ import annotations
@@ -18,40 +21,43 @@ from dataclasses import replace
 from rollover.engine.base import EngineStats, GenerateRequest
 from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.call import Delta, GenerationCall
-from rollover.engine.servers.client import Patience
+from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.gate import SendGate
 from rollover.engine.servers.served_weights import ServedWeights
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
+RESTART_S = 2.0
+"""No server loads a model in less time: one heard from within it is still the same process."""
+
 
 class OpenCalls:
     """All calls of a server that have not ended, and the totals of all that were ever sent.
 
-    Args:
-        server: what messages call it.
-
-    Example: after ``call = calls.start(request)`` the first chunk is ``await call.stream.get()``.
+    Example: after ``call = calls.start(request)`` the first chunk is ``await call.stream.get()``. Between
+    ``calls.gate.clear()`` and ``calls.gate.set()`` no call is sent.
     """
 
     def __init__(
         self,
-        server: str,
+        client: HTTPClient,
         dialect: Dialect,
-        gate: SendGate,
         served: ServedWeights,
         model: ModelFolder,
         config: ServerConfig,
         tasks: BackgroundTasks,
     ) -> None:
         self.max_context_tokens = model.max_context_tokens
-        self._server = server
+        self.gate = asyncio.Event()
+        """Not set from the begin of a pause to its end."""
+        self.gate.set()
+        self.held = asyncio.Lock()
+        """Held while no call may be sent, because all are being aborted."""
+        self._client = client
         self._dialect = dialect
-        self._gate = gate
         self._served = served
         self._model = model
         self._config = config
@@ -59,6 +65,7 @@ class OpenCalls:
         self._open: dict[str, GenerationCall] = {}
         self._used_ids: set[str] = set()
         self._stop_strings: StopStrings | None = None
+        self._check_of_weights: asyncio.Task[None] | None = None
         self._last_token_s = 0.0
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
 
@@ -104,7 +111,7 @@ class OpenCalls:
         frozen_s, limit_s, silence_s = loop.time(), self._config.control_timeout_s, self._dialect.traits.silence_s
         while (left_s := max(frozen_s, self._last_token_s) + silence_s - loop.time()) > 0:
             if loop.time() - frozen_s > limit_s:
-                raise EngineTimeout(f"{self._server} goes on sampling {limit_s:g} s after it was paused")
+                raise EngineTimeout(f"{self._client} goes on sampling {limit_s:g} s after it was paused")
             await asyncio.sleep(left_s)
 
     # -- totals ----------------------------------------------------------------------------------------------
@@ -151,14 +158,14 @@ class OpenCalls:
         size = len(request.prompt_ids) + params.max_new_tokens
         if size > self.max_context_tokens:
             raise EngineError(
-                f"{name}: prompt and response may reach {size} tokens, but {self._server} takes"
+                f"{name}: prompt and response may reach {size} tokens, but {self._client} takes"
                 f" {self.max_context_tokens}; start it with a longer context"
             )
 
     async def _read(self, call: GenerationCall) -> None:
         """Send a call and read it to its end; after a stop string that only we have seen, to the server's end of it."""
         try:
-            await self._gate.passed()
+            await self._until_one_may_be_sent()
             call.send(self._served.version, self._served.label)
             self._prefilled_tokens += call.num_input_tokens
             self._reprefilled_tokens += len(call.request.response_ids)
@@ -168,7 +175,7 @@ class OpenCalls:
                     if not call.ended.is_set():
                         self._take(call, delta)
             if not call.ended.is_set():
-                raise EngineError(f"{self._server}: the stream of {call.request_id} ended without a finish reason")
+                raise EngineError(f"{self._client}: the stream of {call.request_id} ended without a finish reason")
         except Exception as e:
             call.fail(e)
         finally:
@@ -184,7 +191,7 @@ class OpenCalls:
             call.patience.heard()
         if unasked and not call.ended.is_set():
             raise EngineError(
-                f"{self._server} stopped {call.request_id} after {len(call.response)} tokens, which nobody asked for"
+                f"{self._client} stopped {call.request_id} after {len(call.response)} tokens, which nobody asked for"
             )
         if call.ended.is_set():
             self._open.pop(call.request_id, None)
@@ -199,3 +206,34 @@ class OpenCalls:
                 await self._dialect.ask_to_abort([call.request_id])
                 await asyncio.wait([call.reader])
         call.reader.cancel()
+
+    # -- the gate --------------------------------------------------------------------------------------------
+
+    async def check_weights(self) -> None:
+        """Raise ``EngineError`` when the server serves other weights than it was given."""
+        await self._served.check(still=self.gate.is_set)
+
+    async def _until_one_may_be_sent(self) -> None:
+        """Return when a call may be sent. Raises ``EngineError`` when the server does not serve our weights."""
+        await self._until_ready()
+        while self.held.locked():
+            async with self.held:
+                pass
+            await self._until_ready()
+
+    async def _until_ready(self) -> None:
+        while True:
+            await self.gate.wait()
+            self._served.refuse_when_unknown()
+            if asyncio.get_running_loop().time() - self._client.last_heard_s <= RESTART_S:
+                return
+            if self._check_of_weights is None or self._check_of_weights.done():
+                self._check_of_weights = self._tasks.start(self.check_weights())
+                self._check_of_weights.add_done_callback(_retrieve_error)
+            await asyncio.shield(self._check_of_weights)
+
+
+def _retrieve_error(task: asyncio.Task[None]) -> None:
+    """All who wait for a check may have been cancelled; asyncio would complain of an error that nobody has seen."""
+    if not task.cancelled():
+        task.exception()

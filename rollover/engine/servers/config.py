@@ -30,8 +30,6 @@ def _is_reachable(url: str) -> bool:
 class ServerConfig:
     """Servers to use, or to start; all serve the same model."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     urls: Changeable[tuple[str, ...]] = ()
     """Servers that are running already, as in `http://10.0.0.5:8000`. Give these or set `launch`."""
     launch: Changeable[bool] = False

@@ -4,7 +4,7 @@
 
     generate ──▶ call.stream ◀── calls: one reader for each call ◀── dialect: events of the server
     abort ─────▶ aborter: asks until each call has ended
-    pause ─────▶ gate: holds new calls back here; dialect: freezes running ones there
+    pause ─────▶ calls.gate: holds new calls back here; dialect: freezes running ones there
     load ──────▶ served: replaces the weights, reads their label back; tokens then have the new version
 
 What it keeps true: a token is labelled with a version only after the server has confirmed it; every wait ends; a server
@@ -29,7 +29,6 @@ from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.gate import SendGate
 from rollover.engine.servers.launch import ServerProcess
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.served_weights import ServedWeights
@@ -60,7 +59,7 @@ class ServerEngine:
         ownership: Ownership,
         process: ServerProcess | None = None,
     ) -> None:
-        traits, name = dialect.traits, repr(client)
+        traits = dialect.traits
         self.capabilities = Capabilities(
             max_running=config.running(client.url),
             max_context_tokens=model.max_context_tokens,
@@ -75,9 +74,8 @@ class ServerEngine:
         self._process = process
         self._tasks = BackgroundTasks()
         self._served = ServedWeights(dialect.weights, client, ownership, model.path)
-        self._gate = SendGate(client, self._served, self._tasks)
-        self._calls = OpenCalls(name, dialect, self._gate, self._served, model, config, self._tasks)
-        self._aborter = Aborter(name, dialect, self._calls, self._gate, timeout_s=config.abort_timeout_s)
+        self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
+        self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
         """We have stopped the server and do not know that it goes on."""
         self._keeps_kv = False
@@ -111,14 +109,14 @@ class ServerEngine:
     async def probe(self, *, decode: bool = False) -> None:
         """Raise ``EngineError`` unless the server is well and serves our weights; ``decode`` has it sample a token."""
         self._served.refuse_when_unknown()
-        decode, timeout_s = decode and self._gate.is_open.is_set(), self._config.health_timeout_s
+        decode, timeout_s = decode and self._calls.gate.is_set(), self._config.health_timeout_s
         try:
             await self._dialect.check_health(decode=decode, timeout_s=timeout_s)
         except ServerBusy:
-            if self._gate.is_open.is_set():
+            if self._calls.gate.is_set():
                 raise
             return  # it answers 503 because it stands still for us
-        await self._gate.check_weights()
+        await self._calls.check_weights()
 
     async def revive(self) -> None:
         """Start the server again where we had started it and it has died. Raises ``EngineError``."""
@@ -206,11 +204,11 @@ class ServerEngine:
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
         await self._served.refuse_when_taken()
-        self._gate.is_open.clear()
+        self._calls.gate.clear()
         try:
             await self._freeze()
         except BaseException:
-            self._gate.is_open.set()
+            self._calls.gate.set()
             raise
         calls = self._calls.sent
         for call in calls:
@@ -246,7 +244,7 @@ class ServerEngine:
             if self._may_be_frozen:
                 await self._thaw()
         finally:
-            self._gate.is_open.set()
+            self._calls.gate.set()
             for call in self._calls.sent:
                 call.patience.resume()
 

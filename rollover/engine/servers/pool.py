@@ -19,8 +19,8 @@ sampled it; one bad member delays the others at nothing, at an update by no more
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -114,18 +114,30 @@ class EnginePool:
         self._used_ids.add(request.request_id)
         call = self._calls[request.request_id] = _PoolCall()
         try:
-            call.member = await self._assign(request, call)
-            if call.member is None:
+            if (member := await self._assign(request, call)) is None:
                 version, reason = self._updates.version, FinishReason.ABORT
                 yield Chunk(token_ids=(), logprobs=(), policy_version=version, kv_version=version, finish_reason=reason)
                 return
-            async with aclosing(self._relay(request, call.member)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except GeneratorExit:
-            if call.member is not None:
-                self._closing[request.request_id] = call.member
-            raise
+            call.member = member
+            stream = member.engine.generate(request)
+            lost = asyncio.create_task(member.lost.wait())
+            try:
+                while True:
+                    chunk = await _next_chunk(stream, lost, member)
+                    yield replace(chunk, engine=member.name)
+                    if chunk.finish_reason is not None:
+                        return
+            except EngineError as e:
+                member.suspect(str(e))
+                raise
+            except GeneratorExit:
+                self._closing[request.request_id] = member
+                raise
+            finally:
+                lost.cancel()
+                self._dispatch.release(member)
+                with suppress(EngineError):
+                    await stream.aclose()  # type: ignore[attr-defined]
         finally:
             del self._calls[request.request_id]
 
@@ -141,32 +153,13 @@ class EnginePool:
         await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
 
     async def _assign(self, request: GenerateRequest, call: _PoolCall) -> Member | None:
-        """Choose the member for a call; ``None`` when it was aborted meanwhile. Waits for one to come up, since all
-        may be out for a moment."""
+        """Choose the member for a call, which counts it as its load; ``None`` when it was aborted meanwhile. Waits for
+        one to come up, since all may be out for a moment."""
         while not call.aborted.is_set():
             if (member := self._dispatch.assign(request.prompt_key)) is not None:
                 return member
             await self._members.until_one_is_up(call.aborted)
         return None
-
-    async def _relay(self, request: GenerateRequest, member: Member) -> AsyncGenerator[Chunk, None]:
-        """Relay a call of a member that counts it as its load already."""
-        stream = member.engine.generate(request)
-        lost = asyncio.create_task(member.lost.wait())
-        try:
-            while True:
-                chunk = await _next_chunk(stream, lost, member)
-                yield replace(chunk, engine=member.name)
-                if chunk.finish_reason is not None:
-                    return
-        except EngineError as e:
-            member.suspect(str(e))
-            raise
-        finally:
-            lost.cancel()
-            self._dispatch.release(member)
-            with suppress(EngineError):
-                await stream.aclose()  # type: ignore[attr-defined]
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ are checked, has passed the check.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from rollover.clock import wait_for_any
 from rollover.engine.logprob_check import LogprobCheck
+from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.members import Health, Member, Members
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.errors import EngineError, EngineMismatch
@@ -33,15 +33,14 @@ class Watch:
         self._probe_interval_s = probe_interval_s
         self._mismatched: set[Member] = set()
         """Members that are out because they failed the log-prob check."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._watch(member)) for member in self._members.all]
+        for member in self._members.all:
+            self._tasks.start(self._watch(member))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def check_logprobs(self, *, strict: bool) -> dict[str, EngineError]:
         """See ``EnginePool.check_logprobs``."""

@@ -24,6 +24,6 @@ __all__ = ["ExactConfig", "FunctionConfig", "MathVerifyConfig", "RewardConfig", 
 
 
 def spec_from_json(value: Mapping[str, Any]) -> RewardSpec:
-    """Rebuild a spec from what ``RewardSpec.to_json`` gave."""
+    """Rebuild a spec from its ``asdict`` in JSON."""
     config = kinds(RewardConfig)[value["config"]["kind"]](**value["config"])
     return RewardSpec(**{**value, "config": config, "columns": tuple(value["columns"])})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Protocol
 
@@ -87,10 +87,6 @@ class RewardSpec:
     columns: tuple[str, ...] = ()
     """Columns that travel with the prompts, for the check of a function's signature."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Give the spec in plain JSON. ``rewards.spec_from_json`` is the inverse."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSample:
@@ -105,9 +101,6 @@ class RewardSample:
     completion: str
     """Decoded, without special tokens."""
     completion_ids: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "columns": dict(self.columns)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RewardSample:

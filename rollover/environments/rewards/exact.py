@@ -17,7 +17,6 @@ class ExactConfig(ExtractionSettings):
     ``<answer>paris, France</answer>`` 0.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     needs_answer: ClassVar[bool] = True
 
     kind: Literal["exact"] = "exact"
@@ -30,18 +29,18 @@ class ExactConfig(ExtractionSettings):
         return ExactReward(self, spec)
 
 
+@dataclass(frozen=True, slots=True)
 class ExactReward:
     """Compares the answer with the references, character by character but for white space."""
 
-    def __init__(self, config: ExactConfig, spec: RewardSpec) -> None:
-        self._config = config
-        self._spec = spec
+    config: ExactConfig
+    spec: RewardSpec
 
     async def score(self, sample: RewardSample) -> float:
-        answer = self._config.answer(sample.completion)
+        answer = self.config.answer(sample.completion)
         if answer is None:
             return 0.0
-        references = reference_texts(self._spec, sample, self._config.reference_extract)
+        references = reference_texts(self.spec, sample, self.config.reference_extract)
         return float(any(_squeezed(answer) == _squeezed(text) for text in references))
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollover.environments.columns import read_reference
+from rollover.environments.columns import read_column, read_conversation
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.errors import RewardError
 
@@ -69,9 +69,10 @@ def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> st
 
 
 def reference_answer(spec: RewardSpec, sample: RewardSample) -> Any:
-    """Read the reference answer as the row holds it."""
+    """Read the reference answer as the row holds it, be it the reply that ends the messages of the prompt."""
     assert spec.answer_column is not None
-    return read_reference(sample.columns, answer=spec.answer_column, prompt=spec.prompt_column)
+    found = read_conversation(sample.columns, spec.prompt_column) if spec.answer_column == spec.prompt_column else None
+    return read_column(sample.columns, spec.answer_column) if found is None or found.reply is None else found.reply
 
 
 def reference_texts(spec: RewardSpec, sample: RewardSample, how: ReferenceExtraction) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from rollover.environments.columns import REPLY, read_messages
+from rollover.environments.columns import REPLY, read_conversation
 from rollover.environments.returns import single_reward
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
@@ -29,7 +29,6 @@ class FunctionConfig(RewardSettings):
     completion_ids=[[7, 9]], most=100)`` of ``mine.py``, which returns ``[0.5]``, say.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     late_scores_zero: ClassVar[bool] = False
 
     kind: Literal["function"] = "function"
@@ -110,7 +109,7 @@ class FunctionReward:
         return single_reward(result, f"reward function {self._config.function}")
 
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
-        messages = read_messages(sample.columns, self._spec.prompt_column)
-        if messages is not None:
-            return messages, [{"role": "assistant", "content": sample.completion}]
+        found = read_conversation(sample.columns, self._spec.prompt_column)
+        if found is not None:
+            return found.prompt, [{"role": "assistant", "content": sample.completion}]
         return sample.prompt, sample.completion

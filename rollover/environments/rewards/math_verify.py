@@ -18,7 +18,6 @@ class MathVerifyConfig(RewardSettings):
     Example: with the reference ``"0.5"``, a response that ends in ``$\\boxed{\\frac{1}{2}}$`` scores 1.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     needs_answer: ClassVar[bool] = True
 
     kind: Literal["math_verify"] = "math_verify"

@@ -19,7 +19,6 @@ class VerifierConfig(ExtractionSettings):
     ``#### so -4`` 0.4 and ``#### 41`` 0.0.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     needs_verifier: ClassVar[bool] = True
 
     kind: Literal["verifier"] = "verifier"

@@ -42,8 +42,6 @@ class StrategyConfig:
         ``AprilConfig(over_sampling_batch_size=64).build(shared, engine)`` is an ``April`` that launches 64 groups.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     builds: ClassVar[type[Strategy]]
     """The strategy that these are the options of."""
     on_policy: ClassVar[bool] = False

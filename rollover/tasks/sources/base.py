@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollover.environments.columns import read_column, read_reply
+from rollover.environments.columns import read_column, read_conversation
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
@@ -124,7 +124,8 @@ class DatasetSettings(SourceSettings):
 
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
         """Give the assistant's turn that ends the messages, where they end with one, and else the answer column."""
-        return read_reply(prompt.columns, prompt_column) or self._answer(prompt)
+        found = read_conversation(prompt.columns, prompt_column)
+        return (found and found.reply) or self._answer(prompt)
 
     def _answer(self, prompt: Prompt) -> str:
         where = f"prompt {prompt.prompt_id}"

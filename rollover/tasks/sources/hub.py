@@ -20,8 +20,6 @@ class HubConfig(DatasetSettings):
     reward=ExactConfig(extract="hashes", reference_extract="hashes"))``.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["hf"] = "hf"
     """``"hf"`` chooses a dataset of the hub or a saved one."""
     split: str | None = None

@@ -30,8 +30,6 @@ class JsonlConfig(FileSettings):
     ``{"question": "7 * 6 =", "answer": "42"}``.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["jsonl"] = "jsonl"
     """``"jsonl"`` chooses a file of JSON lines."""
 

@@ -19,8 +19,6 @@ class ParquetConfig(FileSettings):
     reward=MathVerifyConfig())``.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["parquet"] = "parquet"
     """``"parquet"`` chooses a Parquet file."""
 

@@ -22,8 +22,6 @@ class ReasoningGymConfig(SourceSettings):
     ``... 4 - 1 - 7 =`` and the like; prompt 17 is called ``short/17@0``.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """``"reasoning_gym"`` chooses generated items."""
     dataset: str | None = None

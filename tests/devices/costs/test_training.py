@@ -29,10 +29,10 @@ def test_a_training_step_by_hand() -> None:
     trainer = trainer_costs(MODEL, SPEC, device(hbm_bytes=1e15), part())
     forward = 64 * 300 * (2 * 9e8 + 4 * 4 * 1024 * 150)
     optimizer_s = 2 * 16 * 1e9 / 2e12
-    assert trainer.cost().batch_s == pytest.approx(4 * forward / 400e12)
-    assert trainer.cost().fixed_s == pytest.approx(optimizer_s)
+    assert trainer.cost.batch_s == pytest.approx(4 * forward / 400e12)
+    assert trainer.cost.fixed_s == pytest.approx(optimizer_s)
     again = trainer_costs(MODEL, replace(SPEC, reference_model=True), device(), part(recompute=True))
-    assert again.cost().batch_s == pytest.approx(6 * forward / 400e12)
+    assert again.cost.batch_s == pytest.approx(6 * forward / 400e12)
 
 
 def test_state_is_sixteen_bytes_a_parameter_divided_over_its_shards() -> None:
@@ -45,8 +45,8 @@ def test_state_is_sixteen_bytes_a_parameter_divided_over_its_shards() -> None:
 
 
 def test_a_pipeline_fills_and_drains_once() -> None:
-    alone = trainer_costs(MODEL, SPEC, device(), part(tp=1, pp=1)).cost()
-    piped = trainer_costs(MODEL, SPEC, device(), part(tp=1, pp=4)).cost()
+    alone = trainer_costs(MODEL, SPEC, device(), part(tp=1, pp=1)).cost
+    piped = trainer_costs(MODEL, SPEC, device(), part(tp=1, pp=4)).cost
     micro_s = piped.batch_s / (64 * 300 / 500)
     hand_over_s = 1e-5 + 500 * 1024 * 2 / 400e9
     assert piped.batch_s == pytest.approx(alone.batch_s / 4)
@@ -56,8 +56,8 @@ def test_a_pipeline_fills_and_drains_once() -> None:
 
 def test_gradients_cross_the_network_once_a_step_and_hide_behind_the_last_micro_batch() -> None:
     slow = Link(bytes_per_s=1e9, latency_s=0.0)
-    alone = trainer_costs(MODEL, SPEC, device(), part(dp=2)).cost()
-    wide = trainer_costs(MODEL, SPEC, device(node_size=1, network=slow), part(dp=2)).cost()
+    alone = trainer_costs(MODEL, SPEC, device(), part(dp=2)).cost
+    wide = trainer_costs(MODEL, SPEC, device(node_size=1, network=slow), part(dp=2)).cost
     micro_s = alone.batch_s / (64 * 300 / 500 / 2)
     assert wide.batch_s == pytest.approx(alone.batch_s)
     assert wide.fixed_s - alone.fixed_s == pytest.approx(2 * 1 / 2 * 2e9 / 1e9 - micro_s)
@@ -65,7 +65,7 @@ def test_gradients_cross_the_network_once_a_step_and_hide_behind_the_last_micro_
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(0, 50)), min_size=1, max_size=4))
 def test_parts_that_share_a_batch_finish_together(pairs: list[tuple[float, float]]) -> None:
-    parts = tuple(PartCost(batch_s=a, fixed_s=b) for a, b in pairs)
+    parts = tuple(PartCost(part=part(), batch_s=a, fixed_s=b) for a, b in pairs)
     shares, step_s = balanced_shares(parts)
     assert sum(shares) == pytest.approx(1)
     for share, cost in zip(shares, parts, strict=True):

@@ -15,8 +15,6 @@ class SGLangConfig(ServerConfig):
     """SGLang servers over HTTP, 0.5.23 or later. A url may name a router: it is asked for its workers, and every call
     goes to a worker directly."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["sglang"] = "sglang"
     """`"sglang"` chooses this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("python", "-m", "sglang.launch_server")

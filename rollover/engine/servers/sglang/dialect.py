@@ -75,15 +75,12 @@ class SGLangDialect:
         await check_vocabulary(
             str(self._client), self._model, lambda token: self._one_token(logit_bias={str(token): 0.0})
         )
-        await self._check_reports()
-        return info.max_req_input_len
-
-    async def _check_reports(self) -> None:
         if (await self._one_token()).meta_info.weight_versions is None:
             raise EngineError(
                 f"{self._client} does not say which weights sampled which token (meta_info.weight_versions): use"
                 " SGLang 0.5.23 or later"
             )
+        return info.max_req_input_len
 
     async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:
         body = {

@@ -15,8 +15,6 @@ class VLLMConfig(ServerConfig):
     """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode
     processed_logprobs`."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     kind: Literal["vllm"] = "vllm"
     """`"vllm"` chooses this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("vllm", "serve")

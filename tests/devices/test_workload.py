@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.devices.lengths import length_buckets
+from rollover.devices.workload import length_buckets
 from rollover.errors import DataError
 
 SAMPLES = st.lists(st.integers(1, 50), min_size=1, max_size=6)

@@ -10,8 +10,8 @@ import pytest
 from rollover.environments.rewards import ExactConfig, FunctionConfig, VerifierConfig
 from rollover.errors import ConfigError
 from rollover.run.config import resolved, restore
-from rollover.tasks.formats import without_keys_of_other_kinds
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig
+from rollover.tasks.stored import without_keys_of_other_kinds
 
 REWARD: dict[str, Any] = {
     "kind": "verifier", "function": None, "params": {}, "extract": None, "answer_pattern": None,
@@ -39,7 +39,7 @@ STORED: dict[str, Any] = {
 
 def test_what_an_earlier_version_stored_is_the_same_config() -> None:
     before = copy.deepcopy(STORED)
-    config = restore(without_keys_of_other_kinds(STORED), "config.json")
+    config = restore(STORED, "config.json")
     assert before == STORED
     assert config.tasks.train == (
         ReasoningGymConfig(name="s", config={"max_terms": 3}, reward=VerifierConfig(extract="hashes")),
@@ -54,7 +54,7 @@ def test_a_key_of_another_kind_that_says_something_is_refused_still() -> None:
     stored = copy.deepcopy(STORED)
     stored["tasks"]["train"][1]["split"] = "test"
     with pytest.raises(ConfigError, match=r"tasks.train.1.split: unknown key of kind 'jsonl'; it belongs to kind 'hf'"):
-        restore(without_keys_of_other_kinds(stored), "config.json")
+        restore(stored, "config.json")
 
 
 @pytest.mark.parametrize("damaged", [{}, {"tasks": 3}, {"tasks": {"train": [7, {"kind": "zip"}]}, "sft": []}])

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.engine.base import Capabilities
+from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
 
 
-async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[TrainedEngine, WeightFolders | None]:
-    """Open the engine with the model in ``folder``; also return the folders through which servers get their weights."""
+async def open_engine(
+    config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]
+) -> tuple[TrainedEngine, WeightFolders | None]:
+    """Open the engine with the model in ``folder``; also return the folders through which servers get their weights.
+    ``notify`` shows the user what he has to know of it."""
     folders: WeightFolders | None = None
     engine_config = config.engine
     if isinstance(engine_config, SwarmConfig):
@@ -32,6 +36,10 @@ async def open_engine(config: RunConfig, run: RunDir, folder: Path) -> tuple[Tra
             run=run.identity(),
             max_context_tokens=needed,
             clock=SystemClock(),
+        )
+        notify(
+            f"the swarm listens on {swarm.url}; for each worker make out a token with rollover workers {run.path}"
+            " --add NAME"
         )
         return swarm, None
     if isinstance(engine_config, EmbeddedConfig):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rollover.errors import DataError, MissingExtra, RunError, require
+from rollover.errors import ConfigError, DataError, MissingExtra, RunError, require
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -21,6 +21,7 @@ from rollover.run import directory
 from rollover.run.config import RunConfig, WarmupConfig, check_context, resolved, variant
 from rollover.run.directory import RunDir
 from rollover.run.signals import Stopped
+from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import NO_SOURCE
 
 
@@ -151,11 +152,13 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.run.prepare import initial_policy
     from rollover.tasks.open import eval_sources
 
+    if isinstance(config.engine, SwarmConfig):
+        raise ConfigError("engine.kind 'swarm' is there to train: to evaluate, add --engine.kind embedded")
     folder = initial_policy(config, run.model, progress, metrics)
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:
-        engine, _ = await open_engine(config, run, folder)
+        engine, _ = await open_engine(config, run, folder, lambda text: None)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer)

@@ -91,7 +91,7 @@ async def open_session(
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         trainer = _open_trainer(config, folder, checkpoint, progress)
-        engine, folders = await open_engine(config, run, folder)
+        engine, folders = await open_engine(config, run, folder, progress.message)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
         check_capabilities(config, engine.capabilities)

@@ -108,6 +108,11 @@ class SwarmEngine:
             f"the swarm, which no worker has joined{where}" if not members else "the swarm, whose workers are all away"
         )
 
+    @property
+    def url(self) -> str:
+        """The address that workers are to join."""
+        return "" if self.gateway is None else self.gateway.url
+
     async def start(self) -> None:
         """Let workers dial in, and end leases in time."""
         if self._expiring is None:
@@ -296,8 +301,8 @@ class SwarmEngine:
             for name, member in self.coordinator.members.items():
                 if member.is_connected and not self._is_member(name):
                     self._perform(self.coordinator.distrust(name, "its token was revoked"))
-            if self._status is not None and self.gateway is not None:
-                self._status.write(swarm_status(self.coordinator, self.gateway.url))
+            if self._status is not None:
+                self._status.write(swarm_status(self.coordinator, self.url))
             await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
     # -- which members sample what they say -------------------------------------------------------------------

@@ -48,7 +48,7 @@ def scenario(plan: Plan) -> Scenario:
         engine = engine_on_links(topology, plan.model, workload, kind, replicas)
         device = engine.device
         pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
-        models += [engine_model(engine, pause_s=pause_s, batch_cap=kind.batch_cap)] * len(replicas)
+        models += [engine_model(engine, pause_s=pause_s, max_running=kind.batch_cap)] * len(replicas)
     return Scenario(
         replicas=tuple(models),
         trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / step_tokens(workload)),

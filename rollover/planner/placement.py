@@ -60,7 +60,7 @@ class Placement:
 
 
 def place(
-    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, *, seed: int = 0, metis: bool = False
+    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, *, metis: bool = False
 ) -> Placement:
     """Choose the nodes of each role, then of each pipeline and replica.
 
@@ -72,7 +72,7 @@ def place(
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)
     shares = compose(fabric, demands)
     first = metis_order(fabric, shares) if metis else None
-    arranged = arrange(fabric, shares, traffic, seed=seed, first=first)
+    arranged = arrange(fabric, shares, traffic, first=first)
     return _Assigner(topology, problem, solution, arranged).placement()
 
 

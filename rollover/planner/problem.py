@@ -32,7 +32,6 @@ class PlanSpec:
     """Whether the trainer has to be a single device."""
     metis: bool = False
     """Whether placement also starts from a METIS bisection."""
-    seed: int = 0
 
 
 def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:

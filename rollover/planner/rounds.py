@@ -56,7 +56,7 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
             if found:
                 break
             raise PlanError(why_infeasible(routed(problem, spec.routing)) if explain else "no plan keeps all limits")
-        placement = place(topology, model, problem, solution, seed=spec.seed, metis=spec.metis)
+        placement = place(topology, model, problem, solution, metis=spec.metis)
         real = costed_on_links(topology, model, problem, solution, placement, spec.routing)
         rounds.append(_round(solution, real))
         if real.solution is not None:

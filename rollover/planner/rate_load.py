@@ -92,7 +92,7 @@ class RateLoad:
         return np.ones_like(self.prices) if np.isnan(self.prices).any() else self.prices
 
     def cost(self, replicas: Floats, plan: int) -> float:
-        """What the replicas of each kind and a training plan count."""
+        """Count the replicas of each kind and a training plan at ``costs``."""
         return float(self.sizes * (self.of_type.T @ self.costs) @ replicas + self.training[plan] @ self.costs)
 
     def in_time(self, plans: Sequence[int]) -> Mask:

@@ -1,11 +1,10 @@
 """Policy-gradient algorithms (GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO) as rows of one table.
 
-``config``, ``registry`` and ``filters`` need no torch and are exported here; ``advantages``, ``objectives``,
-``losses``, ``corrections``, ``kl`` and ``metrics`` are the tensor functions behind the settings of a row.
+``config`` and ``registry`` need no torch and are exported here; ``advantages``, ``losses``, ``policy_loss``,
+``corrections``, ``kl``, ``untrained`` and ``metrics`` are the tensor functions behind the settings of a row.
 """
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
-from rollover.algorithms.filters import keep_group, trains_sample
 from rollover.algorithms.registry import ALGORITHMS, Algorithm
 
-__all__ = ["ALGORITHMS", "Algorithm", "AlgorithmConfig", "keep_group", "resolve", "trains_sample"]
+__all__ = ["ALGORITHMS", "Algorithm", "AlgorithmConfig", "resolve"]

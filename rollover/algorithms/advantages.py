@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms.registry import Algorithm
-from rollover.algorithms.shaping import overlong_punishment
 from rollover.errors import DataError
 
 
@@ -21,7 +20,7 @@ def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor
     """Return the rewards ``[B]`` plus the overlong punishment of so many response tokens."""
     if algorithm.overlong_buffer == 0:
         return rewards_B
-    shaping = [overlong_punishment(algorithm, max_response_tokens, n) for n in lengths_B.tolist()]
+    shaping = [algorithm.overlong_punishment(max_response_tokens, n) for n in lengths_B.tolist()]
     return rewards_B + rewards_B.new_tensor(shaping)
 
 

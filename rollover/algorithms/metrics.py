@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -24,33 +25,14 @@ from rollover.types import WasteCause
 LAGS = ("0", "1", "2", "3plus")
 """Bins of staleness, in policy versions."""
 
-TOKEN_SUMS = (
-    "tokens",
-    "trained",
-    "ratio",
-    "clip_low",
-    "clip_high",
-    "clip_dual",
-    "clip_at_start",
-    "is_weight",
-    "is_weight_squared",
-    "truncated",
-    "rejected",
-    "rollout_proximal_k1",
-    "rollout_proximal_k3",
-    "ref_k3",
-    "abs_advantage",
-)
-"""Quantities summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
-gradient."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMetrics:
     """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp."""
 
-    token_sums_LK: Tensor
-    """[lag bins, ``TOKEN_SUMS``]."""
+    token_sums_L: dict[str, Tensor]
+    """Quantities summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
+    gradient."""
     sample_sums_2: Tensor
     """Samples with a trained token; those of them in which every trained token is rejected."""
     maxima_3: Tensor
@@ -79,30 +61,31 @@ class LossMetrics:
         ref_k3_T = torch.zeros_like(rho_T)
         if tokens.ref_logprobs_T is not None:
             ref_k3_T = k3(tokens.trainer_logprobs_T - tokens.ref_logprobs_T)
-        columns = (
-            torch.ones_like(rho_T),
-            cause_T < 0,
-            now.ratio_T,
-            now.low_T,
-            now.high_T,
-            now.dual_T,
-            start.low_T | start.high_T | start.dual_T,
-            rho_T,
-            rho_T**2,
-            correction.truncated_T,
-            correction.rejected_T,
-            -log_rho_T,
-            k3(-log_rho_T),
-            ref_k3_T,
-            tokens.advantages_T.abs(),
-        )
-        values_TK = torch.stack([c.double() for c in columns], dim=1) * mask_T.double()[:, None]
+        columns = {
+            "tokens": torch.ones_like(rho_T),
+            "trained": cause_T < 0,
+            "ratio": now.ratio_T,
+            "clip_low": now.low_T,
+            "clip_high": now.high_T,
+            "clip_dual": now.dual_T,
+            "clip_at_start": start.low_T | start.high_T | start.dual_T,
+            "is_weight": rho_T,
+            "is_weight_squared": rho_T**2,
+            "truncated": correction.truncated_T,
+            "rejected": correction.rejected_T,
+            "rollout_proximal_k1": -log_rho_T,
+            "rollout_proximal_k3": k3(-log_rho_T),
+            "ref_k3": ref_k3_T,
+            "abs_advantage": tokens.advantages_T.abs(),
+        }
+        values_TK = torch.stack([c.double() for c in columns.values()], dim=1) * mask_T.double()[:, None]
         lag_T = tokens.staleness_T.clamp(max=len(LAGS) - 1)
         trained_B = tokens.sum_per_sample(mask_T)
         kept_B = tokens.sum_per_sample(mask_T * (1 - correction.rejected_T))
         log_weight_B = correction.log_weight_B.double().masked_fill(trained_B == 0, -math.inf)
+        sums_LK = values_TK.new_zeros(len(LAGS), len(columns)).index_add(0, lag_T, values_TK)
         return cls(
-            token_sums_LK=values_TK.new_zeros(len(LAGS), len(TOKEN_SUMS)).index_add(0, lag_T, values_TK),
+            token_sums_L=dict(zip(columns, sums_LK.unbind(1), strict=True)),
             sample_sums_2=torch.stack([trained_B > 0, (trained_B > 0) & (kept_B == 0)]).double().sum(1),
             maxima_3=torch.stack([x.double() * mask_T for x in (now.ratio_T, rho_T, tokens.staleness_T)]).amax(1),
             log_weight_sums_2=torch.stack([log_weight_B, 2 * log_weight_B]).logsumexp(1),
@@ -114,7 +97,7 @@ class LossMetrics:
     def merge(self, other: LossMetrics) -> LossMetrics:
         """Return the metrics of both parts together."""
         return LossMetrics(
-            token_sums_LK=self.token_sums_LK + other.token_sums_LK,
+            token_sums_L={name: sums_L + other.token_sums_L[name] for name, sums_L in self.token_sums_L.items()},
             sample_sums_2=self.sample_sums_2 + other.sample_sums_2,
             maxima_3=torch.maximum(self.maxima_3, other.maxima_3),
             log_weight_sums_2=torch.logaddexp(self.log_weight_sums_2, other.log_weight_sums_2),
@@ -135,12 +118,12 @@ class LossMetrics:
         caps (CISPO). ESS is the effective share ``(sum w)^2 / (n sum w^2)`` before any bound. Warns when
         stale tokens were trained without correction: their ratio reads 1 and no other metric would show it.
         """
-        parts = (self.token_sums_LK, self.sample_sums_2, self.maxima_3, self.log_weight_sums_2)
-        flat = torch.cat([p.flatten() for p in parts]).tolist()
-        width = len(TOKEN_SUMS)
-        bins = [dict(zip(TOKEN_SUMS, flat[i * width :], strict=False)) for i in range(len(LAGS))]
-        samples, samples_rejected, *maxima, log_w, log_w2 = flat[len(LAGS) * width :]
-        total = {name: sum(b[name] for b in bins) for name in TOKEN_SUMS}
+        parts = (*self.token_sums_L.values(), self.sample_sums_2, self.maxima_3, self.log_weight_sums_2)
+        flat = iter(torch.cat(parts).tolist())
+        by_name = {name: list(islice(flat, len(LAGS))) for name in self.token_sums_L}
+        bins = [dict(zip(by_name, values, strict=True)) for values in zip(*by_name.values(), strict=True)]
+        samples, samples_rejected, *maxima, log_w, log_w2 = flat
+        total = {name: sum(values) for name, values in by_name.items()}
         stale = total["tokens"] - bins[0]["tokens"]
         clip = "cap" if self.capped else "clip"
         out = {

@@ -1,18 +1,21 @@
 """The table of algorithms: GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++ and CISPO differ in their settings.
 
-The table is data and needs no torch. The functions behind the settings' values live in ``advantages``,
-``losses``, ``policy_loss``, ``corrections``, ``kl`` and ``filters``. Every row corrects stale tokens as decoupled PPO
-does (arXiv 2110.00641). To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run
-and the generated page know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
+The table is data and needs no torch. What needs none either, a row computes itself: which groups it keeps, which
+samples it trains, how it punishes length. The functions behind its other settings live in ``advantages``, ``losses``,
+``policy_loss``, ``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
+To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run and the generated page
+know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
+from rollover.types import FinishReason
 
 Advantage = Literal["group_std", "group_mean", "leave_one_out", "whitened", "group_mean_whitened", "history"]
 Objective = Literal["ppo_clip", "cispo", "reinforce"]
@@ -112,6 +115,29 @@ class Algorithm:
         """Is true when tokens of older versions are trained as if the current policy had sampled them."""
         sees_rollout = self.old == "rollout" and self.objective != "reinforce"
         return self.correction == "none" and not sees_rollout
+
+    def keeps_group(self, rewards_G: Sequence[float]) -> bool:
+        """Apply DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) to the unshaped rewards of one group: with
+        ``group_filter = "zero_signal"`` a group stays iff its rewards differ.
+
+        Like ``trains_sample`` it never looks at completion time, so that neither prefers short responses.
+        """
+        return self.group_filter == "none" or len(set(rewards_G)) > 1
+
+    def trains_sample(self, finish_reason: FinishReason) -> bool:
+        """Say whether the tokens of a sample that ended so have ``loss_mask`` 1."""
+        return not (self.mask_truncated and finish_reason is FinishReason.LENGTH)
+
+    def overlong_punishment(self, max_response_tokens: int, num_tokens: int) -> float:
+        """Compute DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4) of a response of ``num_tokens``.
+
+        With ``Lc = overlong_buffer * max_response_tokens`` it is 0 up to ``max - Lc`` tokens and falls linearly to -1
+        at ``max``. A truncated response has ``max`` tokens.
+        """
+        if self.overlong_buffer == 0:
+            return 0.0
+        buffer_tokens = self.overlong_buffer * max_response_tokens
+        return -min(max((num_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0.0), 1.0)
 
 
 def _check_choices(row: Algorithm) -> None:

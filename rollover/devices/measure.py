@@ -73,7 +73,10 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
     place = pick_device(device)
     sizes = sizes or (CPU if place.type == "cpu" else GPU)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = model or _scratch(Path(temporary) / "model", sizes.scratch)
+        folder = model
+        if folder is None:
+            folder = Path(temporary) / "model"
+            build_scratch_model(folder, build_tokenizer(["measured, not read"]), sizes.scratch)
         config = json.loads((folder / "config.json").read_text())
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
         link_s, link_latency_s = _link(place, sizes)
@@ -91,11 +94,6 @@ def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredS
             prefills=tuple(_prefills(folder, str(place), config, sizes)),
             steps=tuple(_steps(folder, str(place), config, sizes)),
         )
-
-
-def _scratch(folder: Path, config: ScratchConfig) -> Path:
-    build_scratch_model(folder, build_tokenizer(["measured, not read"]), config)
-    return folder
 
 
 def _processor() -> str:

@@ -5,7 +5,6 @@ Counts are those of the transformers implementations, to the parameter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +12,15 @@ from typing import Any
 
 from rollover.devices.records import ModelShape
 from rollover.errors import ModelError, nearest
+from rollover.hf.config import read_config
 
 
 def load(model: str | Path) -> ModelShape:
     """The shape of ``model``: a folder with a ``config.json``, such a file, or an id on the Hugging Face hub."""
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    elif not path.is_file():
-        path = _from_hub(str(model))
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file; a model folder has a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not a readable JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected a table of keys, got {type(config).__name__}")
-    name = path.parent.resolve().name if Path(model).exists() else str(model)
-    return parse(config, name=name, file=str(path))
+    path = Path(model) if Path(model).exists() else _from_hub(str(model))
+    file = path / "config.json" if path.is_dir() else path
+    name = file.parent.resolve().name if Path(model).exists() else str(model)
+    return parse(read_config(path), name=name, file=str(file))
 
 
 def parse(config: Mapping[str, Any], *, name: str, file: str = "config.json") -> ModelShape:

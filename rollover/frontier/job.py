@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rollover.errors import ConfigError
 from rollover.frontier import engine, report
 from rollover.frontier.replay import Recorded, read_recorded
 from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies
-from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_setup, read_scenario, shaped
+from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, read_scenario, shaped
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
@@ -121,14 +121,12 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         lengths = read_lengths(name, cap_tokens=cap)
         replica, note, unit = _engine(request, file, lengths, rollout, replicas)
         notes, known = (note,), Scenario(replicas=(replica,))
-    setup = build_setup(
-        name,
-        lengths,
-        known,
-        file,
-        rollout=rollout,
+    setup = Setup(
+        name=name,
+        lengths=lengths,
+        rollout=replace(rollout, max_new_tokens=lengths.cap_tokens),
         is_in_use=file.rollout is not None or recorded is not None,
-        replicas=replicas,
+        scenario=build_scenario(known, file, replicas),
         unit=unit,
         notes=notes,
         max_staleness=request.max_staleness,

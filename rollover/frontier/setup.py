@@ -172,36 +172,13 @@ def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tupl
     return (model,) * (count - fast) + (replace(model, fast_lane=True),) * fast
 
 
-def build_setup(
-    name: str,
-    lengths: Lengths,
-    known: Scenario,
-    file: ScenarioFile,
-    *,
-    rollout: SimulatedRollout,
-    is_in_use: bool,
-    replicas: int,
-    unit: Unit,
-    notes: tuple[str, ...],
-    max_staleness: int | None = None,
-) -> Setup:
-    """Put the parts together: ``replicas`` like the first of ``known``, which also has what the scenario file leaves
-    open."""
+def build_scenario(known: Scenario, file: ScenarioFile, replicas: int) -> Scenario:
+    """``replicas`` like the first of ``known``, which also has what the scenario file leaves open."""
     given = {key: value for key in _OF_SCENARIO if (value := getattr(file, key)) is not None}
     model = overlaid(known.replicas[0], file.engine)
     try:
-        scenario = replace(known, replicas=replicas_of(model, file.engine, replicas), **given)
+        return replace(known, replicas=replicas_of(model, file.engine, replicas), **given)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"scenario: {error}") from None
-    return Setup(
-        name=name,
-        lengths=lengths,
-        rollout=replace(rollout, max_new_tokens=lengths.cap_tokens),
-        is_in_use=is_in_use,
-        scenario=scenario,
-        unit=unit,
-        notes=notes,
-        max_staleness=max_staleness,
-    )

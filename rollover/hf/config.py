@@ -18,9 +18,10 @@ _SHAPE = (
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json``. Raises ``ModelError`` when the folder has none or it is not a table of keys."""
-    path = folder / "config.json"
-    if not folder.is_dir():
+    """Read ``config.json`` of a folder, or such a file by itself. Raises ``ModelError`` when there is none or it is not
+    a table of keys."""
+    path = folder if folder.is_file() else folder / "config.json"
+    if not folder.exists():
         raise ModelError(f"model folder {str(folder)!r} does not exist")
     if not path.is_file():
         raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")

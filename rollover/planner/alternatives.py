@@ -45,11 +45,7 @@ def on_one_device(plan: Plan) -> Alternative | None:
     """Return the best plan that trains on one device; ``None`` if the plan itself does, or if no device can."""
     if plan.solution.plan.num_devices == 1:
         return None
-    try:
-        made = make_plan(plan.fleet, replace(_spec(plan), one_device=True))
-    except PlanError:
-        return None
-    return _of_plan("training on one device", made)
+    return _planned("training on one device", plan, plan.fleet, replace(_spec(plan), one_device=True))
 
 
 def leaner(plan: Plan) -> Alternative | None:
@@ -61,11 +57,9 @@ def leaner(plan: Plan) -> Alternative | None:
     if any(device.price_per_hour is None for device in fleet.devices):
         nodes = (replace(node, device=replace(node.device, price_per_hour=1.0)) for node in fleet.nodes)
         fleet = replace(fleet, nodes=tuple(nodes))
-    try:
-        made = make_plan(fleet, replace(_spec(plan), target_steps_per_s=plan.solution.steps_per_s * (1 - ALMOST)))
-    except PlanError:
-        return None
-    return _of_plan("the cheapest plan that is almost as fast", replace(made, fleet=plan.fleet))
+    target = plan.solution.steps_per_s * (1 - ALMOST)
+    spec = replace(_spec(plan), target_steps_per_s=target)
+    return _planned("the cheapest plan that is almost as fast", plan, fleet, spec)
 
 
 def _spec(plan: Plan) -> PlanSpec:
@@ -79,11 +73,16 @@ def _spec(plan: Plan) -> PlanSpec:
     )
 
 
-def _of_plan(name: str, made: Plan) -> Alternative:
+def _planned(name: str, plan: Plan, fleet: Fleet, spec: PlanSpec) -> Alternative | None:
+    """Plan ``fleet``, which is that of ``plan`` but for prices; the prices of ``plan`` count."""
+    try:
+        made = make_plan(fleet, spec)
+    except PlanError:
+        return None
     return Alternative(
         name=name,
         steps_per_s=made.solution.steps_per_s,
-        cost_per_hour=made.cost_per_hour,
+        cost_per_hour=replace(made, fleet=plan.fleet).cost_per_hour,
         devices=made.used,
     )
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rollover.devices.costs.records import Mixture, PartCost
-from rollover.planner.records import Problem, Solution, Supply
+from rollover.planner.records import Problem, Supply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanonicalProblem:
-    """A problem in canonical order, and the way back."""
-
-    problem: Problem
-    places: tuple[int, ...]
-    """Place in the canonical order of each kind of replica of the original."""
-
-    def restored(self, solution: Solution) -> Solution:
-        return replace(
-            solution,
-            replicas=tuple(solution.replicas[i] for i in self.places),
-            rates=tuple(solution.rates[i] for i in self.places),
-        )
-
-
-def canonical(problem: Problem) -> CanonicalProblem:
-    """Sorted by what things are, never by what they are called."""
+def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
+    """Sorted by what things are, never by what they are called; beside it the new place of each kind of replica."""
 
     def signature(index: int) -> tuple[Any, ...]:
         c = problem.replica_kinds[index]
@@ -54,7 +38,7 @@ def canonical(problem: Problem) -> CanonicalProblem:
         mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
     )
     places = {index: place for place, index in enumerate(kinds)}
-    return CanonicalProblem(problem=ordered, places=tuple(places[i] for i in range(len(kinds))))
+    return ordered, tuple(places[i] for i in range(len(kinds)))
 
 
 def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:

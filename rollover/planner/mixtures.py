@@ -8,7 +8,7 @@ prices judge the whole table at once, at each rate anew, and only what they leav
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,12 +53,7 @@ class MixtureTable:
         )
 
     def kept(self, which: npt.NDArray[np.bool_] | Ints) -> MixtureTable:
-        return MixtureTable(
-            mixture=self.mixture[which],
-            first=self.first[which],
-            second=self.second[which],
-            cycle_s=self.cycle_s[which],
-        )
+        return MixtureTable(**{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def without(self, problem: Problem, plan: TrainingPlan) -> MixtureTable:
         """Without the plans of just these devices."""
@@ -144,7 +139,7 @@ def _cells(
     the mixture's, none of its types ``alone``."""
     one, other = _Side(mixture.first), _Side(mixture.second)
     step_s = np.full((len(one.sizes), len(other.sizes)), np.inf)
-    known = {(x, y) for x, y in _listed_pairs(mixture, listed)}
+    known = set(_listed_pairs(mixture, listed))
     for row, (start, end) in enumerate(one.groups):
         every = _step_s(one.batch_s[start:end, None], one.fixed_s[start:end, None], other.batch_s, other.fixed_s)
         for x, y in known:

@@ -58,8 +58,8 @@ def solve(
     ``simplify`` runs the later passes; without it the first optimum found is the answer.
     """
     began = time.perf_counter()
-    order = canonical(problem)
-    search = _Search(order.problem, gap, began + time_limit_s)
+    ordered, places = canonical(problem)
+    search = _Search(ordered, gap, began + time_limit_s)
     target = problem.target_steps_per_s
     try:
         found = search.fastest() if target is None else search.cheapest(target)
@@ -70,12 +70,17 @@ def solve(
     if simplify:
         found = search.simplified(found)
     solution = described(search.problem, found.point.y, found.point.plan, found.rate, bound=found.bound, gap=found.gap)
-    return replace(order.restored(solution), solve_s=time.perf_counter() - began)
+    return replace(
+        solution,
+        replicas=tuple(solution.replicas[i] for i in places),
+        rates=tuple(solution.rates[i] for i in places),
+        solve_s=time.perf_counter() - began,
+    )
 
 
 def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
     """Return False if it is proved that no plan reaches a rate, for no more than a cost where one is given."""
-    search = _Search(canonical(problem).problem, GAP, math.inf)
+    search = _Search(canonical(problem)[0], GAP, math.inf)
     return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
 
 
@@ -258,10 +263,9 @@ class _Search:
         target = self.problem.target_steps_per_s
         floor = found.rate * (1 - self.spare) if target is None else target
         load, point = RateLoad(self.problem, floor), found.point
-        costs = load.sizes * (load.of_type.T @ load.costs)
         try:
             if target is None:
-                least = float(costs @ point.y + load.training[point.plan] @ load.costs)
+                least = load.cost(point.y, point.plan)
                 while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
                     point, least = cheaper, cheaper.objective
             point = self._fewest_kinds(load.joined(self.problem), point)
@@ -297,8 +301,6 @@ class _Search:
     def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
         """The same trainer, at the same cost, with fewer of the kinds of replica in use."""
         program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
-        costs = load.sizes * (load.of_type.T @ load.costs)
-        spent = float(costs @ point.y + load.training[point.plan] @ load.costs)
-        program.limit(program.cost_row(load.costs), spent * (1 + 1e-6))
+        program.limit(program.cost_row(load.costs), load.cost(point.y, point.plan) * (1 + 1e-6))
         fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
         return point if fewer is None or np.count_nonzero(fewer.y) >= np.count_nonzero(point.y) else fewer

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollover.devices.costs.passes import batch_tokens, extra_passes
-from rollover.devices.costs.records import TrainingPlan
+from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.costs.training import trainer_costs
 from rollover.devices.records import BF16_BYTES, Device, ModelShape, WorkloadSpec
 from rollover.planner.arrangement import arrange, metis_order
@@ -60,7 +60,7 @@ class Placement:
 
 
 def place(
-    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, *, seed: int = 0, metis: bool = False
+    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, *, metis: bool = False
 ) -> Placement:
     """Choose the nodes of each role, then of each pipeline and replica.
 
@@ -72,13 +72,14 @@ def place(
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)
     shares = compose(fabric, demands)
     first = metis_order(fabric, shares) if metis else None
-    arranged = arrange(fabric, shares, traffic, seed=seed, first=first)
+    arranged = arrange(fabric, shares, traffic, first=first)
     return _Assigner(topology, problem, solution, arranged).placement()
 
 
-def _block(device: Device, tp: int, pp: int) -> int:
+def _block(device: Device, shape: TrainingPart | ReplicaKind) -> int:
     """Devices that are kept on one node: a whole pipeline where nodes hold a whole number of them, else a stage."""
-    return tp * pp if device.node_size % (tp * pp) == 0 else tp
+    size = shape.tp * shape.pp
+    return size if device.node_size % size == 0 else shape.tp
 
 
 def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
@@ -86,12 +87,12 @@ def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
     for c in solution.active:
         kind = problem.replica_kinds[c]
         if kind.device == device.name:
-            block = _block(device, kind.tp, kind.pp)
+            block = _block(device, kind)
             blocks[block] = blocks.get(block, 0) + solution.replicas[c] * kind.num_devices // block
     part = next((part for part in solution.plan.parts if part.device == device.name), None)
     if part is None:
         return Demand(replica_blocks=blocks)
-    return Demand(train_devices=part.num_devices, train_block=_block(device, part.tp, part.pp), replica_blocks=blocks)
+    return Demand(train_devices=part.num_devices, train_block=_block(device, part), replica_blocks=blocks)
 
 
 def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
@@ -124,32 +125,26 @@ class _Assigner:
                 self.rollout[i] = [self.nodes[i].num_devices - 1 - device for device in range(s.rollout)]
 
     def placement(self) -> Placement:
-        plan = self.solution.plan
+        plan, devices = self.solution.plan, self.topology.fleet.by_name
         training = [
             pipeline
             for member, part in enumerate(plan.parts)
-            for pipeline in self._pipelines(self.train, member, part.device, part.tp, part.pp, part.dp)
+            for pipeline in self._pipelines(self.train, member, part, part.dp)
         ]
-        kinds = self.problem.replica_kinds
-        devices = self.topology.fleet.by_name
-        blocks = {c: _block(devices[kinds[c].device], kinds[c].tp, kinds[c].pp) for c in self.solution.active}
-        order = sorted(blocks, key=lambda c: (-blocks[c], c))
+        kinds = {c: self.problem.replica_kinds[c] for c in self.solution.active}
         replicas = [
             pipeline
-            for c in order
-            for pipeline in self._pipelines(
-                self.rollout, c, kinds[c].device, kinds[c].tp, kinds[c].pp, self.solution.replicas[c]
-            )
+            for c in sorted(kinds, key=lambda c: (-_block(devices[kinds[c].device], kinds[c]), c))
+            for pipeline in self._pipelines(self.rollout, c, kinds[c], self.solution.replicas[c])
         ]
         return Placement(training=tuple(training), replicas=tuple(replicas))
 
     def _pipelines(
-        self, room: dict[int, list[int]], member: int, name: str, tp: int, pp: int, count: int
+        self, room: dict[int, list[int]], member: int, shape: TrainingPart | ReplicaKind, count: int
     ) -> Iterator[Pipeline]:
         """``count`` pipelines on the nodes of a type. Stages follow one another along a chain of wide links."""
-        nodes = [i for i, node in enumerate(self.nodes) if node.device.name == name and room[i]]
-        device = self.nodes[nodes[0]].device
-        block = _block(device, tp, pp)
+        nodes = [i for i, node in enumerate(self.nodes) if node.device.name == shape.device and room[i]]
+        block, tp, pp = _block(self.nodes[nodes[0]].device, shape), shape.tp, shape.pp
         stages: list[Stage] = []
         for node in self.topology.chain(nodes):
             while len(room[node]) >= block and len(stages) < count * pp:

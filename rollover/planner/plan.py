@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from rollover.devices.records import ModelShape, WorkloadSpec
-from rollover.errors import PlanError
 from rollover.planner.placement import Placement
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
 from rollover.planner.routing import Routing
@@ -126,31 +124,10 @@ class Plan:
         return {name: count for name, count in left.items() if count}
 
     def to_json(self) -> str:
-        """The whole plan; ``from_json`` reads it."""
+        """The whole plan, which pydantic reads back."""
         from pydantic import TypeAdapter
 
         return TypeAdapter(Plan).dump_json(self, indent=2).decode()
-
-    @staticmethod
-    def from_json(text: str, source: str = "plan") -> Plan:
-        """Raises ``PlanError`` naming ``source`` where the text is no plan."""
-        from pydantic import TypeAdapter, ValidationError
-
-        try:
-            return TypeAdapter(Plan).validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise PlanError(f"{source}: not a plan: {place}: {first['msg']}") from None
-
-    @staticmethod
-    def load(file: Path) -> Plan:
-        """Raises ``PlanError`` where the file is none or cannot be read."""
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{file}: cannot be read: {error}") from None
-        return Plan.from_json(text, str(file))
 
 
 def step_tokens(workload: WorkloadSpec) -> float:

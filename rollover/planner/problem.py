@@ -32,7 +32,6 @@ class PlanSpec:
     """Whether the trainer has to be a single device."""
     metis: bool = False
     """Whether placement also starts from a METIS bisection."""
-    seed: int = 0
 
 
 def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
@@ -69,10 +68,15 @@ def stock_problem(
     if one_device:
         plans, mixtures = [plan for plan in plans if plan.num_devices == 1], []
     return Problem(
-        supplies=tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items()),
+        supplies=supplies(stock),
         replica_kinds=tuple(kinds),
         plans=tuple(plans),
         mixtures=tuple(mixtures),
         workload=workload,
         max_staleness=max_staleness,
     )
+
+
+def supplies(stock: dict[Device, int]) -> tuple[Supply, ...]:
+    """So many devices of each type, for either role."""
+    return tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items())

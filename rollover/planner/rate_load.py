@@ -91,6 +91,10 @@ class RateLoad:
         """(G,): what a device of each type counts: its price, or 1 where some price is unknown."""
         return np.ones_like(self.prices) if np.isnan(self.prices).any() else self.prices
 
+    def cost(self, replicas: Floats, plan: int) -> float:
+        """Count the replicas of each kind and a training plan at ``costs``."""
+        return float(self.sizes * (self.of_type.T @ self.costs) @ replicas + self.training[plan] @ self.costs)
+
     def in_time(self, plans: Sequence[int]) -> Mask:
         """(C, W): what may be decoded where, so that the longest response keeps the bound with one of ``plans``."""
         return self.usable & (self.longest <= self.left_s(self.busy[list(plans)].min()))

@@ -38,13 +38,13 @@ def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
     return replace(fleet, nodes=tuple(nodes))
 
 
-def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *, explain: bool = True) -> Plan:
-    """The best plan found that may use every node; ``networks`` is what phase 1 assumes at first.
+def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Plan:
+    """The best plan found that may use every node.
 
     Raises:
         PlanError: nothing satisfies the limits; where it is to ``explain``, the message says which stand in the way.
     """
-    topology, model = Topology.of(fleet), spec.model
+    topology, networks, model = Topology.of(fleet), _inside(fleet), spec.model
     met: list[Problem] = []
     found: list[Plan] = []
     rounds: list[PlanningRound] = []
@@ -56,12 +56,22 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, networks: Mapping[str, Link], *
             if found:
                 break
             raise PlanError(why_infeasible(routed(problem, spec.routing)) if explain else "no plan keeps all limits")
-        placement = place(topology, model, problem, solution, seed=spec.seed, metis=spec.metis)
+        placement = place(topology, model, problem, solution, metis=spec.metis)
         real = costed_on_links(topology, model, problem, solution, placement, spec.routing)
         rounds.append(_round(solution, real))
         if real.solution is not None:
             proved = replace(real.solution, gap=solution.gap, solve_s=solution.solve_s)
-            found.append(_plan(spec, fleet, real.problem, proved, _renumbered(placement, solution.active)))
+            found.append(
+                Plan(
+                    fleet=fleet,
+                    model=model,
+                    workload=spec.workload,
+                    routing=spec.routing,
+                    problem=real.problem,
+                    solution=proved,
+                    placement=_renumbered(placement, solution.active),
+                )
+            )
         choice = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
         if rounds[-1].moved < SETTLED or choice in seen:
             break
@@ -85,16 +95,9 @@ def rank(plan: Plan) -> tuple[float, float]:
     return missing, plan.cost_per_hour or 0.0
 
 
-def _plan(spec: PlanSpec, fleet: Fleet, problem: Problem, solution: Solution, placement: Placement) -> Plan:
-    return Plan(
-        fleet=fleet,
-        model=spec.model,
-        workload=spec.workload,
-        routing=spec.routing,
-        problem=problem,
-        solution=solution,
-        placement=placement,
-    )
+def _inside(fleet: Fleet) -> dict[str, Link]:
+    """Return the links of a fleet of one node, which nothing leaves; none for larger fleets."""
+    return {node.device.name: node.device.link for node in fleet.nodes} if len(fleet.nodes) == 1 else {}
 
 
 def _renumbered(placement: Placement, active: Sequence[int]) -> Placement:

@@ -17,8 +17,8 @@ from rollover.errors import PlanError
 from rollover.planner.optimum import GAP, may_reach
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.problem import PlanSpec, fleet_problem
-from rollover.planner.records import Fleet, Supply
+from rollover.planner.problem import PlanSpec, fleet_problem, supplies
+from rollover.planner.records import Fleet
 from rollover.planner.rounds import best_of_rounds, rank, with_networks
 from rollover.planner.routing import routed
 from rollover.planner.solution import held
@@ -36,7 +36,7 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """
     best, refused = None, None
     try:
-        best = best_of_rounds(spec, fleet, _inside(fleet))
+        best = best_of_rounds(spec, fleet)
     except PlanError as error:
         refused = error
     for nodes in _parts(fleet):
@@ -54,7 +54,7 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
     try:
         if best is not None and not _may_beat(spec, part, best):
             return None
-        made = best_of_rounds(spec, part, _inside(part), explain=False)
+        made = best_of_rounds(spec, part, explain=False)
     except PlanError:
         return None
     return made if best is None or rank(made) < rank(best) else None
@@ -74,11 +74,7 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
 def _on(fleet: Fleet, plan: Plan, nodes: Sequence[int]) -> Plan:
     """Return the plan of a part as one of the whole fleet, whose other nodes are idle."""
     placement = plan.placement
-    supplies = tuple(
-        Supply(device=device.name, count=count, price_per_hour=device.price_per_hour)
-        for device, count in fleet.stock.items()
-    )
-    problem = replace(plan.problem, supplies=supplies)
+    problem = replace(plan.problem, supplies=supplies(fleet.stock))
     solution = held(problem, plan.solution.replicas)
     assert solution is not None, "more devices take no limit away"
     return replace(
@@ -123,11 +119,6 @@ def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
     kept = tuple(fleet.nodes[i] for i in nodes)
     names = {node.name for node in kept}
     return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))
-
-
-def _inside(fleet: Fleet) -> dict[str, Link]:
-    """Return the links of a fleet of one node, which nothing leaves; none for larger fleets."""
-    return {node.device.name: node.device.link for node in fleet.nodes} if len(fleet.nodes) == 1 else {}
 
 
 def _widest(fleet: Fleet) -> dict[str, Link]:

@@ -22,9 +22,7 @@ WARMUP_STEPS = 12
 MEASURED_STEPS = 24
 
 
-def check(
-    plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS, seed: int = 0
-) -> Window:
+def check(plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS) -> Window:
     """Simulate the plan under its staleness bound for ``warmup`` + ``steps`` training steps."""
     workload = plan.workload
     found = scenario(plan)
@@ -34,7 +32,7 @@ def check(
         max_staleness=plan.problem.max_staleness,
         num_running=found.max_running,
     )
-    return simulate(strategy, lengths, found, steps=warmup + steps, seed=seed).after(warmup)
+    return simulate(strategy, lengths, found, steps=warmup + steps, seed=0).after(warmup)
 
 
 def scenario(plan: Plan) -> Scenario:
@@ -48,7 +46,7 @@ def scenario(plan: Plan) -> Scenario:
         engine = engine_on_links(topology, plan.model, workload, kind, replicas)
         device = engine.device
         pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
-        models += [engine_model(engine, pause_s=pause_s, batch_cap=kind.batch_cap)] * len(replicas)
+        models += [engine_model(engine, pause_s=pause_s, max_running=kind.batch_cap)] * len(replicas)
     return Scenario(
         replicas=tuple(models),
         trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / step_tokens(workload)),

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
-from rollover.algorithms.filters import keep_group
-from rollover.algorithms.shaping import overlong_punishment
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import Engine, Placement
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -181,8 +179,8 @@ def _open_driver(
         state=state,
         journal=journal,
         limits=Limits.from_config(rollout),
-        keep_group=partial(keep_group, algorithm),
-        shaping=partial(overlong_punishment, algorithm, rollout.max_new_tokens),
+        keep_group=algorithm.keeps_group,
+        shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
         observer=observe,
         lockstep=config.deterministic,
         placement=engine if isinstance(engine, Placement) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
 from rollover.settings.changes import Inexact, said_by
@@ -56,10 +56,7 @@ class StepConfig:
     ``cuda:1``."""
 
     def __post_init__(self) -> None:
-        known = ("constant", "linear", "cosine")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        if self.schedule not in known:
-            raise ValueError(f"schedule {self.schedule!r} is unknown{nearest(self.schedule, known)}")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "at least 0")
         _require(0 <= self.final_lr_ratio <= 1, "final_lr_ratio", self.final_lr_ratio, "in [0, 1]")
         _require(0 <= self.adam_beta1 < 1, "adam_beta1", self.adam_beta1, "in [0, 1)")
@@ -68,9 +65,9 @@ class StepConfig:
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "at least 0 (0 is off)")
         _require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
-        dtypes = ("float32", "bfloat16")
-        if self.dtype not in dtypes:
-            raise ValueError(f"dtype {self.dtype!r} is unknown{nearest(self.dtype, dtypes)}")
+        for key, choices in (("schedule", Schedule), ("dtype", DType)):
+            if (value := getattr(self, key)) not in get_args(choices):
+                raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.algorithms.filters import trains_sample
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ConfigError
 from rollover.trainer.packing import PackedRow, TrainingSample, pack
@@ -53,7 +52,7 @@ class BatchTensors:
         for t in trajectories:
             assert t.reward is not None and t.finish_reason is not None, f"sample {t.sample_id} is not scored"
             rewards.append(t.reward)
-            masks.append(float(trains_sample(algorithm, t.finish_reason)))
+            masks.append(float(algorithm.trains_sample(t.finish_reason)))
         versions_T = np.array([v for t in trajectories for v in t.policy_versions], dtype=np.int64)
         assert (versions_T <= step).all(), f"the batch of step {step} has tokens of a later version"
         sizes = [len(g.trajectories) for g in groups]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, keep_group, resolve, trains_sample
+from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, resolve
 from rollover.errors import ConfigError
 from rollover.settings import schema
 from rollover.settings.toml import Document
@@ -106,15 +106,15 @@ def test_rows_can_be_read_without_torch() -> None:
 
 def test_dynamic_sampling_keeps_exactly_the_groups_whose_rewards_differ() -> None:
     dapo = row("dapo")
-    assert keep_group(dapo, (0.0, 1.0, 1.0))
-    assert not keep_group(dapo, (1.0, 1.0, 1.0))
-    assert not keep_group(dapo, (0.0, 0.0))
-    assert not keep_group(dapo, (0.5,))
-    assert keep_group(row("grpo"), (1.0, 1.0, 1.0))
+    assert dapo.keeps_group((0.0, 1.0, 1.0))
+    assert not dapo.keeps_group((1.0, 1.0, 1.0))
+    assert not dapo.keeps_group((0.0, 0.0))
+    assert not dapo.keeps_group((0.5,))
+    assert row("grpo").keeps_group((1.0, 1.0, 1.0))
 
 
 def test_only_truncated_samples_are_masked_and_only_on_request() -> None:
     masking: Algorithm = row("dapo", mask_truncated=True)
-    assert not trains_sample(masking, FinishReason.LENGTH)
-    assert trains_sample(masking, FinishReason.STOP)
-    assert trains_sample(row("dapo"), FinishReason.LENGTH)
+    assert not masking.trains_sample(FinishReason.LENGTH)
+    assert masking.trains_sample(FinishReason.STOP)
+    assert row("dapo").trains_sample(FinishReason.LENGTH)

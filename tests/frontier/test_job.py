@@ -42,11 +42,13 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
     Path("s.toml").write_text(
         "[engine]\nc0_s = 0.01\nb0 = 20.0\n[trainer]\nbase_s = 0.5\n"
         "[rollout]\nstrategy = { kind = 'concurrency', num_running = 12 }\nrollout_batch_size = 4\ngroup_size = 2\n"
+        "max_new_tokens = 120\n"
     )
     assert cli.main(["simulate", "tiny.toml", *QUICK[:4], "--scenario", "s.toml", "--json", "a.json"]) == 0
     content = json.loads(Path("a.json").read_text())
     assert content["unit"] == "s"
     assert content["rollout"]["strategy"]["num_running"] == 12
+    assert content["rollout"]["max_new_tokens"] == 120, "the cap of the lengths"
     assert "concurrency C=12" in [p["setting"] for p in content["points"]]
     assert "Training takes no time" not in capsys.readouterr().out
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.frontier.setup import ScenarioFile, build_setup, read_scenario, shaped
+from rollover.frontier.setup import ScenarioFile, build_scenario, read_scenario, shaped
 from rollover.rollout.strategies import AprilConfig, ConcurrencyConfig
 from rollover.sim.models import Latency
 from rollover.sim.scenario import Scenario
 from rollover.sim.strategies import SimulatedRollout
-from rollover.workload.source import capped
 from tests.frontier.kit import LAW, REPLICA, small
 
 KNOWN = Scenario(replicas=(REPLICA,))
@@ -42,21 +41,10 @@ def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
     )
     assert cap == 200
     assert file.rollout is not None
-    setup = build_setup(
-        "x",
-        capped(LAW, cap),
-        KNOWN,
-        file,
-        rollout=file.rollout,
-        is_in_use=True,
-        replicas=file.engine.replicas or 1,
-        unit="s",
-        notes=(),
-    )
-    assert setup.cap_tokens == setup.rollout.max_new_tokens == 200
-    assert setup.scenario.replicas == (replace(REPLICA, b0=33.0),) * 2 + (replace(REPLICA, b0=33.0, fast_lane=True),)
-    assert setup.scenario.trainer == Latency(base_s=4.0, s_per_token=0.001)
-    assert setup.scenario.kv_on_update == "keep"
+    scenario = build_scenario(KNOWN, file, file.engine.replicas or 1)
+    assert scenario.replicas == (replace(REPLICA, b0=33.0),) * 2 + (replace(REPLICA, b0=33.0, fast_lane=True),)
+    assert scenario.trainer == Latency(base_s=4.0, s_per_token=0.001)
+    assert scenario.kv_on_update == "keep"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +68,7 @@ def test_mistakes_are_named_with_their_line(tmp_path: Path, text: str, message: 
 def test_the_fast_lane_leaves_a_replica_for_the_others(tmp_path: Path) -> None:
     file, _ = read(tmp_path, "[engine]\nfast_lane_replicas = 2\n")
     with pytest.raises(ConfigError, match=r"fast_lane_replicas \(2\) must be below the number of replicas \(2\)"):
-        build_setup("x", LAW, KNOWN, file, rollout=SimulatedRollout(), is_in_use=False, replicas=2, unit="s", notes=())
+        build_scenario(KNOWN, file, 2)
 
 
 def test_another_batch_shape_keeps_the_setting_in_proportion() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 from collections import Counter
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from rollover.devices import workload
 from rollover.devices.model import parse
@@ -216,9 +216,7 @@ def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
 
 
 def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:
-    assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(PlanError, match=r"x\.json: not a plan: fleet"):
-        Plan.from_json(json.dumps({"model": 1}), "x.json")
+    assert TypeAdapter(Plan).validate_json(plan.to_json()) == plan
 
 
 def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan, tmp_path: Path) -> None:

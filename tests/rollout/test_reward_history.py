@@ -12,7 +12,6 @@ import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
-from rollover.algorithms.shaping import overlong_punishment
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
@@ -142,7 +141,7 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
         state=state,
         max_running=1,
         limits=Limits(),
-        shaping=partial(overlong_punishment, algorithm, 100),
+        shaping=partial(algorithm.overlong_punishment, 100),
     )
     scheduler.begin_round()
     for _ in range(12):

@@ -164,7 +164,7 @@ class EngineCore:
                 self._drafter.end(sequence)
         self._open.clear()
         self.scheduler.reset()
-        self._model_runner.zero_cache()
+        self._model_runner.kv.zero_()
         return ids
 
     def load(self, policy_version: int, source: WeightSource) -> list[Output]:
@@ -254,7 +254,7 @@ class EngineCore:
 
     def _copy(self, copies: list[BlockCopy]) -> None:
         if copies:
-            self._model_runner.copy_blocks(copies)
+            self._model_runner.kv.copy_blocks(copies)
 
     def _prefill(self, slices: list[PrefillSlice]) -> None:
         starts_B = np.array([piece.start for piece in slices])

@@ -22,7 +22,7 @@ from torch import Tensor
 from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.rotary import Heads, Rotary
 
 _HIDDEN = np.float32(-1e30)
 """Score of a position that is not there: finite, so that a block of nothing else gives no NaN."""
@@ -97,7 +97,7 @@ class DecodeAttention:
         used_BHN = np.broadcast_to(used_BN[:, None], rows_BHN.shape)
         counts = np.repeat(last_B + 1, self._num_heads)
         self._value_rows, self._value_starts = kv.to_device(rows_BHN[used_BHN]), kv.to_device(counts.cumsum() - counts)
-        self._heads = rotary.at(kv.to_device(lengths_B))
+        self._heads = Heads(rotary, kv.to_device(lengths_B))
         tails_B = tables_BN[np.arange(len(tables_BN)), last_B]
         self._slot_mapping = SlotMapping(kv.to_device(tails_B), kv.to_device(offsets_B))
 

@@ -22,7 +22,7 @@ from rollover.engine.embedded.kv_cache import KVCache, SlotMapping
 from rollover.engine.embedded.model import Attention, Layer
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.rotary import Heads, Rotary
 from rollover.engine.embedded.sampler import drawn, is_cut, sample
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
@@ -74,8 +74,8 @@ class GraphModelRunner(TorchModelRunner):
         if self._fits_triton:
             from rollover.engine.embedded.paged_triton import TritonAttention
 
-            return TritonAttention(self._kv, self._rotary, tables_BN, lengths_B)
-        return GatheredAttention(self._kv, self._rotary, tables_BN, lengths_B)
+            return TritonAttention(self.kv, self._rotary, tables_BN, lengths_B)
+        return GatheredAttention(self.kv, self._rotary, tables_BN, lengths_B)
 
 
 class GatheredAttention:
@@ -83,7 +83,7 @@ class GatheredAttention:
 
     def __init__(self, kv: KVCache, rotary: Rotary, tables_BN: Tensor, lengths_B: Tensor) -> None:
         self._kv, self._rotary, self._tables_BN = kv, rotary, tables_BN
-        self._heads = rotary.at(lengths_B)
+        self._heads = Heads(rotary, lengths_B)
         tails_B = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
         self._slot_mapping = SlotMapping(tails_B, lengths_B % kv.block_size)
         places = torch.arange(tables_BN.shape[1] * kv.block_size, device=kv.device)

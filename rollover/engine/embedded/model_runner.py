@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollover.engine.embedded.block_manager import BlockCopy
 from rollover.engine.embedded.decode import DecodeAttention
 from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Decoder, Slot, Weights
@@ -76,6 +75,9 @@ class ModelRunner(Protocol):
         ...
 
     @property
+    def kv(self) -> KVCache: ...
+
+    @property
     def scans_pool(self) -> bool:
         """True when decoding reads over gaps between the blocks in use."""
         ...
@@ -92,12 +94,6 @@ class ModelRunner(Protocol):
         keys and values are written before any query reads them."""
         ...
 
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """Copy all at once: every source is read before any destination is written."""
-        ...
-
-    def zero_cache(self) -> None: ...
-
 
 MakeModelRunner = Callable[[Architecture, RunnerSizes, torch.dtype, torch.device], ModelRunner]
 """Makes a model runner of a model's architecture, sizes, the type of its weights and a device."""
@@ -113,23 +109,17 @@ class TorchModelRunner:
         self.slots = weights.slots
         self._decoder = Decoder(weights, dtype)
         self._rotary = Rotary(arch, sizes.max_context, dtype, device)
-        self._kv = KVCache(arch, sizes.num_blocks, sizes.block_size, dtype, device)
+        self.kv = KVCache(arch, sizes.num_blocks, sizes.block_size, dtype, device)
 
     def prefill(self, tokens: InputBatch) -> None:
-        attention = PrefillAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
-        self._decoder.prefill(self._kv.to_device(tokens.token_ids_T), attention)
+        attention = PrefillAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
+        self._decoder.prefill(self.kv.to_device(tokens.token_ids_T), attention)
 
     def decode(
         self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
-        attention = DecodeAttention(self._kv, self._rotary, tokens.tables_BN, tokens.starts_B)
-        logits_BV = self._decoder.logits(self._kv.to_device(tokens.token_ids_T), attention)
+        attention = DecodeAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B)
+        logits_BV = self._decoder.logits(self.kv.to_device(tokens.token_ids_T), attention)
         tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B)
         ids, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()  # waits for the device, once
         return [int(i) for i in ids], logprobs
-
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        self._kv.copy_blocks(copies)
-
-    def zero_cache(self) -> None:
-        self._kv.zero_()

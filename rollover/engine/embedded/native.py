@@ -23,9 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.engine.embedded.block_manager import BlockCopy
 from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
-from rollover.engine.embedded.model import Layer, Slot, Weights
+from rollover.engine.embedded.model import Layer, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import is_cut, sample
@@ -191,9 +190,9 @@ class NativeModelRunner:
     ) -> None:
         self._kernels, self._arch = kernels, arch
         self._weights = Weights(arch, cpu, PackedLayout(kernels, weight_dtype))
+        self.slots = self._weights.slots
         self._rotary = Rotary(arch, sizes.max_context, torch.float32, cpu)
-        self._kv = KVCache(arch, sizes.num_blocks, sizes.block_size, torch.float32, cpu)
-        self._pools = [pool.numpy() for pool in (*self._kv.keys, *self._kv.values)]
+        self.kv = KVCache(arch, sizes.num_blocks, sizes.block_size, torch.float32, cpu)
         self._layers = (_Layer * arch.num_layers)(*map(self._layer, range(arch.num_layers)))
         self._model = self._record()
         rows, heads = max(sizes.max_decoded, sizes.max_prefilled), arch.num_heads * arch.head_dim
@@ -203,10 +202,6 @@ class NativeModelRunner:
         )
         self._workspace = [torch.empty(rows, width) for width in widths]
         self._logits = torch.empty(sizes.max_decoded, arch.vocab_size)
-
-    @property
-    def slots(self) -> dict[str, Slot]:
-        return self._weights.slots
 
     def prefill(self, tokens: InputBatch) -> None:
         self._forward(tokens, None, None)
@@ -222,14 +217,6 @@ class NativeModelRunner:
         drawing = Drawing(np.array([p.temperature for p in params], dtype=np.float32), uniforms_B)
         self._forward(tokens, logits_BV, drawing)
         return drawing.tokens_B.tolist(), drawing.logprobs_B.tolist()
-
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        source, destination = np.array(copies).T
-        for pool in self._pools:
-            pool[destination] = pool[source]
-
-    def zero_cache(self) -> None:
-        self._kv.zero_()
 
     def _forward(self, tokens: InputBatch, logits: Tensor | None, drawing: Drawing | None) -> None:
         starts_B, counts_B = tokens.starts_B, tokens.counts_B
@@ -253,7 +240,7 @@ class NativeModelRunner:
         return _Layer(
             *(layer.qkv.record(layer.qkv_bias), layer.output.record(layer.output_bias)),
             *(layer.gate_up.record(), layer.down.record()),
-            *(_address(tensor) for tensor in (*vectors, self._kv.keys[index], self._kv.values[index])),
+            *(_address(tensor) for tensor in (*vectors, self.kv.keys[index], self.kv.values[index])),
         )
 
     def _record(self) -> _Model:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.rotary import Heads, Rotary
 
 
 class PrefillAttention:
@@ -36,7 +36,7 @@ class PrefillAttention:
         visible = np.arange(tables_BN.shape[1] * kv.block_size) <= (
             starts_B[:, None, None] + np.arange(self._longest)[None, :, None]
         )
-        self._heads = rotary.at(kv.to_device(positions_T))
+        self._heads = Heads(rotary, kv.to_device(positions_T))
         self._slot_mapping = SlotMapping(kv.to_device(block_T), kv.to_device(positions_T % kv.block_size))
         self._packed, self._padded = kv.to_device(packed), kv.to_device(padded_T)
         self._tables = kv.to_device(tables_BN.reshape(-1))

@@ -23,9 +23,6 @@ class Rotary:
         angles = torch.outer(torch.arange(max_positions).float(), torch.tensor(arch.inv_freq))
         self.cosines, self.sines = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
-    def at(self, positions_T: Tensor) -> Heads:
-        return Heads(self, positions_T)
-
 
 class Heads:
     """Rotates tokens at some positions."""

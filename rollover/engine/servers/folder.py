@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.errors import EngineError, ModelError
+from rollover.hf.config import read_config
 from rollover.hf.weights import TensorInfo, read_weight_infos
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -31,12 +31,12 @@ class ModelFolder:
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
         """Raises ``ModelError`` when config or weights cannot be read."""
-        file = path / "config.json"
+        config = read_config(path)
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
             vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
             cache_numbers = _cache_numbers_per_token(config)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError) as e:
+            file = path / "config.json"
             raise ModelError(f"{file} does not tell the sizes of a language model: {type(e).__name__}: {e}") from None
         return cls(
             path=path,

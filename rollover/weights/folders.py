@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from rollover.hf.companions import read_companions, write_companions
 from rollover.hf.config import read_config
 from rollover.hf.folder import PARTIAL, write_folder
-from rollover.hf.weights import EMBEDDING, HEAD, read_weight_infos
+from rollover.hf.weights import EMBEDDING, HEAD
+from rollover.weights.formats import ServedFormats
 from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _KEPT = 2
@@ -38,7 +38,7 @@ class WeightFolders:
     def __init__(self, root: Path, *, like: Path) -> None:
         self._root = root
         self._companions = read_companions(like)
-        self._dtypes = {name: info.dtype for name, info in read_weight_infos(like).items()}
+        self._formats = ServedFormats(like)
         self._written: list[Path] = []
 
     def write(self, version: int, weights: Mapping[str, Tensor]) -> Path:
@@ -57,18 +57,8 @@ class WeightFolders:
         from safetensors.torch import save_file
 
         write_companions(self._companions, folder)
-        if HEAD in self._dtypes and HEAD not in weights:
-            weights = {**weights, HEAD: weights[EMBEDDING].clone()}
-        tensors = {
-            name: tensor.detach().to("cpu", self._dtype(name, tensor)).contiguous() for name, tensor in weights.items()
-        }
+        tensors = dict(self._formats.cast(weights))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        import torch
-
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return known.get(self._dtypes.get(name, ""), tensor.dtype)
 
     def _prune(self) -> None:
         for path in self._root.iterdir():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -29,6 +30,8 @@ from rollover.weights.base import DTYPE_BYTES
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 """A blob's name: the SHA-256 of its bytes in hexadecimal."""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.(json|txt|model|jinja)")
+"""Names of the files of a model folder that are sent."""
 MAX_TENSORS = 100_000
 MAX_BLOBS = 100_000
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -97,6 +100,14 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileRef, ...]
     tensors: tuple[PublishedTensor, ...]
     blobs: tuple[BlobRef, ...]
+    base_manifest: str | None = None
+    """Digest of the manifest of the base version, by which whoever does not hold it finds it; ``None`` for full
+    weights."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Epoch and version: of two publications of a run, the newer one has the higher age."""
+        return self.run_epoch, self.version
 
     @property
     def wire_bytes(self) -> int:
@@ -151,6 +162,10 @@ def _mistake(manifest: PublicationManifest) -> str | None:
         return f"it is {manifest.kind} with base version {manifest.base_version}"
     if len(manifest.tensors) > MAX_TENSORS or len(manifest.blobs) > MAX_BLOBS:
         return f"{len(manifest.tensors):,} tensors in {len(manifest.blobs):,} blobs are too many"
+    if (manifest.base_version is None) != (manifest.base_manifest is None):
+        return f"its base version is {manifest.base_version}, with the manifest {manifest.base_manifest}"
+    if manifest.base_manifest is not None and not DIGEST.fullmatch(manifest.base_manifest):
+        return f"the manifest of its base version, {manifest.base_manifest[:80]!r}, is no digest"
     blobs = [*manifest.blobs, *(file.blob for file in manifest.files)]
     for blob in blobs:
         if not DIGEST.fullmatch(blob.digest):
@@ -158,7 +173,7 @@ def _mistake(manifest: PublicationManifest) -> str | None:
         if not (0 <= blob.num_bytes <= MAX_BLOB_BYTES and 0 <= blob.raw_bytes <= MAX_BLOB_BYTES):
             return f"blob {blob.digest} has {blob.num_bytes:,} bytes, {blob.raw_bytes:,} decompressed"
     for file in manifest.files:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.(json|txt|model|jinja)", file.name):
+        if not FILE_NAME.fullmatch(file.name):
             return f"{file.name[:120]!r} is no file of a model folder that may be sent"
     num_stream_bytes = sum(blob.raw_bytes for blob in manifest.blobs)
     for tensor in manifest.tensors:
@@ -183,3 +198,10 @@ def tensor_bytes(tensor: PublishedTensor) -> int:
     for n in tensor.shape:
         num_bytes *= n
     return num_bytes
+
+
+def needed_blobs(digest: str, manifest: PublicationManifest) -> Iterator[str]:
+    """Yield the names of all blobs of a publication, that of its manifest first."""
+    yield digest
+    yield from (blob.digest for blob in manifest.blobs)
+    yield from (file.blob.digest for file in manifest.files)

@@ -1,0 +1,98 @@
+"""Sources of blobs: the one that has been fast and reliable comes first, the others are not forgotten.
+
+Pure bookkeeping; whoever downloads says what happened. A source is worth its success times its bandwidth, shared among
+the downloads that are under way there. A failure halves its success at once and time heals it slowly, so that a source
+that has recovered is found out about, and one that has not costs little.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+_HEAL_S = 300.0
+"""In so much time a source gets back 63 % of what failures took from its success."""
+_NEW_SHARE = 0.3
+"""Weight of the newest measurement of a bandwidth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceEstimate:
+    """The measurements of one source.
+
+    Example: ``SourceEstimate(success=0.5, bytes_per_s=2e7, num_active=1)`` of a source that has just failed once, and
+    else gives 20 MB/s.
+    """
+
+    success: float = 1.0
+    """Between 0 and 1: how likely it is to answer as it should, as of ``updated_s``."""
+    bytes_per_s: float | None = None
+    """``None`` before the first download."""
+    num_active: int = 0
+    updated_s: float = 0.0
+
+
+class BlobSources:
+    """The sources, by base URL, best guess first.
+
+    Example: ``BlobSources(["http://relay/blobs", "http://trainer/blobs"]).best()`` is the relay, until it disappoints.
+    """
+
+    def __init__(self, urls: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[str, SourceEstimate] = {}
+        self._urls: tuple[str, ...] = ()
+        self.use(urls)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """Take these from now on; what is known of them stays known."""
+        self._urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+        for url in self._urls:
+            self._known.setdefault(url, SourceEstimate(updated_s=self._clock()))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return self._urls
+
+    def estimate(self, url: str) -> SourceEstimate:
+        """Return what is known of a source now, with what time has healed."""
+        known, now_s = self._known[url], self._clock()
+        failed = (1 - known.success) * math.exp(-max(0.0, now_s - known.updated_s) / _HEAL_S)
+        return replace(known, success=1 - failed, updated_s=now_s)
+
+    def best(self, avoid: Collection[str] = ()) -> str | None:
+        """Return the source to ask next, or ``None`` when all are to be avoided."""
+        candidates = [url for url in self._urls if url not in avoid]
+        return max(candidates, key=self._worth, default=None)
+
+    def bandwidth_elsewhere(self, url: str) -> float:
+        """Return the bytes per second to be expected of the best other source; 0 when none is known."""
+        others = (self.estimate(other) for other in self._urls if other != url)
+        return max((other.success * (other.bytes_per_s or 0.0) for other in others), default=0.0)
+
+    def started(self, url: str) -> None:
+        """Note that a download from the source has begun; ``ended`` follows."""
+        known = self.estimate(url)
+        self._known[url] = replace(known, num_active=known.num_active + 1)
+
+    def ended(self, url: str, num_bytes: int, elapsed_s: float, *, well: bool) -> None:
+        """Note what a download has shown of the source."""
+        known = self.estimate(url)
+        bandwidth = known.bytes_per_s
+        if num_bytes:
+            measured = num_bytes / max(elapsed_s, 1e-6)
+            bandwidth = measured if bandwidth is None else (1 - _NEW_SHARE) * bandwidth + _NEW_SHARE * measured
+        self._known[url] = replace(
+            known,
+            success=known.success if well else known.success / 2,
+            bytes_per_s=bandwidth,
+            num_active=known.num_active - 1,
+        )
+
+    def _worth(self, url: str) -> float:
+        known = self.estimate(url)
+        fastest = max((other.bytes_per_s or 0.0 for other in self._known.values()), default=0.0)
+        bandwidth = 2 * fastest or 1.0 if known.bytes_per_s is None else known.bytes_per_s  # the unknown is tried
+        return known.success * bandwidth / (1 + known.num_active)

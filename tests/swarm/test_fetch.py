@@ -1,0 +1,688 @@
+"""What a worker fetches is the publisher's, bit for bit; whatever goes wrong, it keeps what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file
+
+from rollover.errors import EngineTimeout, ResourceError
+from rollover.swarm.download import BlobDownloads
+from rollover.swarm.fetch import WeightFetcher
+from rollover.swarm.fetched import FetchedWeights
+from rollover.swarm.manifest import PublicationError, PublicationManifest, open_manifest, sign
+from rollover.swarm.messages import Head
+from rollover.swarm.publisher import SwarmPublisher
+from tests.swarm.weights_kit import (
+    Answer,
+    BlobServer,
+    Weights,
+    assert_same,
+    initial_weights,
+    open_publisher,
+    served,
+    serving,
+    source,
+    versions,
+    whole,
+)
+
+VERSIONS = versions(7)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> SwarmPublisher:
+    return open_publisher(tmp_path, keep_versions=10)
+
+
+def publish(publisher: SwarmPublisher, *numbers: int) -> list[Head]:
+    return [publisher.publish(source(n, VERSIONS[n])).head for n in numbers]
+
+
+@asynccontextmanager
+async def open_fetcher(
+    publisher: SwarmPublisher, root: Path, *, run_id: str = "sums", max_model_bytes: int | None = None, **options: Any
+) -> AsyncIterator[WeightFetcher]:
+    downloads = partial(BlobDownloads, backoff_s=0.001, **options)
+    fetcher = WeightFetcher(
+        root, publisher.public_key, run_id=run_id, downloads=downloads, max_model_bytes=max_model_bytes
+    )
+    try:
+        yield fetcher
+    finally:
+        await fetcher.close()
+
+
+async def fetch(
+    fetcher: WeightFetcher, head: Head, *servers: BlobServer, run_epoch: int = 1, deadline_s: float = DEADLINE_S
+) -> FetchedWeights:
+    return await fetcher.fetch(head, [s.url for s in servers], run_epoch=run_epoch, deadline_s=deadline_s)
+
+
+def tensors(fetched: FetchedWeights) -> Weights:
+    return dict(fetched.tensors())
+
+
+def blob_names(publisher: SwarmPublisher, head: Head) -> set[str]:
+    return {blob.digest for blob in manifest_of(publisher, head).blobs}
+
+
+def manifest_of(publisher: SwarmPublisher, head: Head) -> PublicationManifest:
+    return open_manifest(publisher.blobs.read(head.manifest), publisher.public_key)
+
+
+def forge(publisher: SwarmPublisher, head: Head, key: Any = None, **changes: Any) -> Head:
+    """A publication like ``head`` but for ``changes``, signed by the publisher or by somebody else."""
+    manifest = msgspec.structs.replace(manifest_of(publisher, head), **changes)
+    digest = publisher.blobs.put(sign(manifest, key or publisher._key))
+    return Head(version=manifest.version, manifest=digest)
+
+
+def answers(digests: set[str], change: Callable[[bytes], bytes], *, times: int = 10**6) -> Answer:
+    """Blobs of these names come changed, the first so many times."""
+    left = [times]
+
+    def fault(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if digest not in digests or not left[0]:
+            return None
+        left[0] -= 1
+        return whole(change(content), start)
+
+    return fault
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 16]) + content[-8:]
+
+
+# -- what comes ---------------------------------------------------------------------------------------------------
+
+
+def test_full_weights_and_deltas_come_bit_for_bit(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            for version in range(3):
+                (head,) = publish(publisher, version)
+                fetched = await fetch(fetcher, head, server)
+                assert fetcher.held is fetched
+                assert (fetched.version, fetched.digest) == (version, head.manifest)
+                assert_same(tensors(fetched), served(VERSIONS[version]))
+                manifest = manifest_of(publisher, head)
+                files = sum(f.blob.num_bytes for f in manifest.files) if version == 0 else 0
+                size = len(publisher.blobs.read(head.manifest))
+                assert fetched.wire_bytes == manifest.wire_bytes + files + size
+                fetched.manifest.require_full(version, "an engine")
+                assert [spec.dtype for spec in fetched.manifest.tensors] == 3 * ["bfloat16"]
+            asked = server.num_asked
+            assert await fetch(fetcher, head, server) is fetched
+            assert server.num_asked == asked
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_the_folder_is_a_model_folder(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            for head in publish(publisher, 0, 1, 2):
+                fetched = await fetch(fetcher, head, server)
+                assert fetched.folder is None
+                folder = fetched.write_folder(tmp_path / "models")
+                assert fetched.folder == folder == fetched.write_folder(tmp_path / "models")
+        assert_same(load_file(folder / "model.safetensors"), dict(sorted(served(VERSIONS[2]).items())))
+        for name in ("config.json", "tokenizer.json"):
+            assert (folder / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+        assert set(os.listdir(tmp_path / "models")) == {"e1v1", "e1v2"}
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "a") as late, open_fetcher(publisher, tmp_path / "b") as lagging:
+            first, *_, last = publish(publisher, 0, 1, 2, 3, 4)
+            assert_same(tensors(await fetch(late, last, server)), served(VERSIONS[4]))
+            await fetch(lagging, first, server)
+            fetched = await fetch(lagging, last, server)
+            assert_same(tensors(fetched), served(VERSIONS[4]))
+            assert fetched.wire_bytes < manifest_of(publisher, first).wire_bytes / 2
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_chain_is_walked_no_further_than_full_weights(tmp_path: Path) -> None:
+    publisher = open_publisher(tmp_path, anchor_every=2, keep_versions=10)
+
+    async def scenario() -> None:
+        heads = publish(publisher, 0, 1, 2, 3)
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            await fetch(fetcher, heads[3], server)
+        assert {digest for digest, _ in server.asked} & {h.manifest for h in heads} == {
+            heads[2].manifest,
+            heads[3].manifest,
+        }
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_worker_that_is_started_again_fetches_only_what_is_new(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        first, second = publish(publisher, 0, 1)
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            await fetch(fetcher, first, server)
+            await fetch(fetcher, second, server)
+        asked = server.num_asked
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            again = await fetch(fetcher, second, server)
+            assert (server.num_asked, again.wire_bytes) == (asked, 0)
+            assert_same(tensors(again), served(VERSIONS[1]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_restart_of_the_trainer_from_an_older_checkpoint_is_news_under_its_higher_epoch(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        *_, head = publish(publisher, 0, 1, 2)
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            await fetch(fetcher, head, server)
+            again = open_publisher(tmp_path, run_epoch=2)
+            older = again.publish(source(1, VERSIONS[5])).head
+            assert_same(tensors(await fetch(fetcher, older, server, run_epoch=2)), served(VERSIONS[5]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+# -- blobs that arrive damaged, late or not at all --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c + b"x", lambda _: b"another"])
+def test_one_damaged_blob_costs_one_blob(
+    publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    (head,) = publish(publisher, 0)
+    names = blob_names(publisher, head)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
+        asked = [digest for digest, _ in server.asked]
+        assert len(asked) == len(set(asked)) + 1 and sum(asked.count(name) for name in names) == len(names) + 1
+
+    with serving(publisher.blobs.root, answers(names, change, times=1)) as server:
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c[: len(c) // 2]])
+def test_a_manifest_that_is_half_written_or_altered_is_fetched_again(
+    publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    (head,) = publish(publisher, 0)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
+
+    with serving(publisher.blobs.root, answers({head.manifest}, change, times=2)) as server:
+        asyncio.run(scenario())
+
+
+def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second = publish(publisher, 0, 1)
+    (name,) = blob_names(publisher, second)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            before = await fetch(fetcher, first, server)
+            with pytest.raises(EngineTimeout) as refusal:
+                await fetch(fetcher, second, server, deadline_s=0.3)
+            assert "version 1 of the weights was not there within" in str(refusal.value)
+            assert f"blob {name[:16]} from" in str(refusal.value) and server.url in str(refusal.value)
+            assert fetcher.held is before
+            assert_same(tensors(before), served(VERSIONS[0]))
+            server.fault = None
+            assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
+
+    with serving(publisher.blobs.root, answers({name}, flipped)) as server:
+        asyncio.run(scenario())
+
+
+def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    (name,) = blob_names(publisher, head)
+
+    def broken_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if digest != name or start >= 3000:
+            return None
+        status, headers, body = whole(content, start)
+        return status, headers, body[:1000]
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            fetched = await fetch(fetcher, head, server)
+            assert_same(tensors(fetched), served(VERSIONS[0]))
+            manifest = manifest_of(publisher, head)
+            expected = manifest.wire_bytes + sum(f.blob.num_bytes for f in manifest.files)
+            assert fetched.wire_bytes == expected + len(publisher.blobs.read(head.manifest))
+        assert [start for digest, start in server.asked if digest == name] == [0, 1000, 2000, 3000]
+
+    with serving(publisher.blobs.root, broken_off) as server:
+        asyncio.run(scenario())
+
+
+def test_a_worker_that_was_killed_goes_on_with_what_it_had(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    (name,) = blob_names(publisher, head)
+    (tmp_path / "worker" / "blobs").mkdir(parents=True)
+    (tmp_path / "worker" / "blobs" / f".partial-{name}").write_bytes(publisher.blobs.read(name)[:5000])
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
+        assert (name, 5000) in server.asked
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("range_answer", ["whole", "refused"])
+def test_a_source_without_range_gives_the_whole_blob_again(
+    publisher: SwarmPublisher, tmp_path: Path, range_answer: str
+) -> None:
+    (head,) = publish(publisher, 0)
+    (name,) = blob_names(publisher, head)
+    (tmp_path / "worker" / "blobs").mkdir(parents=True)
+    (tmp_path / "worker" / "blobs" / f".partial-{name}").write_bytes(b"something else")
+
+    def fault(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if not start:
+            return None
+        return whole(content) if range_answer == "whole" else (416, {"Content-Length": "0"}, b"")
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
+
+    with serving(publisher.blobs.root, fault) as server:
+        asyncio.run(scenario())
+
+
+def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tmp_path: Path) -> None:
+    publisher = open_publisher(tmp_path, anchor_every=4, keep_versions=10)
+    first, second, third = publish(publisher, 0, 1, 2)
+    publisher.blobs.path(second.manifest).unlink()
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            before = await fetch(fetcher, first, server)
+            message = "version 2 is a delta to version 1, which this worker does not hold and cannot get: no source has"
+            with pytest.raises(PublicationError, match=message):
+                await fetch(fetcher, third, server)
+            assert fetcher.held is before
+            shutil.rmtree(tmp_path / "swarm" / "blobs")
+            again = open_publisher(tmp_path, run_epoch=2)
+            full = again.publish(source(3, VERSIONS[3]))
+            assert full.kind == "full"
+            assert_same(tensors(await fetch(fetcher, full.head, server, run_epoch=2)), served(VERSIONS[3]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_missing_full_weights_are_said(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second = publish(publisher, 0, 1)
+    for name in blob_names(publisher, first):
+        publisher.blobs.path(name).unlink()
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            with pytest.raises(PublicationError, match=f"no source has blob {name}: {server.url}"):
+                await fetch(fetcher, second, server)
+            assert fetcher.held is None
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second = publish(publisher, 0, 1)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            await fetch(fetcher, first, server)
+        (name,) = blob_names(publisher, first)
+        (tmp_path / "worker" / "blobs" / name).write_bytes(b"rot")
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_a_delta_on_weights_that_have_been_altered_is_found_out_and_full_weights_are_taken(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
+    first, second = publish(publisher, 0, 1)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            held = await fetch(fetcher, first, server)
+            held.contents["model.layers.0.up.weight"][:] ^= 64
+            assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+# -- publications that are refused ----------------------------------------------------------------------------------
+
+
+def refused(publisher: SwarmPublisher, worker: Path, head: Head, message: str, *before: Head, **options: Any) -> None:
+    """After the publications ``before``, ``head`` is refused and changes nothing."""
+    run_epoch = options.pop("run_epoch", 1)
+    error = options.pop("error", PublicationError)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, worker, **options) as fetcher:
+            held = None
+            for earlier in before:
+                held = await fetch(fetcher, earlier, server)
+            with pytest.raises(error, match=message):
+                await fetch(fetcher, head, server, run_epoch=run_epoch)
+            assert fetcher.held is held
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_another_publishers_manifest(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    forged = forge(publisher, publish(publisher, 0)[0], Ed25519PrivateKey.generate())
+    refused(publisher, tmp_path / "worker", forged, "not signed by the publisher whose key this worker was given")
+
+
+def test_another_run(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    refused(publisher, tmp_path / "worker", head, "weights of the run 'sums', not of 'other'", run_id="other")
+
+
+def test_another_epoch_or_version_than_was_announced(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    message = "version 0 of epoch 2 was announced, but its manifest is that of version 0 of epoch 1"
+    refused(publisher, tmp_path / "a", head, message, run_epoch=2)
+    claimed = Head(version=7, manifest=head.manifest)
+    refused(publisher, tmp_path / "b", claimed, "version 7 of epoch 1 was announced, but .* version 0 of epoch 1")
+
+
+def test_old_publications_played_again_also_to_a_worker_that_was_started_again(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
+    first, second = publish(publisher, 0, 1)
+    message = "version 0 of epoch 1 is no news: this worker has had version 1 of epoch 1"
+    refused(publisher, tmp_path / "worker", first, message, second)
+    refused(publisher, tmp_path / "worker", first, message)
+
+
+def test_a_second_manifest_of_one_version(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    twin = forge(publisher, head, files=())
+    refused(publisher, tmp_path / "worker", twin, "version 0 of epoch 1 is no news", head)
+
+
+def test_another_tokenizer(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second = publish(publisher, 0, 1)
+    other = forge(publisher, second, model="0" * 64)
+    refused(publisher, tmp_path / "a", other, "version 1 has another config or tokenizer than version 0", first)
+    alone = forge(publisher, first, model="0" * 64)
+    refused(publisher, tmp_path / "b", alone, "config and tokenizer of version 0 are not those of its model")
+
+
+def test_a_tensor_that_does_not_come_out_as_the_manifest_says(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    tensors = manifest_of(publisher, head).tensors
+    wrong = forge(publisher, head, tensors=(msgspec.structs.replace(tensors[0], digest="0" * 64), *tensors[1:]))
+    message = "tensor 'model.embed_tokens.weight' of version 0 came out with the digest .* instead of 0000"
+    refused(publisher, tmp_path / "worker", wrong, message)
+
+
+def test_a_delta_on_another_base_than_it_was_made_from(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second, third = publish(publisher, 0, 1, 2)
+    wrong = forge(publisher, third, base_manifest=first.manifest, base_version=0)
+    message = "version 2 came out with the digest .* it was not made from version 0"
+    refused(publisher, tmp_path / "a", wrong, message, first)
+    refused(publisher, tmp_path / "b", wrong, message)
+    lying = forge(publisher, third, base_manifest=first.manifest)
+    refused(publisher, tmp_path / "c", lying, "version 2 of epoch 1 cannot rest on version 0", second)
+
+
+def test_a_delta_that_rests_on_a_later_version(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    first, second, third = publish(publisher, 0, 1, 2)
+    circle = forge(publisher, second, base_manifest=third.manifest, base_version=2)
+    refused(publisher, tmp_path / "worker", circle, "version 1 of epoch 1 cannot rest on version 2", first)
+
+
+def test_weights_beyond_this_machines_memory(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+    message = "the weights of version 0 take 46,720 bytes, this worker has memory for 40,000"
+    refused(publisher, tmp_path / "a", head, message, error=ResourceError, max_model_bytes=40_000)
+    tensors = manifest_of(publisher, head).tensors
+    huge = msgspec.structs.replace(tensors[0], shape=(2**30, 16), encoding="overwrite", num_bytes=0)
+    bomb = forge(publisher, *publish(publisher, 1), tensors=(huge,))
+    refused(publisher, tmp_path / "b", bomb, "take 34,359,738,368 bytes", head, error=ResourceError)
+
+
+def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    from rollover.swarm.stream import store
+
+    (head,) = publish(publisher, 0)
+    bomb = msgspec.structs.replace(store(b"\0" * 2**26, publisher.blobs), raw_bytes=46_720)
+    message = f"blob {bomb.digest} holds 67,108,864 bytes, the manifest says 46,720"
+    refused(publisher, tmp_path / "worker", forge(publisher, head, blobs=(bomb,)), message)
+
+
+# -- several sources, deadlines, a head that moves ------------------------------------------------------------------
+
+
+def test_a_slow_source_beside_a_fast_one_is_left(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    """The slow one has begun each blob when the fast one's bandwidth becomes known, and gives a few bytes more."""
+    heads = publish(publisher, 0, 1)
+    clock = [0.0]
+
+    class SlowClock:
+        def __call__(self) -> float:
+            clock[0] += 0.01
+            return clock[0]
+
+    def trickle(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        clock[0] += 1000.0
+        return None
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker", clock=SlowClock(), max_parallel=1) as fetcher:
+            await fetch(fetcher, heads[0], slow, fast)
+            asked = slow.num_asked
+            assert asked < fast.num_asked
+            assert_same(tensors(await fetch(fetcher, heads[1], slow, fast)), served(VERSIONS[1]))
+            assert slow.num_asked == asked
+
+    with serving(publisher.blobs.root, trickle) as slow, serving(publisher.blobs.root) as fast:
+        asyncio.run(scenario())
+
+
+def test_a_download_that_is_far_slower_than_another_source_goes_on_there(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
+    (head,) = publish(publisher, 0)
+    (name,) = blob_names(publisher, head)
+    now = [0.0]
+
+    async def scenario() -> None:
+        options = {"clock": lambda: now[0], "patience_s": 2.0, "max_parallel": 1}
+        async with open_fetcher(publisher, tmp_path / "worker", **options) as fetcher:
+            sources = fetcher._downloads.sources
+            sources.use([slow.url, fast.url])
+            for url, rate in ((slow.url, 1e9), (fast.url, 1e8)):  # the slow one was the fastest until now
+                sources.started(url)
+                sources.ended(url, int(rate), 1.0, well=True)
+            assert_same(tensors(await fetch(fetcher, head, slow, fast)), served(VERSIONS[0]))
+            assert sources.estimate(slow.url).success == 0.5
+        assert [start for digest, start in fast.asked if digest == name] == [2000]
+
+    def stalls(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if digest != name:
+            return None
+        status, headers, body = whole(content, start)
+
+        def time_passes() -> None:
+            partial = tmp_path / "worker" / "blobs" / f".partial-{name}"
+            while not (partial.exists() and partial.stat().st_size >= 1000):
+                os.sched_yield()
+            now[0] += 100.0
+
+        return status, headers, [body[:1000], time_passes, body[1000:2000]]
+
+    with serving(publisher.blobs.root, stalls) as slow, serving(publisher.blobs.root) as fast:
+        asyncio.run(scenario())
+
+
+def test_a_source_that_refuses_is_passed_over_and_another_is_used(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+
+    def refuses(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return 503, {"Content-Length": "0"}, b""
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            nobody = BlobServer(tmp_path, url="http://127.0.0.1:9/blobs")
+            fetched = await fetch(fetcher, head, nobody, down, up)
+            assert_same(tensors(fetched), served(VERSIONS[0]))
+            assert fetcher._downloads.sources.best() == up.url
+        assert down.num_asked <= 3
+
+    with serving(publisher.blobs.root, refuses) as down, serving(publisher.blobs.root) as up:
+        asyncio.run(scenario())
+
+
+def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            message = f"version 0 .* still waiting for blob {head.manifest[:16]} from {server.url}"
+            with pytest.raises(EngineTimeout, match=message):
+                await fetch(fetcher, head, server, deadline_s=0.1)
+            gate.set()
+            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
+
+    gate = threading.Event()
+    with serving(publisher.blobs.root, gate=gate) as server:
+        asyncio.run(scenario())
+
+
+def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    """The old fetch is cancelled, the new one goes on with the blobs that are there."""
+    first, second = publish(publisher, 0, 1)
+    arrived = threading.Event()
+    (name,) = blob_names(publisher, second)
+    gate = threading.Event()
+
+    def held_up(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if digest == name:
+            arrived.set()
+            gate.wait(20)
+        return None
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            before = await fetch(fetcher, first, server)
+            old = asyncio.create_task(fetch(fetcher, second, server))
+            await asyncio.to_thread(arrived.wait, 20)
+            (third,) = publish(publisher, 2)
+            new = asyncio.create_task(fetch(fetcher, third, server))
+            await asyncio.sleep(0)
+            assert fetcher.held is before
+            old.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await old
+            gate.set()
+            assert_same(tensors(await new), served(VERSIONS[2]))
+            assert fetcher.held is await new
+
+    with serving(publisher.blobs.root, held_up) as server:
+        asyncio.run(scenario())
+
+
+def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
+    publisher: SwarmPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.swarm import blobs
+
+    first, second = publish(publisher, 0, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            before = await fetch(fetcher, first, server)
+            with monkeypatch.context() as patched:
+                patched.setattr(blobs.os, "fsync", full)
+                with pytest.raises(ResourceError, match="no space left on the disk"):
+                    await fetch(fetcher, second, server)
+            assert fetcher.held is before
+            assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+
+
+def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    (head,) = publish(publisher, 0)
+
+    async def scenario() -> None:
+        authorization = {home.url: "Bearer secret"}
+        async with open_fetcher(publisher, tmp_path / "worker", authorization=authorization) as fetcher:
+            await fetch(fetcher, head, relay, home)
+
+    def refuses(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return 503, {"Content-Length": "0"}, b""
+
+    with serving(publisher.blobs.root, refuses) as relay, serving(publisher.blobs.root) as home:
+        asyncio.run(scenario())
+        assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
+
+
+def test_old_blobs_do_not_pile_up_at_the_worker(tmp_path: Path) -> None:
+    publisher = open_publisher(tmp_path, anchor_every=2)
+
+    async def scenario() -> None:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            for version in range(5):
+                await fetch(fetcher, *publish(publisher, version), server)
+        manifest = manifest_of(publisher, publisher.head)  # type: ignore[arg-type]
+        assert manifest.kind == "full"
+        return None
+
+    with serving(publisher.blobs.root) as server:
+        asyncio.run(scenario())
+    left = os.listdir(tmp_path / "worker" / "blobs")
+    assert len(left) <= 8  # two chains of at most two publications, and two files
+    assert torch.equal(initial_weights()["model.norm.weight"], VERSIONS[4]["model.norm.weight"])

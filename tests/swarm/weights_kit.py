@@ -1,0 +1,169 @@
+"""A small model with its publisher, and an HTTP server of blobs that misbehaves on request."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollover.swarm.publisher import SwarmPublisher
+from rollover.weights.sources import MemoryWeights
+
+Weights = dict[str, torch.Tensor]
+
+SIZES = {"model.embed_tokens.weight": (300, 64), "model.layers.0.up.weight": (64, 64), "model.norm.weight": (64,)}
+
+
+def initial_weights(seed: int = 0) -> Weights:
+    """In float32, as a trainer holds them."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.02 * torch.randn(*shape, generator=generator) for name, shape in SIZES.items()}
+
+
+def trained(weights: Weights, seed: int, *, learning_rate: float = 1e-6) -> Weights:
+    """One step on; the norm does not move."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: w if w.dim() == 1 else w + learning_rate * torch.randn(w.shape, generator=generator)
+        for name, w in weights.items()
+    }
+
+
+def versions(number: int, **options: Any) -> list[Weights]:
+    made = [initial_weights()]
+    while len(made) < number:
+        made.append(trained(made[-1], len(made), **options))
+    return made
+
+
+def save_model(folder: Path) -> Path:
+    """A model folder in bfloat16 with its companions."""
+    folder.mkdir(parents=True)
+    save_file({name: w.bfloat16() for name, w in initial_weights().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    (folder / "tokenizer.json").write_text(json.dumps({"vocab": ["a", "b"]}))
+    return folder
+
+
+def open_publisher(folder: Path, *, run_epoch: int = 1, run_id: str = "sums", **options: Any) -> SwarmPublisher:
+    """The publisher of the run in ``folder``; a second one is the same run started again."""
+    model = folder / "model"
+    return SwarmPublisher(
+        folder / "swarm",
+        run_id=run_id,
+        run_epoch=run_epoch,
+        model=model if model.exists() else save_model(model),
+        **options,
+    )
+
+
+def source(version: int, weights: Weights) -> MemoryWeights:
+    return MemoryWeights(version, weights)
+
+
+def served(weights: Weights) -> Weights:
+    return {name: w.bfloat16() for name, w in weights.items()}
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+Answer = Callable[["BlobServer", str, bytes, int], tuple[int, dict[str, str], Sequence[Any]] | None]
+
+
+@dataclass
+class BlobServer:
+    """Serves a folder of blobs, with Range.
+
+    ``faults`` answer first: (server, digest, content, first byte asked for) to (status, headers, body). A body shorter
+    than its Content-Length is a connection that breaks off; a body may be a list of bytes and calls made in between.
+    """
+
+    folder: Path
+    url: str = ""
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    authorized: list[str | None] = field(default_factory=list)
+    fault: Answer | None = None
+    gate: threading.Event | None = None
+    """Answers wait for it."""
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.asked)
+
+
+def whole(content: bytes, start: int = 0) -> tuple[int, dict[str, str], bytes]:
+    if not start:
+        return 200, {"Content-Length": str(len(content))}, content
+    headers = {
+        "Content-Length": str(len(content) - start),
+        "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}",
+    }
+    return 206, headers, content[start:]
+
+
+@contextmanager
+def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | None = None) -> Iterator[BlobServer]:
+    blobs = BlobServer(folder=folder, fault=fault, gate=gate)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            digest = self.path.rsplit("/", 1)[-1]
+            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+            blobs.asked.append((digest, start))
+            blobs.authorized.append(self.headers.get("Authorization"))
+            if blobs.gate is not None:
+                blobs.gate.wait(20)
+            path = folder / digest
+            content = path.read_bytes() if path.exists() else None
+            answer = blobs.fault(blobs, digest, content or b"", start) if blobs.fault is not None else None
+            if answer is None:
+                answer = (404, {"Content-Length": "0"}, b"") if content is None else whole(content, start)
+            status, headers, body = answer
+            try:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                num_sent = 0
+                for part in [body] if isinstance(body, bytes) else body:
+                    if isinstance(part, bytes):
+                        self.wfile.write(part)
+                        num_sent += len(part)
+                    else:
+                        part()
+            except OSError:
+                self.close_connection = True
+            if num_sent < int(headers.get("Content-Length", 0)):
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    blobs.url = f"http://127.0.0.1:{server.server_address[1]}/blobs"
+    try:
+        yield blobs
+    finally:
+        if gate is not None:
+            gate.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def command(run: Path, add: str | None, out: Path | None, revoke: str | None) -> None:
     """List the workers of RUN, or let workers join and send them away."""
     require("msgspec", "cryptography", purpose="rollover workers")
-    if not (run / "config.toml").exists():
-        raise RunError(f"{run} is no run directory: it has no config.toml")
+    if not (run / "config.json").exists():
+        raise RunError(f"{run} is no run directory: it has no config.json")
     if out is not None and add is None:
         raise ConfigError("--out is for the token of a new worker: give --add NAME as well")
     if add is not None:

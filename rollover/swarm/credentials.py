@@ -59,7 +59,8 @@ class Credentials:
 
     def member_of(self, authorization: str | None) -> str | None:
         """Return the name of the worker that sent an ``Authorization`` header, ``None`` when it may not join."""
-        return member_of(authorization, self.hashes())
+        scheme, _, text = (authorization or "").partition(" ")
+        return member_of(text.strip(), self.hashes()) if scheme.lower() == "bearer" else None
 
     def _write(self, hashes: Mapping[str, str]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,9 @@ class SwarmConfig:
     anchor_every: Changeable[int] = 20
     """Every so many publications the full weights are published, the others as what has changed. 1 switches that
     off."""
+    max_running: Changeable[int] = 256
+    """Samples that all workers together decode at the same time, at most: about what those that you expect have room
+    for. Strategies that keep the engine full keep so many open."""
     lease_s: Changeable[float] = 15.0
     """A worker that was not heard of for so long has lost its calls, which others go on with."""
     abort_timeout_s: Changeable[float] = 10.0
@@ -62,8 +65,9 @@ class SwarmConfig:
         for key in ("lease_s", "abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {value}")
-        if self.anchor_every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}")
+        for key in ("anchor_every", "max_running"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         for url in self.blob_urls:
             if not re.fullmatch(r"https?://[^\s?#@]+", url):
                 raise ValueError(f"blob_urls must look like 'https://relay/blobs', got {url!r}")
@@ -77,7 +81,7 @@ class SwarmConfig:
     @property
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
-        return DeclaredCapabilities(in_flight_update=True, cuts_logprobs=True)
+        return DeclaredCapabilities(max_running=self.max_running)
 
 
 def _is_loopback(host: str) -> bool:

@@ -58,7 +58,7 @@ class SwarmEngine:
         is_member: says whether the token of a worker, by name, is still valid.
         status: where the state of the swarm is written for people.
 
-    Example: ``capabilities.max_running`` is 0 before the first worker has joined, 16 when one with room for 16 has.
+    Example: ``room()`` is 0 before the first worker has joined, 16 when one with room for 16 has.
     """
 
     needs_folder = False
@@ -140,7 +140,7 @@ class SwarmEngine:
         """Report what the connected members can do together."""
         each = [m.ready for m in self.coordinator.members.values() if m.ready is not None]
         return Capabilities(
-            max_running=self.coordinator.max_running,
+            max_running=self._config.max_running,
             max_context_tokens=self.coordinator.run.max_context_tokens,
             in_flight_update=True,
             seeded=bool(each) and all(ready.seeded for ready in each),
@@ -258,7 +258,7 @@ class SwarmEngine:
 
     def room(self) -> int:
         """Return how many calls the members decode at the same time, all together."""
-        return self.coordinator.max_running
+        return min(self._config.max_running, self.coordinator.max_running)
 
     def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
         """See ``Placement.reserve``."""

@@ -114,7 +114,7 @@ def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
             chunks = await call
             assert tokens(chunks) == response("g0.0.")
             assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
-            assert engine.stats().decoded_tokens == LENGTH and engine.capabilities.max_running == 4
+            assert engine.stats().decoded_tokens == LENGTH and engine.room() == 4
 
     run(law)
 

@@ -70,7 +70,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         tokens_per_c0=window.tokens_per_s,
         iterations=window.iterations,
         prefill=window.prefilled_tokens / PREFILL / len(window.steps),
-        lag=window.lag,
+        lag=window.lag.mean,
         mean_length=window.mean_length,
     )
 

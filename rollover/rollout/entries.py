@@ -23,13 +23,6 @@ SETTLED = (SCORED, FAILED)
 STARTABLE = (WAITING, PARKED)
 
 
-class GroupState(StrEnum):
-    OPEN = "open"
-    READY = "ready"
-    CONSUMED = "consumed"
-    DROPPED = "dropped"
-
-
 @dataclass(slots=True)
 class SampleEntry:
     """One sample's place in the ledger."""
@@ -40,9 +33,6 @@ class SampleEntry:
     reward: float | None = None
     state: SampleState = WAITING
     num_tokens: int = 0
-    num_stops: int = 0
-    """How often it was parked, or sent back to wait."""
-    failure: str = ""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -59,7 +49,6 @@ class GroupEntry:
     group_id: int
     prompt: Prompt
     samples: list[SampleEntry]
-    state: GroupState = GroupState.OPEN
     start_version: int | None = None
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0

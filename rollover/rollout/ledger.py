@@ -28,7 +28,6 @@ from rollover.rollout.entries import (
     STARTABLE,
     WAITING,
     GroupEntry,
-    GroupState,
     SampleEntry,
     SampleState,
 )
@@ -94,18 +93,12 @@ class Ledger:
         """Steps of those batches that are to be stepped over."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
-        self.num_events = 0
-        """Events applied."""
         self.num_admitted = 0
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
         """Groups dropped, by cause."""
         self.num_failed = 0
         """Samples failed."""
-        self.num_scored = 0
-        """Samples scored."""
-        self.num_samples_trained = 0
-        self.num_resumes_trained = 0
         for event in events:
             self.apply(event)
 
@@ -139,7 +132,6 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
-        self.num_events += 1
         match event:  # the frequent ones first
             case SegmentEnded():
                 self._segment(event)
@@ -149,11 +141,10 @@ class Ledger:
                 self._score(event)
             case GroupOpened():
                 self._open(event)
-            case SampleFailed(sample_id=sample_id, reason=reason):
+            case SampleFailed(sample_id=sample_id):
                 sample = self.sample(sample_id)
                 assert sample.state not in SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 self._leave(sample_id, sample)
-                sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
                 self._settle(sample_id, FAILED)
@@ -226,7 +217,6 @@ class Ledger:
             return
         del self.running[sample_id]
         if reason is _ABORT:
-            sample.num_stops += 1
             self._park(sample_id, sample)
         else:
             sample.state = FINISHED
@@ -239,7 +229,6 @@ class Ledger:
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         del self.unscored[sample_id]
         sample.reward = event.reward
-        self.num_scored += 1
         self._settle(sample_id, SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
@@ -272,7 +261,6 @@ class Ledger:
         group.num_unsettled -= 1
         if group.num_unsettled == 0:
             del self.open[group.group_id]
-            group.state = GroupState.READY
             self.ready[group.group_id] = group
             if group.start_version is not None:
                 self.starts_of_open[group.start_version] -= 1
@@ -280,19 +268,16 @@ class Ledger:
 
     def _drop(self, event: GroupDropped) -> None:
         group = self.groups[event.group_id]
-        assert group.state in (GroupState.OPEN, GroupState.READY), f"group {event.group_id} is {group.state}"
-        places = (
-            (self.open, self.starts_of_open) if group.state is GroupState.OPEN else (self.ready, self.starts_of_ready)
-        )
-        del places[0][event.group_id]
+        is_open = event.group_id in self.open
+        assert is_open or event.group_id in self.ready, f"group {event.group_id} is consumed and cannot be dropped"
+        del (self.open if is_open else self.ready)[event.group_id]
         if group.start_version is not None:
-            places[1][group.start_version] -= 1
+            (self.starts_of_open if is_open else self.starts_of_ready)[group.start_version] -= 1
         for sample in group.samples:
             self._leave(sample.sample_id, sample)
             if sample.state is not FAILED:
                 self.tokens.wasted[event.cause] += sample.num_tokens
         del self.groups[event.group_id]
-        group.state = GroupState.DROPPED
         self.dropped[event.cause] += 1
         if event.prompt_returned:
             self.returned.append(group.prompt)
@@ -306,7 +291,6 @@ class Ledger:
             assert len(set(group_ids)) == len(group_ids), "a group is trained once"
             for group_id in group_ids:
                 group = self.ready.pop(group_id)
-                group.state = GroupState.CONSUMED
                 if group.start_version is not None:  # else each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
@@ -327,8 +311,6 @@ class Ledger:
             for sample in self.groups[group_id].samples:
                 if sample.state is SCORED:
                     self.tokens.trained += sign * sample.num_tokens
-                    self.num_samples_trained += sign
-                    self.num_resumes_trained += sign * sample.num_stops
         self.num_consumed += sign * len(self.batches[step])
 
     def _restart(self, event: Restarted) -> None:
@@ -357,7 +339,10 @@ class Ledger:
         places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
         counts: Counter[SampleState] = Counter()
         live = 0
+        consumed = {i for ids in self.batches.values() for i in ids}
+        assert len(consumed) == sum(map(len, self.batches.values())), "a group is in two batches"
         for group in self.groups.values():
+            is_consumed = group.group_id in consumed
             unsettled = 0
             for sample in group.samples:
                 counts[sample.state] += 1
@@ -367,20 +352,18 @@ class Ledger:
                     assert (sample.sample_id in place) == (sample.state is state), (
                         f"{sample.sample_id} is not only {sample.state}"
                     )
-                if sample.state is not FAILED and group.state is not GroupState.CONSUMED:
+                if sample.state is not FAILED and not is_consumed:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
             startable = sum(s.state in STARTABLE for s in group.samples)
             assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
-            assert (group.group_id in self.open) == (group.state is GroupState.OPEN)
-            assert (group.group_id in self.ready) == (group.state is GroupState.READY)
+            assert (group.group_id in self.open) == (unsettled > 0), f"group {group.group_id} is not only open"
+            assert (group.group_id in self.ready) == (unsettled == 0 and not is_consumed)
         for state, place in places.items():
             assert counts[state] == len(place), f"a {state} sample belongs to no group"
         assert self._startable == sorted(i for i, g in self.groups.items() if g.num_startable), "a group waits unseen"
         for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):
             assert +starts == Counter(g.start_version for g in groups.values() if g.start_version is not None)
-        consumed = [i for ids in self.batches.values() for i in ids]
-        assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
         live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"

@@ -21,12 +21,13 @@ from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
-from rollover.sim.dispatch import Fleet, Placing
+from rollover.sim.dispatch import Fleet
 from rollover.sim.memory import rare_collections
 from rollover.sim.models import Latency
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.scenario import Scenario
+from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 
@@ -92,7 +93,6 @@ class _Run:
         self._workload = workload
         self._scenario = scenario
         self._rng = random.Random(seed)
-        self._placing = strategy if isinstance(strategy, Placing) else None
         state = RolloutState()
         self._view = state.view
         self._ledger = state.ledger
@@ -139,10 +139,7 @@ class _Run:
         return Simulation(
             steps=tuple(self._records),
             tokens=self._ledger.tokens,
-            num_events=self._ledger.num_events,
-            num_preempted=sum(r.num_preempted for r in self._fleet.replicas),
             admitted_lengths=tuple(self._admitted),
-            capacity=sum(r.b0 for r in self._scenario.replicas),
         )
 
     # -- what happens ----------------------------------------------------------------------------------------
@@ -203,17 +200,15 @@ class _Run:
         self._batch_is_due = False
         batch = self._scheduler.consume(self._now_s)
         seconds = self._scenario.trainer.seconds(ledger.tokens.trained - num_trained, self._rng)
-        self._enter(self._now_s + seconds, _TRAINED, (batch, self._now_s))
+        self._enter(self._now_s + seconds, _TRAINED, batch)
 
-    def _publish(self, trained: tuple[Batch, float]) -> None:
+    def _publish(self, batch: Batch) -> None:
         """The trainer is done: new weights, and the next round."""
-        batch, consumed_s = trained
         ledger, scheduler = self._ledger, self._scheduler
         version = batch.step + 1
         self._fleet.advance(self._now_s)
-        meter = Meter.read(self._fleet, ledger, self._now_s)
-        used = meter.since(self._meter)
-        self._records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=self._now_s))
+        meter = Meter.read(self._fleet.replicas, self._now_s)
+        self._records.append(step_record(batch, meter.since(self._meter)))
         self._meter = meter
         for replica in self._fleet.replicas:
             for call, num_decoded in replica.progress():
@@ -257,7 +252,7 @@ class _Run:
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
-            replica = self._place(sample_id)
+            replica = self._fleet.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
             replica.advance(self._now_s)
             changed[replica.index] = replica
             replica.add(
@@ -275,11 +270,8 @@ class _Run:
         for replica in changed.values():
             self._schedule(replica)
 
-    def _place(self, sample_id: SampleId) -> Replica:
-        placing = self._placing
-        return self._fleet.place(
-            sample_id, fast_lane=placing is not None and placing.wants_fast_lane(self._view, sample_id)
-        )
+    def _wants_fast_lane(self, sample_id: SampleId) -> bool:
+        return isinstance(self._strategy, FastLane) and self._strategy.wants_fast_lane(self._view, sample_id)
 
     def _stop(self) -> None:
         """Park everything that runs."""

@@ -63,7 +63,7 @@ def test_every_trained_response_is_whole_and_every_token_accounted_for(name: str
     tokens = simulation.tokens
     assert tokens.trained == sum(window.lengths)
     assert tokens.decoded == tokens.trained + sum(tokens.wasted.values()) + tokens.live
-    assert window.max_lag <= strategy.max_staleness
+    assert window.lag.max <= strategy.max_staleness
 
 
 def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None:

@@ -26,12 +26,12 @@ from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
+from rollover.rollout.entries import Tokens
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
-from rollover.rollout.tokens import Tokens
 from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate

@@ -30,6 +30,7 @@ from rollover.rollout.entries import (
     GroupEntry,
     SampleEntry,
     SampleState,
+    Tokens,
 )
 from rollover.rollout.events import (
     BatchConsumed,
@@ -46,7 +47,6 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.tokens import Tokens
 from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT
@@ -67,6 +67,7 @@ class Ledger:
         self.cursor = 0
         """Prompts drawn from the source."""
         self.next_group_id = 0
+        """Groups opened."""
         self.tokens = Tokens()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
@@ -93,7 +94,6 @@ class Ledger:
         """Steps of those batches that are to be stepped over."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
-        self.num_admitted = 0
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
         """Groups dropped, by cause."""
@@ -186,7 +186,6 @@ class Ledger:
         self._startable.append(event.group_id)
         self.waiting.update(dict.fromkeys(s.sample_id for s in entry.samples))
         self.next_group_id += 1
-        self.num_admitted += 1
         self.cursor = max(self.cursor, event.cursor)
 
     def _start(self, sample_id: SampleId, version: int) -> None:
@@ -367,6 +366,6 @@ class Ledger:
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
         live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
-        assert self.num_admitted == (
+        assert self.next_group_id == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())
         ), "a group has vanished"

@@ -97,11 +97,6 @@ class ReplicaModel:
         (fewer, least_s), (more, most_s) = table[place - 1], table[place]
         return least_s + (most_s - least_s) * (num_running - fewer) / (more - fewer)
 
-    @property
-    def capacity(self) -> float:
-        """Return what a sample more or less is measured by when replicas are compared."""
-        return self.max_running if self.max_running < 2**31 else self.b0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:

@@ -19,7 +19,7 @@ from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.state import RolloutState
+from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import Strategy
 from rollover.sim.dispatch import Fleet
 from rollover.sim.memory import rare_collections
@@ -60,7 +60,7 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    observer: Callable[[Event], None] | None = None,
+    observer: Callable[[Event], None] = lambda event: None,
     limits: Limits | None = None,
 ) -> Simulation:
     """Train ``steps`` batches under virtual time.
@@ -75,36 +75,31 @@ def simulate(
     Raises:
         RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
     """
+    state = RolloutState()
+    scheduler = Scheduler(
+        strategy=strategy,
+        source=WorkloadSource(workload, strategy.num_siblings),
+        state=state,
+        max_running=scenario.max_running,
+        limits=limits or Limits(),
+        keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
+        emit=observer,
+    )
     with rare_collections():
-        return _Run(strategy, workload, scenario, seed, observer, limits or Limits()).train(steps)
+        return _Run(scheduler, state.view, workload, scenario, random.Random(seed)).train(steps)
 
 
 class _Run:
     def __init__(
-        self,
-        strategy: Strategy,
-        workload: Workload,
-        scenario: Scenario,
-        seed: int,
-        observer: Callable[[Event], None] | None,
-        limits: Limits,
+        self, scheduler: Scheduler, view: View, workload: Workload, scenario: Scenario, rng: random.Random
     ) -> None:
-        self._strategy = strategy
+        self._scheduler = scheduler
+        self._strategy = scheduler.strategy
+        self._view = view
+        self._ledger = view.ledger
         self._workload = workload
         self._scenario = scenario
-        self._rng = random.Random(seed)
-        state = RolloutState()
-        self._view = state.view
-        self._ledger = state.ledger
-        self._scheduler = Scheduler(
-            strategy=strategy,
-            source=WorkloadSource(workload, strategy.num_siblings),
-            state=state,
-            max_running=scenario.max_running,
-            limits=limits,
-            keep_group=_has_signal if scenario.filter_zero_signal else None,
-            emit=observer,
-        )
+        self._rng = rng
         self._fleet = Fleet([Replica(model, i) for i, model in enumerate(scenario.replicas)])
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, int, Any]] = []

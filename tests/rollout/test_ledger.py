@@ -393,7 +393,7 @@ def test_what_cannot_happen_is_refused(history: list[Event], event: Event) -> No
         lambda ledger: setattr(ledger.groups[0], "num_unsettled", 1),
         lambda ledger: setattr(ledger.tokens, "decoded", 4),
         lambda ledger: ledger.tokens.wasted.update({WasteCause.FAILED: 1}),
-        lambda ledger: setattr(ledger, "num_admitted", 2),
+        lambda ledger: setattr(ledger, "next_group_id", 2),
         lambda ledger: ledger.dropped.update({WasteCause.FAILED: 1}),
     ],
 )

@@ -23,9 +23,11 @@ import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,23 @@ async def call_time(load: Load, iteration_s: Mapping[int, float], repeats: int =
     return max(0.0, statistics.median(found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedReplica(ReplicaModel):
+    """A replica whose iterations take what was measured; the line stays what replicas are compared by."""
+
+    iteration_table: tuple[tuple[int, float], ...]
+    """Measured (samples, seconds) of an iteration, two or more by ascending samples."""
+
+    def iteration_s(self, num_running: float) -> float:
+        """Interpolated; flat below the first point, and beyond the last the last piece goes on."""
+        table = self.iteration_table
+        if num_running <= table[0][0]:
+            return table[0][1]
+        place = min(bisect_left(table, num_running, key=itemgetter(0)), len(table) - 1)
+        (fewer, least_s), (more, most_s) = table[place - 1], table[place]
+        return least_s + (most_s - least_s) * (num_running - fewer) / (more - fewer)
+
+
 def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaModel]:
     """What the simulator is told: the line fitted to the iteration ``times``, and the times."""
     fitted = fit(dict(times))
@@ -153,7 +172,7 @@ def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaMod
         call_s=measured["call_s"],
         swap_pause_s=measured["swap_s"],
     )
-    return {"line": line, "table": replace(line, iteration_table=tuple(sorted(times.items())))}
+    return {"line": line, "table": TimedReplica(**asdict(line), iteration_table=tuple(sorted(times.items())))}
 
 
 def equal_lengths(samples: int, length: int) -> tuple[Setting, Trace]:

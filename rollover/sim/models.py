@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +39,6 @@ class ReplicaModel:
     draft_cost: float = 1.0
     """What a draft token costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory
     is, since a draft token reads no cache of its own."""
-    iteration_table: tuple[tuple[int, float], ...] = ()
-    """Measured (samples, seconds) of an iteration, by ascending samples: where given, times are interpolated between
-    these instead of following the line, which stays what replicas are compared and theory is reckoned by."""
 
     def __post_init__(self) -> None:
         for key in ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running"):
@@ -59,17 +53,8 @@ class ReplicaModel:
         for key in ("draft_tokens", "draft_rows"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} must be at least 0, got {getattr(self, key)}")
-        if len(self.iteration_table) == 1 or any(not seconds > 0 for _, seconds in self.iteration_table):
-            raise ValueError(
-                f"iteration_table must have two points or more, each above 0 seconds, got {self.iteration_table}"
-            )
-        for (fewer, _), (more, _) in pairwise(((0, 0.0), *self.iteration_table)):
-            if fewer >= more:
-                raise ValueError(f"iteration_table must ascend from 1 sample or more, got {more} after {fewer}")
 
     def iteration_s(self, num_running: float) -> float:
-        if self.iteration_table:
-            return self._interpolated(num_running)
         return self.c0_s * (1 + num_running / self.b0)
 
     def token_s(self, num_running: int) -> float:
@@ -87,15 +72,6 @@ class ReplicaModel:
         draft tokens."""
         batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
         return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
-
-    def _interpolated(self, num_running: float) -> float:
-        """Flat below the first point; beyond the last the last piece goes on."""
-        table = self.iteration_table
-        if num_running <= table[0][0]:
-            return table[0][1]
-        place = min(bisect_left(table, num_running, key=itemgetter(0)), len(table) - 1)
-        (fewer, least_s), (more, most_s) = table[place - 1], table[place]
-        return least_s + (most_s - least_s) * (num_running - fewer) / (more - fewer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

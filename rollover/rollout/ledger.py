@@ -78,6 +78,8 @@ class Ledger:
         self.parked: dict[SampleId, None] = {}
         self.unscored: dict[SampleId, None] = {}
         """Finished, not yet scored."""
+        self._places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
+        """Samples that are neither scored nor failed, by their state."""
         self.starts_of_open: Counter[int] = Counter()
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
@@ -192,7 +194,7 @@ class Ledger:
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
         assert sample.state in STARTABLE, f"{sample_id} is {sample.state}"
-        self._unqueue(sample_id, sample, group)
+        self._leave(sample_id, sample)
         sample.state = RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
@@ -223,8 +225,7 @@ class Ledger:
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
-        group = self.groups[sample_id.group]
-        sample = group.samples[sample_id.index]
+        sample = self.sample(sample_id)
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         del self.unscored[sample_id]
         sample.reward = event.reward
@@ -233,7 +234,7 @@ class Ledger:
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """A sample stopped before its first token has nothing to resume: it waits again."""
         sample.state = PARKED if sample.num_tokens else WAITING
-        (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
+        self._places[sample.state][sample_id] = None
         group = self.groups[sample_id.group]
         group.num_startable += 1
         if group.num_startable == 1:
@@ -241,18 +242,14 @@ class Ledger:
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """Take the sample out of the place where those of its state are."""
-        if sample.state is FINISHED:
-            del self.unscored[sample_id]
-        elif sample.state is RUNNING:
-            del self.running[sample_id]
-        elif sample.state in STARTABLE:
-            self._unqueue(sample_id, sample, self.groups[sample_id.group])
-
-    def _unqueue(self, sample_id: SampleId, sample: SampleEntry, group: GroupEntry) -> None:
-        del (self.waiting if sample.state is WAITING else self.parked)[sample_id]
-        group.num_startable -= 1
-        if group.num_startable == 0:
-            del self._startable[bisect_left(self._startable, sample_id.group)]
+        if sample.state in SETTLED:
+            return
+        del self._places[sample.state][sample_id]
+        if sample.state in STARTABLE:
+            group = self.groups[sample_id.group]
+            group.num_startable -= 1
+            if group.num_startable == 0:
+                del self._startable[bisect_left(self._startable, sample_id.group)]
 
     def _settle(self, sample_id: SampleId, state: SampleState) -> None:
         group = self.groups[sample_id.group]
@@ -335,7 +332,6 @@ class Ledger:
         Raises:
             AssertionError: naming the group or the account that does not add up.
         """
-        places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
         counts: Counter[SampleState] = Counter()
         live = 0
         consumed = {i for ids in self.batches.values() for i in ids}
@@ -347,7 +343,7 @@ class Ledger:
                 counts[sample.state] += 1
                 assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
                 unsettled += sample.state not in SETTLED
-                for state, place in places.items():
+                for state, place in self._places.items():
                     assert (sample.sample_id in place) == (sample.state is state), (
                         f"{sample.sample_id} is not only {sample.state}"
                     )
@@ -358,7 +354,7 @@ class Ledger:
             assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
             assert (group.group_id in self.open) == (unsettled > 0), f"group {group.group_id} is not only open"
             assert (group.group_id in self.ready) == (unsettled == 0 and not is_consumed)
-        for state, place in places.items():
+        for state, place in self._places.items():
             assert counts[state] == len(place), f"a {state} sample belongs to no group"
         assert self._startable == sorted(i for i, g in self.groups.items() if g.num_startable), "a group waits unseen"
         for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):

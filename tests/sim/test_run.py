@@ -73,11 +73,10 @@ def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None
     )
     # Responses of 10, 11, 20 and 21 tokens: four run for 10 iterations, three for 1, two for 9, one for 1.
     first = 10 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
-    assert simulation.steps[0].consumed_s == pytest.approx(first)
-    assert simulation.steps[0].end_s == pytest.approx(first + 100)
+    assert simulation.steps[0].duration_s == pytest.approx(first + 100)
     assert simulation.steps[0].iterations == pytest.approx(21)
     second = 30 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
-    assert simulation.steps[1].consumed_s == pytest.approx(first + 100 + 3 + second)
+    assert simulation.steps[1].duration_s == pytest.approx(3 + second + 100)
 
 
 def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
@@ -147,7 +146,7 @@ def test_a_replica_that_dies_hands_its_samples_to_the_others() -> None:
     model = ReplicaModel(c0_s=1.0, b0=1e9, prefill_tokens_per_s=1e9)
     scenario = Scenario(replicas=(model, model), failures=(Failure(replica=0, at_s=10.0, until_s=1e6),))
     simulation = simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
-    assert simulation.steps[0].consumed_s == pytest.approx(30, abs=1e-3)
+    assert simulation.steps[0].duration_s == pytest.approx(30, abs=1e-3)
     assert simulation.tokens.reprefilled == 2 * 10
     assert not simulation.tokens.wasted
 

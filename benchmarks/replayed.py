@@ -32,10 +32,9 @@ from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
-from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.types import FinishReason, Prompt, Trajectory
 from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload

@@ -54,7 +54,7 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.stored import upgraded
 from rollover.settings.schema import build
 from rollover.settings.toml import Document
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.trace import Replay, Trace, TracePrompt
 

@@ -24,10 +24,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import Generator
 from rollover.workload.presets import PRESETS

@@ -17,9 +17,8 @@ import numpy as np
 
 from rollover.rollout.round import best_round
 from rollover.rollout.statistics import RecentLengths
-from rollover.sim.models import ReplicaModel
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.sim.theory import StepModel
 from rollover.workload.presets import PRESETS

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 
 _EPSILON = 1e-6

@@ -23,10 +23,9 @@ from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import Strategy
 from rollover.sim.dispatch import Fleet
 from rollover.sim.memory import rare_collections
-from rollover.sim.models import Latency
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
@@ -60,7 +59,7 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    observer: Callable[[Event], None] = lambda event: None,
+    observer: Callable[[Event], None] | None = None,
     limits: Limits | None = None,
 ) -> Simulation:
     """Train ``steps`` batches under virtual time.
@@ -83,7 +82,7 @@ def simulate(
         max_running=scenario.max_running,
         limits=limits or Limits(),
         keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
-        emit=observer,
+        emit=observer or (lambda event: None),
     )
     with rare_collections():
         return _Run(scheduler, state.view, workload, scenario, random.Random(seed)).train(steps)

@@ -14,9 +14,8 @@ from rollover.report.metrics import MetricsWriter
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
-from rollover.sim.models import Latency
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, Scenario
 from tests.frontier.kit import LAW, REPLICA, small
 
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))

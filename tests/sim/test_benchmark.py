@@ -16,8 +16,8 @@ import pytest
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import RolloverConfig
-from rollover.sim.models import ReplicaModel
 from rollover.sim.replica import Replica
+from rollover.sim.scenario import ReplicaModel
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import run
 from tests.sim.test_replica import call, drain

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rollover.rollout.events import Event
-from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.workload.law import Generator
 from tests.sim.kit import strategy_of
 from tests.sim.test_run import LAW

@@ -8,8 +8,8 @@ import pytest
 
 from rollover.errors import RunError
 from rollover.sim.dispatch import Fleet
-from rollover.sim.models import ReplicaModel
 from rollover.sim.replica import Replica
+from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 from tests.sim.test_replica import call
 

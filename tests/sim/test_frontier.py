@@ -18,10 +18,9 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import View
 from rollover.rollout.strategies import April, Concurrency
 from rollover.rollout.strategy import Strategy
-from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.workload.presets import PRESETS
 from tests.rollout.kit import strategy_of
 from tests.sim.test_theory import PRESET_NAMES, G, N, step_model

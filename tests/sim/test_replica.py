@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.sim.models import ReplicaModel
 from rollover.sim.replica import Call, Replica
+from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 
 

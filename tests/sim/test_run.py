@@ -9,10 +9,9 @@ import pytest
 
 from rollover.errors import RunError
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
-from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Failure, Scenario
+from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
 from rollover.types import WasteCause
 from rollover.workload.law import Generator, LengthLaw
 from tests.rollout.kit import NAMES

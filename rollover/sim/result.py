@@ -19,7 +19,7 @@ class StepRecord:
 
     step: int
     duration_s: float
-    """From the end of the step before: until it was trained and the new weights were there."""
+    """From the end of the step before until this one was trained and the new weights were there."""
     iterations: float
     """Decoding iterations, mean over replicas."""
     mean_running: float

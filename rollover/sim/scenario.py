@@ -6,10 +6,18 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.base import Capabilities
+
+
+def _require(record: object, words: str, holds: Callable[[float], bool], *fields: str) -> None:
+    """Raise ``ValueError`` for a field whose value must do what ``words`` say and does not."""
+    for field in fields:
+        if not holds(value := getattr(record, field)):
+            raise ValueError(f"{field} must {words}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +54,10 @@ class ReplicaModel:
     is, since a draft token reads no cache of its own."""
 
     def __post_init__(self) -> None:
-        for key in ("c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} must be above 0, got {getattr(self, key)}")
-        for key in ("prefill_call_s", "call_s", "swap_pause_s"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key} must be at least 0 seconds, got {getattr(self, key)}")
-        for key in ("draft_acceptance", "draft_cost"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key} must lie in [0, 1], got {getattr(self, key)}")
-        for key in ("draft_tokens", "draft_rows"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} must be at least 0, got {getattr(self, key)}")
+        _require(self, "be above 0", lambda x: x > 0, "c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running")
+        _require(self, "be at least 0 seconds", lambda x: x >= 0, "prefill_call_s", "call_s", "swap_pause_s")
+        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "draft_acceptance", "draft_cost")
+        _require(self, "be at least 0", lambda x: x >= 0, "draft_tokens", "draft_rows")
 
     def iteration_s(self, num_running: float) -> float:
         return self.c0_s * (1 + num_running / self.b0)
@@ -88,9 +88,7 @@ class Latency:
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("base_s", "s_per_token", "sigma"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key} must be at least 0, got {getattr(self, key)}")
+        _require(self, "be at least 0", lambda x: x >= 0, "base_s", "s_per_token", "sigma")
 
     @property
     def is_zero(self) -> bool:
@@ -141,8 +139,7 @@ class Scenario:
             raise ValueError("replicas must name at least one")
         if all(r.fast_lane for r in self.replicas):
             raise ValueError("replicas: at least one must take samples that do not ask for the fast lane")
-        if not 0 <= self.accuracy <= 1:
-            raise ValueError(f"accuracy must lie in [0, 1], got {self.accuracy}")
+        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
         for failure in self.failures:
             if not 0 <= failure.replica < len(self.replicas):
                 raise ValueError(f"failures name replica {failure.replica}, there are {len(self.replicas)}")

@@ -35,8 +35,7 @@ from typing import Any, Literal
 
 from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
-from rollover.sim.models import ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.presets import PRESETS
 

@@ -22,8 +22,7 @@ from typing import Any
 from frontier import B0, config, ours
 
 from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
-from rollover.sim.models import ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.workload.presets import PRESETS
 
 HERE = Path(__file__).parent

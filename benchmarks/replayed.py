@@ -26,16 +26,15 @@ from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
+from rollover.rollout.entries import Tokens
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
-from rollover.rollout.tokens import Tokens
-from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.types import FinishReason, Prompt, Trajectory
 from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload
@@ -205,7 +204,6 @@ class Rolling:
     async def step(self) -> None:
         start_s = self._clock.now_s()
         batch = await self._driver.next_batch()
-        consumed_s = self._clock.now_s()
         version = batch.step + 1
         weights = self._weights[version % len(self._weights)]
         await self._driver.update_weights(version, lambda: swap(self._engine, version, weights))
@@ -216,10 +214,8 @@ class Rolling:
             iterations=stats.decode_iterations,
             sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * (before.now_s + took_s),
             prefilled_tokens=stats.prefilled_tokens,
-            decoded_tokens=self._ledger.tokens.decoded,
         )
-        used, consumed_s = self._meter.since(before), before.now_s + consumed_s - start_s
-        self._records.append(step_record(batch, self._ledger, used, consumed_s=consumed_s, end_s=self._meter.now_s))
+        self._records.append(step_record(batch, self._meter.since(before)))
 
     async def close(self) -> Run:
         await self._driver.stop()
@@ -249,7 +245,7 @@ def target_for(lag: float, ours: Setting, workload: Workload, model: ReplicaMode
         for share in np.arange(0.2, 1.05, 0.05).tolist()
     ]
     windows = [foretell(option, workload, model, steps).after(warmup) for option in options]
-    found = [(window.tokens_per_s, i) for i, window in enumerate(windows) if window.lag <= lag]
+    found = [(window.tokens_per_s, i) for i, window in enumerate(windows) if window.lag.mean <= lag]
     return options[max(found)[1]] if found else options[0]
 
 

@@ -23,9 +23,11 @@ import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.stored import upgraded
 from rollover.settings.schema import build
 from rollover.settings.toml import Document
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.trace import Replay, Trace, TracePrompt
 
@@ -142,6 +144,23 @@ async def call_time(load: Load, iteration_s: Mapping[int, float], repeats: int =
     return max(0.0, statistics.median(found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedReplica(ReplicaModel):
+    """A replica whose iterations take what was measured; the line stays what replicas are compared by."""
+
+    iteration_table: tuple[tuple[int, float], ...]
+    """Measured (samples, seconds) of an iteration, two or more by ascending samples."""
+
+    def iteration_s(self, num_running: float) -> float:
+        """Interpolated; flat below the first point, and beyond the last the last piece goes on."""
+        table = self.iteration_table
+        if num_running <= table[0][0]:
+            return table[0][1]
+        place = min(bisect_left(table, num_running, key=itemgetter(0)), len(table) - 1)
+        (fewer, least_s), (more, most_s) = table[place - 1], table[place]
+        return least_s + (most_s - least_s) * (num_running - fewer) / (more - fewer)
+
+
 def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaModel]:
     """What the simulator is told: the line fitted to the iteration ``times``, and the times."""
     fitted = fit(dict(times))
@@ -153,7 +172,7 @@ def models(measured: Result, times: Mapping[int, float]) -> dict[str, ReplicaMod
         call_s=measured["call_s"],
         swap_pause_s=measured["swap_s"],
     )
-    return {"line": line, "table": replace(line, iteration_table=tuple(sorted(times.items())))}
+    return {"line": line, "table": TimedReplica(**asdict(line), iteration_table=tuple(sorted(times.items())))}
 
 
 def equal_lengths(samples: int, length: int) -> tuple[Setting, Trace]:
@@ -211,7 +230,7 @@ def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: i
     def aim(setting: Setting) -> Setting:
         if "april's lag" not in setting.name:
             return setting
-        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag
+        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag.mean
         return target_for(lag, setting, workload, model, steps, warmup)
 
     return [aim(setting) for setting in chosen]
@@ -226,9 +245,9 @@ def figures(run: Run, workload: Replay, setting: Setting, warmup: int) -> Result
         "tokens_per_s": window.tokens_per_s,
         "seconds": window.seconds,
         "iterations": window.iterations,
-        "lag": window.lag,
-        "lag_p95": window.lag_quantile(0.95),
-        "lag_max": window.max_lag,
+        "lag": window.lag.mean,
+        "lag_p95": window.lag.p95,
+        "lag_max": window.lag.max,
         "length_drift": trained_length_drift(window, workload, setting.config),
         "prefilled_tokens": window.prefilled_tokens,
         "reprefilled_tokens": run.tokens.reprefilled,

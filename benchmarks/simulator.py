@@ -20,13 +20,13 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import date
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rollover.sim.models import ReplicaModel
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import Generator
 from rollover.workload.presets import PRESETS
@@ -49,10 +49,11 @@ def timed(strategy: str, scenario: Scenario, *, steps: int, **config: Any) -> tu
     """Simulate, and what that took."""
     rollout = SimulatedRollout.of(strategy, max_new_tokens=LAW.cap_tokens, **config)
     made = rollout.build_strategy(scenario.capabilities)
+    num_events = count()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    simulation = simulate(made, Generator(LAW), scenario, steps=steps)
+    simulation = simulate(made, Generator(LAW), scenario, steps=steps, observer=lambda event: next(num_events))
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-    events = simulation.num_events
+    events = next(num_events)
     return simulation, {"events": events, "cpu_s": cpu_s, "wall_s": wall_s, "events_per_s": events / cpu_s}
 
 
@@ -86,7 +87,7 @@ def large(steps: int) -> dict[str, Any]:
         "steps": steps,
         "mean_in_flight": window.mean_running,
         "share_of_full_steps": full,
-        "lag": window.lag,
+        "lag": window.lag.mean,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # Linux counts in KiB
     }
 

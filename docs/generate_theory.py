@@ -17,9 +17,8 @@ import numpy as np
 
 from rollover.rollout.round import best_round
 from rollover.rollout.statistics import RecentLengths
-from rollover.sim.models import ReplicaModel
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.sim.theory import StepModel
 from rollover.workload.presets import PRESETS
@@ -70,7 +69,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         tokens_per_c0=window.tokens_per_s,
         iterations=window.iterations,
         prefill=window.prefilled_tokens / PREFILL / len(window.steps),
-        lag=window.lag,
+        lag=window.lag.mean,
         mean_length=window.mean_length,
     )
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from rollover.errors import EXTRAS
-from rollover.rollout.journal import Journal, fold
+from rollover.rollout.journal import Journal
+from rollover.rollout.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 60
@@ -39,7 +40,7 @@ def test_the_program_on_the_page_prints_what_the_page_says_and_needs_the_core_al
     assert done.returncode == 0, done.stderr
     assert done.stdout == block("text")
     journal = Journal(tmp_path / "journal.sqlite")
-    ledger = fold(journal).ledger
+    ledger = Ledger(event for _, event in journal.read())
     journal.close()
     ledger.check()
     assert ledger.next_step == 4

@@ -357,7 +357,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
         message = refused("train", "run.toml", "--run-dir", "out")
     assert "disk" in message and "space" in message and "go on with: rollover train --resume out" in message
     before = runs.ledger(Path("out"))
-    assert before.num_admitted > 0
+    assert before.next_group_id > 0
     assert cli.main(["train", "--resume", "out"]) == 0
     after = runs.ledger(Path("out"))
     assert after.tokens.wasted[WasteCause.FAILED] == before.tokens.wasted[WasteCause.FAILED]
@@ -397,7 +397,8 @@ def test_a_reward_of_the_wrong_form_ends_the_run_at_its_first_sample_which_is_sc
     message = refused(*argv)
     assert "reward function plain_reward:f must return a list of 1 number, got float 1.0 (prompt letters/" in message
     ledger = runs.ledger(Path("out"))
-    assert (ledger.num_failed, ledger.num_scored, len(ledger.unscored) > 0) == (0, 0, True)
+    num_scored = sum(group.num_scored for group in ledger.groups.values())
+    assert (ledger.num_failed, num_scored, len(ledger.unscored) > 0) == (0, 0, True)
     del sys.modules["plain_reward"]
     Path("plain_reward.py").write_text(wrong.replace("return 1.0", "return [float(len(completions[0]))]"))
     assert cli.main(["train", "--resume", "out"]) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollover.devices.costs.rollout import ReplicaCosts
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 
 
 def engine_model(replica: ReplicaCosts, *, pause_s: float, max_running: int = 2**31) -> ReplicaModel:

@@ -15,7 +15,7 @@ from rollover.devices.workload import specify
 from rollover.errors import ConfigError, DataError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
 from rollover.rollout.config import RolloutConfig
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 from rollover.workload.source import Lengths
 
 _NODE_SIZE = 8

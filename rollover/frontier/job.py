@@ -19,8 +19,7 @@ from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, r
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
-from rollover.sim.models import ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import Lengths, capped, read_lengths
 

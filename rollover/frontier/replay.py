@@ -23,8 +23,7 @@ from rollover.rollout.journal import effective, read_events
 from rollover.rollout.stored import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
-from rollover.sim.models import Latency, ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import FinishReason, SampleId
 from rollover.workload.runs import read_run

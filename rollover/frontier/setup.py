@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from rollover.errors import ConfigError
 from rollover.rollout.shared import SharedConfig
 from rollover.settings import schema, toml
-from rollover.sim.models import Latency, ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import UNBOUNDED
 from rollover.workload.source import Lengths

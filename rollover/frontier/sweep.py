@@ -78,11 +78,11 @@ class TrialResult:
         wasted = {str(cause): n / run.tokens.decoded for cause, n in run.tokens.wasted.items() if n}
         return cls(
             tokens_per_s=window.tokens_per_s,
-            lag=window.lag,
-            lag_p95=window.lag_quantile(0.95),
-            max_lag=window.max_lag,
-            head_lag=window.head_lag,
-            off_policy=window.off_policy,
+            lag=window.lag.mean,
+            lag_p95=window.lag.p95,
+            max_lag=window.lag.max,
+            head_lag=window.lag.head_mean,
+            off_policy=window.lag.off_policy_fraction,
             iterations=window.iterations,
             mean_running=window.mean_running,
             step_s=window.seconds / len(window.steps),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from rollover.devices.records import Device
 from rollover.errors import PlanError
 from rollover.planner.optimum import solve
-from rollover.planner.plan import Alternative, Plan
+from rollover.planner.plan import Alternative, Plan, devices_used
 from rollover.planner.problem import PlanSpec, fleet_problem, stock_problem
 from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.routing import routed
@@ -112,14 +112,12 @@ def _of_other_splits(plan: Plan) -> Iterator[Alternative]:
 
 
 def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
-    devices = {s.device: solution.plan.count(s.device) for s in problem.supplies}
-    for kind, y in zip(problem.replica_kinds, solution.replicas, strict=True):
-        devices[kind.device] += y * kind.num_devices
+    used = devices_used(problem, solution)
     return Alternative(
         name=name,
         steps_per_s=solution.steps_per_s,
         cost_per_hour=solution.cost_per_hour,
-        devices={device: n for device, n in devices.items() if n},
+        devices={s.device: used[s.device] for s in problem.supplies if s.device in used},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,12 +111,7 @@ class Plan:
     @cached_property
     def used(self) -> dict[str, int]:
         """Devices in use of each type."""
-        found: dict[str, int] = {}
-        for part in self.solution.plan.parts:
-            found[part.device] = found.get(part.device, 0) + part.num_devices
-        for kind, count in zip(self.problem.replica_kinds, self.solution.replicas, strict=True):
-            found[kind.device] = found.get(kind.device, 0) + count * kind.num_devices
-        return found
+        return devices_used(self.problem, self.solution)
 
     @property
     def idle(self) -> dict[str, int]:
@@ -133,3 +129,12 @@ class Plan:
 def step_tokens(workload: WorkloadSpec) -> float:
     """Response tokens of a training step."""
     return workload.batch_size * workload.response_tokens
+
+
+def devices_used(problem: Problem, solution: Solution) -> dict[str, int]:
+    """Devices of each type that train and that roll out."""
+    found = Counter({part.device: part.num_devices for part in solution.plan.parts})
+    for c in solution.active:
+        kind = problem.replica_kinds[c]
+        found[kind.device] += solution.replicas[c] * kind.num_devices
+    return dict(found)

@@ -12,10 +12,9 @@ from rollover.planner.placed import engine_on_links, weights_link
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
-from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.workload.base import Workload
 
 WARMUP_STEPS = 12

@@ -9,24 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
-from rollover.rollout.metrics import weighted_quantile
+from rollover.rollout.metrics import LagSummary, weighted_quantile
 from rollover.types import SampleId, WasteCause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LagSummary:
-    """Lag of trained tokens, in versions. Mean and p95 are weighted by tokens.
-
-    Example: ``mean=0.85, p95=2, max=2, head_mean=1.0, off_policy_fraction=0.78``.
-    """
-
-    mean: float
-    p95: int
-    max: int
-    head_mean: float
-    """Mean over samples of the lag of their oldest token."""
-    off_policy_fraction: float
-    """Share of trained tokens with a lag of 1 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +34,7 @@ def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
 def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
     """``None`` until a token has been trained."""
     lags = lag_histogram(steps)
-    total = sum(lags.values())
-    if not total:
-        return None
-    heads = [a for s in steps for a in s.head_lags]
-    return LagSummary(
-        mean=sum(a * n for a, n in lags.items()) / total,
-        p95=weighted_quantile(lags, 0.95),
-        max=max(lags),
-        head_mean=sum(heads) / len(heads),
-        off_policy_fraction=sum(n for a, n in lags.items() if a >= 1) / total,
-    )
+    return LagSummary.of(lags, [lag for step in steps for lag in step.head_lags]) if lags else None
 
 
 def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.report import measures, phases
-from rollover.report.measures import LagSummary, LengthSummary
+from rollover.report.measures import LengthSummary
 from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, standard_error_of
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
+from rollover.rollout.metrics import LagSummary
 from rollover.types import WasteCause
 
 

@@ -280,11 +280,9 @@ class RolloutDriver:
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
             assert self._tasks or self._scoring or self._placement, "no batch, and nothing is running or being scored"
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     def _stalled(self, idle_s: float) -> str:
         def names(ids: Iterable[SampleId]) -> str:

@@ -1,11 +1,13 @@
-"""Records of what the ledger knows of a sample and of a group. Only the ledger changes them."""
+"""Records of what the ledger knows: samples, groups, and where every token went. Only the ledger changes them."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollover.types import Prompt, SampleId, Segment, Trajectory
+from rollover.types import Prompt, SampleId, Segment, Trajectory, WasteCause
 
 
 class SampleState(StrEnum):
@@ -23,13 +25,6 @@ SETTLED = (SCORED, FAILED)
 STARTABLE = (WAITING, PARKED)
 
 
-class GroupState(StrEnum):
-    OPEN = "open"
-    READY = "ready"
-    CONSUMED = "consumed"
-    DROPPED = "dropped"
-
-
 @dataclass(slots=True)
 class SampleEntry:
     """One sample's place in the ledger."""
@@ -40,9 +35,6 @@ class SampleEntry:
     reward: float | None = None
     state: SampleState = WAITING
     num_tokens: int = 0
-    num_stops: int = 0
-    """How often it was parked, or sent back to wait."""
-    failure: str = ""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -59,7 +51,6 @@ class GroupEntry:
     group_id: int
     prompt: Prompt
     samples: list[SampleEntry]
-    state: GroupState = GroupState.OPEN
     start_version: int | None = None
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0
@@ -74,3 +65,27 @@ class GroupEntry:
     @property
     def rewards_G(self) -> tuple[float, ...]:
         return tuple(s.reward for s in self.samples if s.reward is not None)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The token account of a run: decoded = trained + wasted + live.
+
+    Example: of 1,000 decoded tokens 600 were trained and 150 dropped with their groups. 250 are live: they are being
+    decoded, parked, or in groups that no batch has taken yet.
+    """
+
+    decoded: int = 0
+    trained: int = 0
+    wasted: Counter[WasteCause] = field(default_factory=Counter)
+    reprefilled: int = 0
+
+    @property
+    def live(self) -> int:
+        return self.decoded - self.trained - sum(self.wasted.values())
+
+    def write_off(self, untrained: Mapping[WasteCause, int], sign: int) -> None:
+        """Move tokens without a gradient from the trained ones to the waste, or back again with ``sign`` -1."""
+        for cause, num_tokens in untrained.items():
+            self.trained -= sign * num_tokens
+            self.wasted[cause] += sign * num_tokens

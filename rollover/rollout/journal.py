@@ -24,9 +24,6 @@ from rollover.rollout.events import (
     GroupDropped,
     GroupOpened,
     Restarted,
-    SampleFailed,
-    SampleScored,
-    SampleStarted,
     SegmentEnded,
 )
 from rollover.rollout.state import RolloutState
@@ -51,14 +48,13 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
 
 def _decode(kind: str, body: str, blob: bytes) -> Event:
     fields: dict[str, Any] = json.loads(body)
+    if "sample_id" in fields:
+        fields["sample_id"] = SampleId(*fields["sample_id"])
     match kind:
         case GroupOpened.__name__:
             prompt = fields["prompt"]
             fields["prompt"] = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
-        case SampleStarted.__name__ | SampleScored.__name__ | SampleFailed.__name__:
-            fields["sample_id"] = SampleId(*fields["sample_id"])
         case SegmentEnded.__name__:
-            fields["sample_id"] = SampleId(*fields["sample_id"])
             fields["segment"] = _decode_segment(fields["segment"], blob)
         case GroupDropped.__name__:
             fields["cause"] = WasteCause(fields["cause"])
@@ -207,11 +203,6 @@ def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
             kept += reversed(lasting)
         kept.append((seq, event))
     return kept
-
-
-def fold(journal: Journal) -> RolloutState:
-    """The state of a run as its journal has it."""
-    return RolloutState(event for _, event in effective(journal.read()))
 
 
 def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> RolloutState:

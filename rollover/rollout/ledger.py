@@ -28,9 +28,9 @@ from rollover.rollout.entries import (
     STARTABLE,
     WAITING,
     GroupEntry,
-    GroupState,
     SampleEntry,
     SampleState,
+    Tokens,
 )
 from rollover.rollout.events import (
     BatchConsumed,
@@ -47,7 +47,6 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.tokens import Tokens
 from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
 _ABORT = FinishReason.ABORT
@@ -68,6 +67,7 @@ class Ledger:
         self.cursor = 0
         """Prompts drawn from the source."""
         self.next_group_id = 0
+        """Groups opened."""
         self.tokens = Tokens()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
@@ -78,6 +78,8 @@ class Ledger:
         self.parked: dict[SampleId, None] = {}
         self.unscored: dict[SampleId, None] = {}
         """Finished, not yet scored."""
+        self._places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
+        """Samples that are neither scored nor failed, by their state."""
         self.starts_of_open: Counter[int] = Counter()
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
@@ -94,18 +96,11 @@ class Ledger:
         """Steps of those batches that are to be stepped over."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
-        self.num_events = 0
-        """Events applied."""
-        self.num_admitted = 0
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
         """Groups dropped, by cause."""
         self.num_failed = 0
         """Samples failed."""
-        self.num_scored = 0
-        """Samples scored."""
-        self.num_samples_trained = 0
-        self.num_resumes_trained = 0
         for event in events:
             self.apply(event)
 
@@ -139,7 +134,6 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
-        self.num_events += 1
         match event:  # the frequent ones first
             case SegmentEnded():
                 self._segment(event)
@@ -149,11 +143,10 @@ class Ledger:
                 self._score(event)
             case GroupOpened():
                 self._open(event)
-            case SampleFailed(sample_id=sample_id, reason=reason):
+            case SampleFailed(sample_id=sample_id):
                 sample = self.sample(sample_id)
                 assert sample.state not in SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 self._leave(sample_id, sample)
-                sample.failure = reason
                 self.num_failed += 1
                 self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
                 self._settle(sample_id, FAILED)
@@ -195,14 +188,13 @@ class Ledger:
         self._startable.append(event.group_id)
         self.waiting.update(dict.fromkeys(s.sample_id for s in entry.samples))
         self.next_group_id += 1
-        self.num_admitted += 1
         self.cursor = max(self.cursor, event.cursor)
 
     def _start(self, sample_id: SampleId, version: int) -> None:
         group = self.groups[sample_id.group]
         sample = group.samples[sample_id.index]
         assert sample.state in STARTABLE, f"{sample_id} is {sample.state}"
-        self._unqueue(sample_id, sample, group)
+        self._leave(sample_id, sample)
         sample.state = RUNNING
         self.running[sample_id] = None
         if group.start_version is None:
@@ -226,7 +218,6 @@ class Ledger:
             return
         del self.running[sample_id]
         if reason is _ABORT:
-            sample.num_stops += 1
             self._park(sample_id, sample)
         else:
             sample.state = FINISHED
@@ -234,18 +225,16 @@ class Ledger:
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
-        group = self.groups[sample_id.group]
-        sample = group.samples[sample_id.index]
+        sample = self.sample(sample_id)
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         del self.unscored[sample_id]
         sample.reward = event.reward
-        self.num_scored += 1
         self._settle(sample_id, SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """A sample stopped before its first token has nothing to resume: it waits again."""
         sample.state = PARKED if sample.num_tokens else WAITING
-        (self.parked if sample.num_tokens else self.waiting)[sample_id] = None
+        self._places[sample.state][sample_id] = None
         group = self.groups[sample_id.group]
         group.num_startable += 1
         if group.num_startable == 1:
@@ -253,18 +242,14 @@ class Ledger:
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
         """Take the sample out of the place where those of its state are."""
-        if sample.state is FINISHED:
-            del self.unscored[sample_id]
-        elif sample.state is RUNNING:
-            del self.running[sample_id]
-        elif sample.state in STARTABLE:
-            self._unqueue(sample_id, sample, self.groups[sample_id.group])
-
-    def _unqueue(self, sample_id: SampleId, sample: SampleEntry, group: GroupEntry) -> None:
-        del (self.waiting if sample.state is WAITING else self.parked)[sample_id]
-        group.num_startable -= 1
-        if group.num_startable == 0:
-            del self._startable[bisect_left(self._startable, sample_id.group)]
+        if sample.state in SETTLED:
+            return
+        del self._places[sample.state][sample_id]
+        if sample.state in STARTABLE:
+            group = self.groups[sample_id.group]
+            group.num_startable -= 1
+            if group.num_startable == 0:
+                del self._startable[bisect_left(self._startable, sample_id.group)]
 
     def _settle(self, sample_id: SampleId, state: SampleState) -> None:
         group = self.groups[sample_id.group]
@@ -272,7 +257,6 @@ class Ledger:
         group.num_unsettled -= 1
         if group.num_unsettled == 0:
             del self.open[group.group_id]
-            group.state = GroupState.READY
             self.ready[group.group_id] = group
             if group.start_version is not None:
                 self.starts_of_open[group.start_version] -= 1
@@ -280,19 +264,16 @@ class Ledger:
 
     def _drop(self, event: GroupDropped) -> None:
         group = self.groups[event.group_id]
-        assert group.state in (GroupState.OPEN, GroupState.READY), f"group {event.group_id} is {group.state}"
-        places = (
-            (self.open, self.starts_of_open) if group.state is GroupState.OPEN else (self.ready, self.starts_of_ready)
-        )
-        del places[0][event.group_id]
+        is_open = event.group_id in self.open
+        assert is_open or event.group_id in self.ready, f"group {event.group_id} is consumed and cannot be dropped"
+        del (self.open if is_open else self.ready)[event.group_id]
         if group.start_version is not None:
-            places[1][group.start_version] -= 1
+            (self.starts_of_open if is_open else self.starts_of_ready)[group.start_version] -= 1
         for sample in group.samples:
             self._leave(sample.sample_id, sample)
             if sample.state is not FAILED:
                 self.tokens.wasted[event.cause] += sample.num_tokens
         del self.groups[event.group_id]
-        group.state = GroupState.DROPPED
         self.dropped[event.cause] += 1
         if event.prompt_returned:
             self.returned.append(group.prompt)
@@ -306,7 +287,6 @@ class Ledger:
             assert len(set(group_ids)) == len(group_ids), "a group is trained once"
             for group_id in group_ids:
                 group = self.ready.pop(group_id)
-                group.state = GroupState.CONSUMED
                 if group.start_version is not None:  # else each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
@@ -327,8 +307,6 @@ class Ledger:
             for sample in self.groups[group_id].samples:
                 if sample.state is SCORED:
                     self.tokens.trained += sign * sample.num_tokens
-                    self.num_samples_trained += sign
-                    self.num_resumes_trained += sign * sample.num_stops
         self.num_consumed += sign * len(self.batches[step])
 
     def _restart(self, event: Restarted) -> None:
@@ -354,36 +332,36 @@ class Ledger:
         Raises:
             AssertionError: naming the group or the account that does not add up.
         """
-        places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
         counts: Counter[SampleState] = Counter()
         live = 0
+        consumed = {i for ids in self.batches.values() for i in ids}
+        assert len(consumed) == sum(map(len, self.batches.values())), "a group is in two batches"
         for group in self.groups.values():
+            is_consumed = group.group_id in consumed
             unsettled = 0
             for sample in group.samples:
                 counts[sample.state] += 1
                 assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
                 unsettled += sample.state not in SETTLED
-                for state, place in places.items():
+                for state, place in self._places.items():
                     assert (sample.sample_id in place) == (sample.state is state), (
                         f"{sample.sample_id} is not only {sample.state}"
                     )
-                if sample.state is not FAILED and group.state is not GroupState.CONSUMED:
+                if sample.state is not FAILED and not is_consumed:
                     live += sample.num_tokens
             assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
             startable = sum(s.state in STARTABLE for s in group.samples)
             assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
-            assert (group.group_id in self.open) == (group.state is GroupState.OPEN)
-            assert (group.group_id in self.ready) == (group.state is GroupState.READY)
-        for state, place in places.items():
+            assert (group.group_id in self.open) == (unsettled > 0), f"group {group.group_id} is not only open"
+            assert (group.group_id in self.ready) == (unsettled == 0 and not is_consumed)
+        for state, place in self._places.items():
             assert counts[state] == len(place), f"a {state} sample belongs to no group"
         assert self._startable == sorted(i for i, g in self.groups.items() if g.num_startable), "a group waits unseen"
         for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):
             assert +starts == Counter(g.start_version for g in groups.values() if g.start_version is not None)
-        consumed = [i for ids in self.batches.values() for i in ids]
-        assert len(set(consumed)) == len(consumed), "a group is in two batches"
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
         live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
-        assert self.num_admitted == (
+        assert self.next_group_id == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())
         ), "a group has vanished"

@@ -5,12 +5,60 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 from rollover.engine.base import EngineStats
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, Drift, FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagSummary:
+    """Lag of trained tokens, in versions. Mean and p95 are weighted by tokens.
+
+    Example: ``mean=0.85, p95=2, max=2, head_mean=1.0, off_policy_fraction=0.78``.
+    """
+
+    mean: float
+    p95: int
+    max: int
+    head_mean: float
+    """Mean over samples, or over groups, of the lag of their oldest token."""
+    off_policy_fraction: float
+    """Share of trained tokens with a lag of 1 or more."""
+
+    @classmethod
+    def of(cls, lags: Mapping[int, int], head_lags: Sequence[int]) -> Self:
+        """Summarise the numbers of tokens by their lag, and the lags of oldest tokens. Of no token, all is 0."""
+        lags = lags or {0: 1}
+        total = sum(lags.values())
+        return cls(
+            mean=sum(lag * n for lag, n in lags.items()) / total,
+            p95=weighted_quantile(lags, 0.95),
+            max=max(lags),
+            head_mean=statistics.fmean(head_lags or [0]),
+            off_policy_fraction=sum(n for lag, n in lags.items() if lag > 0) / total,
+        )
+
+
+def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
+    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
+    values = sorted(counts)
+    reached = list(accumulate(counts[value] for value in values))
+    return values[bisect_left(reached, q * reached[-1])]
+
+
+def token_lags(batch: Batch) -> Counter[int]:
+    """Count the tokens of each lag: the step minus the version that sampled them."""
+    lags: Counter[int] = Counter()
+    for trajectory in batch.trajectories:
+        for segment in trajectory.segments:
+            if num_tokens := len(segment.token_ids):
+                lags[batch.step - segment.policy_version] += num_tokens
+    return lags
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -21,12 +69,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
-    lags: Counter[int] = Counter()
-    for trajectory in batch.trajectories:
-        for segment in trajectory.segments:
-            lags[batch.step - segment.policy_version] += len(segment.token_ids)
     heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
-    total = sum(lags.values())
+    lag = LagSummary.of(token_lags(batch), heads)
     signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -35,11 +79,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response/mean_tokens": statistics.fmean(lengths),
         "response/max_tokens": max(lengths),
         "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
-        "staleness/mean": sum(lag * n for lag, n in lags.items()) / max(total, 1),
-        "staleness/p95": weighted_quantile(lags, 0.95),
-        "staleness/max": max(lags),
-        "staleness/head_mean": statistics.fmean(heads or [0]),
-        "staleness/off_policy_tokens": sum(n for lag, n in lags.items() if lag > 0) / max(total, 1),
+        "staleness/mean": lag.mean,
+        "staleness/p95": float(lag.p95),
+        "staleness/max": lag.max,
+        "staleness/head_mean": lag.head_mean,
+        "staleness/off_policy_tokens": lag.off_policy_fraction,
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
     }
 
@@ -70,10 +114,3 @@ def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
 def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:
     """Mean distance of recorded log-probs from the trainer's, in nats, by engine where there are several."""
     return {f"drift/{name}" if name else "drift": found.mean_abs for name, found in drift.items()}
-
-
-def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
-    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
-    values = sorted(counts)
-    reached = list(accumulate(counts[value] for value in values))
-    return values[bisect_left(reached, q * reached[-1])]

@@ -105,12 +105,10 @@ class Scheduler:
     Args:
         state: the ledger and the statistics; nobody else applies events to them while the scheduler works.
         max_running: samples the engine decodes at the same time.
-        placement: where samples are placed, when the engine has members of its own mind; ``max_running`` is not asked
+        placement: where samples are placed, when the members of the engine come and go; ``max_running`` is not asked
             then.
-        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it). All are
-            when it is absent.
-        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares; nothing when
-            absent.
+        keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
         emit: called with each event once the ledger has moved on.
     """
 
@@ -123,9 +121,9 @@ class Scheduler:
         max_running: int,
         limits: Limits,
         placement: SamplePlacement | None = None,
-        emit: Callable[[Event], None] | None = None,
-        keep_group: Callable[[Sequence[float]], bool] | None = None,
-        shaping: Callable[[int], float] | None = None,
+        emit: Callable[[Event], None] = lambda event: None,
+        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        shaping: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
         self.ledger = state.ledger
         self._state = state
@@ -139,15 +137,14 @@ class Scheduler:
         self._placement = placement
         self._limits = limits
         self._keep_group = keep_group
-        self._shaping = shaping or _unshaped
+        self._shaping = shaping
         self._emit = emit
         self._num_failed_in_a_row = 0
         self._num_filtered_in_a_row = 0
 
     def record(self, event: Event) -> None:
         self._state.apply(event)
-        if self._emit is not None:
-            self._emit(event)
+        self._emit(event)
 
     # -- what to do ------------------------------------------------------------------------------------------
 
@@ -289,7 +286,7 @@ class Scheduler:
             return
         if group.num_scored < min(2, self.strategy.group_size):
             self._drop(group.group_id, WasteCause.FAILED, now_s, prompt_returned=False)
-        elif self._keep_group is None or self._keep_group(group.rewards_G):
+        elif self._keep_group(group.rewards_G):
             self._num_filtered_in_a_row = 0
         else:
             self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, now_s, prompt_returned=False)
@@ -343,7 +340,3 @@ class Scheduler:
 
     def _drop(self, group_id: int, cause: WasteCause, now_s: float, *, prompt_returned: bool) -> None:
         self.record(GroupDropped(time_s=now_s, group_id=group_id, cause=cause, prompt_returned=prompt_returned))
-
-
-def _unshaped(num_tokens: int) -> float:
-    return 0.0

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollover.sim.models import ReplicaModel
+from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 
 _EPSILON = 1e-6
@@ -64,7 +64,8 @@ class Replica:
         self.index = index
         self.is_up = True
         self._is_bounded = model.kv_tokens < math.inf
-        self._capacity = model.capacity
+        self._capacity = model.max_running if model.max_running < 2**31 else model.b0
+        """What a sample more or less is measured by when replicas are compared."""
         self.iterations = 0.0
         self.prefilled_tokens = 0
         self.num_preempted = 0

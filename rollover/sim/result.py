@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import weighted_quantile
-from rollover.rollout.tokens import Tokens
-from rollover.sim.dispatch import Fleet
+from rollover.rollout.entries import Tokens
+from rollover.rollout.metrics import LagSummary, token_lags
+from rollover.sim.replica import Replica
 from rollover.types import Batch
 
 
@@ -19,30 +18,19 @@ class StepRecord:
     """One step. Counters are of this step alone."""
 
     step: int
-    consumed_s: float
-    """Run clock when the batch was full and stopped."""
-    end_s: float
-    """Run clock when it was trained and the new weights were there."""
     duration_s: float
-    """From the end of the step before."""
+    """From the end of the step before until this one was trained and the new weights were there."""
     iterations: float
     """Decoding iterations, mean over replicas."""
     mean_running: float
     """Running samples, mean over the step, sum over replicas; 0 for a step that took no time."""
-    decoded_tokens: int
     prefilled_tokens: int
-    open_groups: int
-    """Started and not consumed, once the batch is taken."""
     lags: tuple[tuple[int, int], ...]
     """(lag in versions, trained tokens) pairs."""
     head_lags: tuple[int, ...]
     """Lag of the oldest token of each trained group."""
     lengths: tuple[int, ...]
     """Of the trained responses."""
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(n for _, n in self.lags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +39,8 @@ class Simulation:
 
     steps: tuple[StepRecord, ...]
     tokens: Tokens
-    num_events: int
-    """Events of the ledger."""
-    num_preempted: int
     admitted_lengths: tuple[int, ...]
     """Of every sample of every group that was started, in that order."""
-    capacity: float
-    """B0, summed over replicas."""
 
     def after(self, warmup: int) -> Window:
         """The run from step ``warmup`` on, as far as it is of whole rounds."""
@@ -85,11 +68,12 @@ class Window:
             raise ValueError("a window needs at least one step: simulate more steps than the warm-up has")
         self.steps = steps
         self.seconds = sum(s.duration_s for s in steps)
-        self.trained_tokens = sum(s.trained_tokens for s in steps)
-        self.lags: Counter[int] = Counter()
+        lags: Counter[int] = Counter()
         for step in steps:
-            for lag, count in step.lags:
-                self.lags[lag] += count
+            lags.update(dict(step.lags))
+        self.trained_tokens = lags.total()
+        self.lag = LagSummary.of(lags, [lag for step in steps for lag in step.head_lags])
+        """Heads are those of groups."""
 
     @property
     def steps_per_s(self) -> float:
@@ -99,28 +83,6 @@ class Window:
     def tokens_per_s(self) -> float:
         """Trained tokens per second of the whole loop."""
         return self.trained_tokens / self.seconds
-
-    @property
-    def lag(self) -> float:
-        """Mean lag of trained tokens, in versions."""
-        return sum(lag * n for lag, n in self.lags.items()) / self.trained_tokens
-
-    def lag_quantile(self, q: float) -> int:
-        return weighted_quantile(self.lags, q)
-
-    @property
-    def max_lag(self) -> int:
-        return max(self.lags)
-
-    @property
-    def head_lag(self) -> float:
-        """Mean over groups of the lag of the oldest token."""
-        return statistics.fmean(a for s in self.steps for a in s.head_lags)
-
-    @property
-    def off_policy(self) -> float:
-        """Share of trained tokens that older weights sampled."""
-        return 1 - self.lags[0] / self.trained_tokens
 
     @property
     def iterations(self) -> float:
@@ -154,51 +116,29 @@ class Meter:
     sample_s: float = 0.0
     """Integral of the number of running samples over time."""
     prefilled_tokens: int = 0
-    decoded_tokens: int = 0
 
     @classmethod
-    def read(cls, fleet: Fleet, ledger: Ledger, now_s: float) -> Meter:
-        replicas = fleet.replicas
+    def read(cls, replicas: Sequence[Replica], now_s: float) -> Meter:
         return cls(
             now_s=now_s,
             iterations=statistics.fmean(r.iterations for r in replicas),
             sample_s=sum(r.sample_s for r in replicas),
             prefilled_tokens=sum(r.prefilled_tokens for r in replicas),
-            decoded_tokens=ledger.tokens.decoded,
         )
 
     def since(self, before: Meter) -> Meter:
         return Meter(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
 
-def step_record(batch: Batch, ledger: Ledger, used: Meter, *, consumed_s: float, end_s: float) -> StepRecord:
+def step_record(batch: Batch, used: Meter) -> StepRecord:
     """The record of ``batch``'s step, in which ``used`` was counted."""
-    lags: defaultdict[int, int] = defaultdict(int)
-    heads: list[int] = []
-    lengths: list[int] = []
-    for group in batch.groups:
-        head = 0
-        for trajectory in group.trajectories:
-            num_tokens = 0
-            for segment in trajectory.segments:
-                if count := len(segment.token_ids):
-                    lag = batch.step - segment.policy_version
-                    lags[lag] += count
-                    num_tokens += count
-                    head = max(head, lag)
-            lengths.append(num_tokens)
-        heads.append(head)
     return StepRecord(
         step=batch.step,
-        consumed_s=consumed_s,
-        end_s=end_s,
         duration_s=used.now_s,
         iterations=used.iterations,
         mean_running=used.sample_s / used.now_s if used.now_s else 0.0,
-        decoded_tokens=used.decoded_tokens,
         prefilled_tokens=used.prefilled_tokens,
-        open_groups=sum(ledger.starts_of_open.values()) + len(ledger.ready),
-        lags=tuple(sorted(lags.items())),
-        head_lags=tuple(heads),
-        lengths=tuple(lengths),
+        lags=tuple(sorted(token_lags(batch).items())),
+        head_lags=tuple(batch.step - group.oldest_version for group in batch.groups),
+        lengths=tuple(trajectory.num_tokens for trajectory in batch.trajectories),
     )

@@ -7,10 +7,12 @@ to the byte.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,14 +21,13 @@ from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.state import RolloutState
+from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import Strategy
-from rollover.sim.dispatch import Fleet, Placing
-from rollover.sim.memory import rare_collections
-from rollover.sim.models import Latency
+from rollover.sim.dispatch import Fleet
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, Scenario
+from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 
@@ -35,6 +36,9 @@ _as_long_as = lru_cache(maxsize=2**16)(range)
 
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
 _REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
+
+NEW_OBJECTS = 1_000_000
+"""Between two collections; fewer than a gigabyte of what could be garbage."""
 
 
 class WorkloadSource:
@@ -74,37 +78,31 @@ def simulate(
     Raises:
         RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
     """
+    state = RolloutState()
+    scheduler = Scheduler(
+        strategy=strategy,
+        source=WorkloadSource(workload, strategy.num_siblings),
+        state=state,
+        max_running=scenario.max_running,
+        limits=limits or Limits(),
+        keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
+        emit=observer or (lambda event: None),
+    )
     with rare_collections():
-        return _Run(strategy, workload, scenario, seed, observer, limits or Limits()).train(steps)
+        return _Run(scheduler, state.view, workload, scenario, random.Random(seed)).train(steps)
 
 
 class _Run:
     def __init__(
-        self,
-        strategy: Strategy,
-        workload: Workload,
-        scenario: Scenario,
-        seed: int,
-        observer: Callable[[Event], None] | None,
-        limits: Limits,
+        self, scheduler: Scheduler, view: View, workload: Workload, scenario: Scenario, rng: random.Random
     ) -> None:
-        self._strategy = strategy
+        self._scheduler = scheduler
+        self._strategy = scheduler.strategy
+        self._view = view
+        self._ledger = view.ledger
         self._workload = workload
         self._scenario = scenario
-        self._rng = random.Random(seed)
-        self._placing = strategy if isinstance(strategy, Placing) else None
-        state = RolloutState()
-        self._view = state.view
-        self._ledger = state.ledger
-        self._scheduler = Scheduler(
-            strategy=strategy,
-            source=WorkloadSource(workload, strategy.num_siblings),
-            state=state,
-            max_running=scenario.max_running,
-            limits=limits,
-            keep_group=_has_signal if scenario.filter_zero_signal else None,
-            emit=observer,
-        )
+        self._rng = rng
         self._fleet = Fleet([Replica(model, i) for i, model in enumerate(scenario.replicas)])
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, int, Any]] = []
@@ -139,10 +137,7 @@ class _Run:
         return Simulation(
             steps=tuple(self._records),
             tokens=self._ledger.tokens,
-            num_events=self._ledger.num_events,
-            num_preempted=sum(r.num_preempted for r in self._fleet.replicas),
             admitted_lengths=tuple(self._admitted),
-            capacity=sum(r.b0 for r in self._scenario.replicas),
         )
 
     # -- what happens ----------------------------------------------------------------------------------------
@@ -203,17 +198,15 @@ class _Run:
         self._batch_is_due = False
         batch = self._scheduler.consume(self._now_s)
         seconds = self._scenario.trainer.seconds(ledger.tokens.trained - num_trained, self._rng)
-        self._enter(self._now_s + seconds, _TRAINED, (batch, self._now_s))
+        self._enter(self._now_s + seconds, _TRAINED, batch)
 
-    def _publish(self, trained: tuple[Batch, float]) -> None:
+    def _publish(self, batch: Batch) -> None:
         """The trainer is done: new weights, and the next round."""
-        batch, consumed_s = trained
         ledger, scheduler = self._ledger, self._scheduler
         version = batch.step + 1
         self._fleet.advance(self._now_s)
-        meter = Meter.read(self._fleet, ledger, self._now_s)
-        used = meter.since(self._meter)
-        self._records.append(step_record(batch, ledger, used, consumed_s=consumed_s, end_s=self._now_s))
+        meter = Meter.read(self._fleet.replicas, self._now_s)
+        self._records.append(step_record(batch, meter.since(self._meter)))
         self._meter = meter
         for replica in self._fleet.replicas:
             for call, num_decoded in replica.progress():
@@ -257,7 +250,7 @@ class _Run:
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
-            replica = self._place(sample_id)
+            replica = self._fleet.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
             replica.advance(self._now_s)
             changed[replica.index] = replica
             replica.add(
@@ -275,11 +268,8 @@ class _Run:
         for replica in changed.values():
             self._schedule(replica)
 
-    def _place(self, sample_id: SampleId) -> Replica:
-        placing = self._placing
-        return self._fleet.place(
-            sample_id, fast_lane=placing is not None and placing.wants_fast_lane(self._view, sample_id)
-        )
+    def _wants_fast_lane(self, sample_id: SampleId) -> bool:
+        return isinstance(self._strategy, FastLane) and self._strategy.wants_fast_lane(self._view, sample_id)
 
     def _stop(self) -> None:
         """Park everything that runs."""
@@ -366,6 +356,24 @@ class _Run:
             f"step {ledger.next_step} waits for ever: {len(ledger.ready)} groups are ready, {len(ledger.open)} open,"
             f" and of their samples {len(ledger.waiting) + len(ledger.parked)} could run but none does"
         )
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Have Python's garbage collector run at every ``NEW_OBJECTS`` that are allocated and not freed, and afterwards as
+    before. Where collection is off it stays off.
+
+    A simulation keeps millions of records alive and makes no cycles among them: what it lets go of is freed at once.
+    The collector, left alone, walks over the young ones at every 700th and over all of them again and again, for
+    nothing; that is half of the time of a large run. It is not switched off, so that an observer that does make cycles
+    stays bounded.
+    """
+    young, *older = gc.get_threshold()
+    gc.set_threshold(max(young, NEW_OBJECTS) if young else 0, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
 
 
 def _has_signal(rewards: Sequence[float]) -> bool:

@@ -1,14 +1,105 @@
-"""Everything a simulated run happens in, apart from the strategy and the lengths."""
+"""Everything a simulated run happens in, apart from the strategy and the lengths: models of what takes time, which are
+a decoding replica and latencies of training and scoring, and failures."""
 
 from __future__ import annotations
 
 import math
+import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.base import Capabilities
-from rollover.sim.models import NO_TIME, Latency, ReplicaModel
+
+
+def _require(record: object, words: str, holds: Callable[[float], bool], *fields: str) -> None:
+    """Raise ``ValueError`` for a field whose value must do what ``words`` say and does not."""
+    for field in fields:
+        if not holds(value := getattr(record, field)):
+            raise ValueError(f"{field} must {words}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaModel:
+    """One engine replica. An iteration decodes one token for each of B running samples in ``c0_s (1 + B / b0)``:
+    weights are read once per iteration, a key-value cache once per sample."""
+
+    c0_s: float
+    """Time of an iteration as B goes to 0."""
+    b0: float
+    """Batch at which an iteration takes twice that."""
+    prefill_tokens_per_s: float = math.inf
+    """Decoding stands still while prompts and lost caches are computed."""
+    prefill_call_s: float = 0.0
+    """What that takes beside its tokens, once for all that are prefilled at the same moment."""
+    call_s: float = 0.0
+    """What sending a sample to the engine takes, once for each call."""
+    kv_tokens: float = math.inf
+    """Room of the key-value cache. When it is full, parked caches go first, then the youngest sample waits."""
+    max_running: int = 2**31
+    """Samples decoded at the same time."""
+    swap_pause_s: float = 0.0
+    """Decoding stands still this long for new weights."""
+    fast_lane: bool = False
+    """Takes only samples that ask for the fast lane."""
+    draft_tokens: int = 0
+    """Draft tokens of each sample in an iteration, at most (speculative decoding); 0 for none."""
+    draft_rows: int = 2**31
+    """Samples and draft tokens of an iteration, at most."""
+    draft_acceptance: float = 0.5
+    """Chance that a draft token is accepted if those before it were."""
+    draft_cost: float = 1.0
+    """What a draft token costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory
+    is, since a draft token reads no cache of its own."""
+
+    def __post_init__(self) -> None:
+        _require(self, "be above 0", lambda x: x > 0, "c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running")
+        _require(self, "be at least 0 seconds", lambda x: x >= 0, "prefill_call_s", "call_s", "swap_pause_s")
+        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "draft_acceptance", "draft_cost")
+        _require(self, "be at least 0", lambda x: x >= 0, "draft_tokens", "draft_rows")
+
+    def iteration_s(self, num_running: float) -> float:
+        return self.c0_s * (1 + num_running / self.b0)
+
+    def token_s(self, num_running: int) -> float:
+        """Mean time in which each of ``num_running`` samples gets one token further. Of g draft tokens for
+        each, a + a^2 + ... + a^g are accepted in the mean."""
+        if not self.draft_tokens or not num_running:
+            return self.iteration_s(num_running)
+        num_drafts = min(self.draft_tokens, max(0, self.draft_rows // num_running - 1))
+        tokens = sum(self.draft_acceptance**i for i in range(num_drafts + 1))
+        return self.iteration_s(num_running * (1 + num_drafts * self.draft_cost)) / tokens
+
+    @property
+    def most_tokens_per_s(self) -> float:
+        """Return what no batch exceeds: one so large that only caches are read, or as large as leaves rows for
+        draft tokens."""
+        batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
+        return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """``base_s + s_per_token * tokens``, times a lognormal factor of mean 1 where ``sigma`` is above 0."""
+
+    base_s: float = 0.0
+    s_per_token: float = 0.0
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self, "be at least 0", lambda x: x >= 0, "base_s", "s_per_token", "sigma")
+
+    @property
+    def is_zero(self) -> bool:
+        return self.base_s == self.s_per_token == 0
+
+    def seconds(self, num_tokens: int, rng: random.Random) -> float:
+        seconds = self.base_s + self.s_per_token * num_tokens
+        return seconds * rng.lognormvariate(-(self.sigma**2) / 2, self.sigma) if self.sigma else seconds
+
+
+NO_TIME = Latency()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +139,7 @@ class Scenario:
             raise ValueError("replicas must name at least one")
         if all(r.fast_lane for r in self.replicas):
             raise ValueError("replicas: at least one must take samples that do not ask for the fast lane")
-        if not 0 <= self.accuracy <= 1:
-            raise ValueError(f"accuracy must lie in [0, 1], got {self.accuracy}")
+        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
         for failure in self.failures:
             if not 0 <= failure.replica < len(self.replicas):
                 raise ValueError(f"failures name replica {failure.replica}, there are {len(self.replicas)}")

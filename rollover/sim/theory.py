@@ -65,43 +65,24 @@ class StepModel:
         """Token lag times K, with whole groups consumed."""
         return self.kappa_own + self.kappa_sibling
 
-    def step_time(self, iterations: float, *, prefill: float = 0.0) -> float:
-        """T / c0 of a step of K ``iterations`` that spends ``prefill`` c0 on prompts and resumed responses."""
-        return iterations + self.tokens / self.b0 + prefill
+    def step_time(self, iterations: float) -> float:
+        """T / c0 of a step of K ``iterations`` without prefill."""
+        return iterations + self.tokens / self.b0
 
-    def throughput(self, iterations: float, *, prefill: float = 0.0) -> float:
-        """Trained tokens per c0."""
-        return self.tokens / self.step_time(iterations, prefill=prefill)
-
-    def gain(self, iterations: float, *, prefill: float = 0.0, sync_prefill: float = 0.0) -> float:
+    def gain(self, iterations: float) -> float:
         """Throughput over that of synchronous rollout."""
-        sync = self.step_time(self.sync_iterations, prefill=sync_prefill)
-        return sync / self.step_time(iterations, prefill=prefill)
+        return self.step_time(self.sync_iterations) / self.step_time(iterations)
 
     @property
     def ceiling(self) -> float:
-        """Gain at K = P = 0, which no scheduler exceeds."""
+        """Gain at K = 0, which no scheduler exceeds."""
         return self.gain(0.0)
 
-    def refill_iterations(self, num_running: float) -> float:
-        """K when ``num_running`` samples decode at all times: X / C."""
-        return self.tokens / num_running
-
-    def lag(self, iterations: float, *, whole_groups: bool = True) -> float:
-        """Mean staleness of trained tokens, in versions. Without ``whole_groups`` a sample is consumed when it ends,
-        without waiting for its siblings."""
-        return (self.kappa if whole_groups else self.kappa_own) / iterations
-
-    def gain_at_lag(self, lag: float, *, prefill: float = 0.0, whole_groups: bool = True) -> float:
+    def gain_at_lag(self, lag: float, *, whole_groups: bool = True) -> float:
         """The curve: the gain that a mean token staleness of ``lag`` versions pays for. Holds where the wait spreads
-        over more than one step, that is above a lag of about 1."""
-        return self.gain((self.kappa if whole_groups else self.kappa_own) / lag, prefill=prefill)
-
-
-def head_lag(num_open: float, batch_size: int) -> float:
-    """Mean staleness of a group's oldest token (Little's law): ``num_open`` groups stand started and unconsumed at an
-    update, ``batch_size`` leave per step."""
-    return num_open / batch_size
+        over more than one step, that is above a lag of about 1. Without ``whole_groups`` a sample is consumed when it
+        ends, without waiting for its siblings."""
+        return self.gain((self.kappa if whole_groups else self.kappa_own) / lag)
 
 
 def expected_longest(lengths: ArrayLike, count: int) -> float:

@@ -7,8 +7,7 @@ from typing import Any
 
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, TrialResult
-from rollover.sim.models import ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import LengthLaw
 

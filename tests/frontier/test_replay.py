@@ -11,12 +11,11 @@ from rollover.frontier.replay import read_recorded
 from rollover.frontier.settings import setting
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricsWriter
-from rollover.rollout.events import Event, GroupOpened
+from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
-from rollover.sim.models import Latency
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, Scenario
 from tests.frontier.kit import LAW, REPLICA, small
 
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
@@ -39,10 +38,12 @@ def recorded_run(folder: Path, setup: Setup, steps: int) -> Path:
     journal.append(events)
     journal.close()
     with MetricsWriter(folder) as metrics:
+        consumed_s = {event.step: event.time_s for event in events if isinstance(event, BatchConsumed)}
+        end_s = {event.step - 1: event.time_s for event in events if isinstance(event, CheckpointSaved)}
         for s in run.steps:
-            train_s = s.end_s - s.consumed_s
+            train_s = end_s[s.step] - consumed_s[s.step]
             times = {"time/step_s": s.duration_s, "time/rollout_s": s.duration_s - train_s, "time/train_s": train_s}
-            metrics.write("step", s.step, s.end_s, times)
+            metrics.write("step", s.step, end_s[s.step], times)
     return folder
 
 

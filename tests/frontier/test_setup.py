@@ -8,8 +8,7 @@ import pytest
 from rollover.errors import ConfigError
 from rollover.frontier.setup import ScenarioFile, build_scenario, read_scenario, shaped
 from rollover.rollout.strategies import AprilConfig, ConcurrencyConfig
-from rollover.sim.models import Latency
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from tests.frontier.kit import LAW, REPLICA, small
 

@@ -24,8 +24,8 @@ from rollover.frontier.sweep import (
     workers,
 )
 from rollover.rollout.config import RolloutConfig
-from rollover.sim.models import Latency
 from rollover.sim.run import simulate
+from rollover.sim.scenario import Latency
 from tests.frontier.kit import small
 
 LENGTH = Length(steps=15, warmup=5)

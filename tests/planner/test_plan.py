@@ -205,7 +205,7 @@ def test_the_simulation_agrees_with_the_formula_within_a_tenth(name: str) -> Non
     measured = check(made, read_lengths(name).workload(0), warmup=10, steps=20)
     assert measured.steps_per_s == pytest.approx(made.solution.steps_per_s, rel=0.10)
     assert measured.tokens_per_s == pytest.approx(measured.steps_per_s * step_tokens(spec), rel=0.03)
-    assert measured.max_lag <= 4
+    assert measured.lag.max <= 4
 
 
 def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:

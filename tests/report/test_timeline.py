@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from rollover.report import measures
-from rollover.report.measures import LagSummary, LengthSummary
+from rollover.report.measures import LengthSummary
 from rollover.report.timeline import DecodedSpan, Gap, SampleTrace, Timeline
 from rollover.rollout.events import (
     BatchConsumed,
@@ -23,6 +23,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.metrics import LagSummary
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.report.synthetic import Simulation
 

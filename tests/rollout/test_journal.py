@@ -34,7 +34,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.journal import Journal, effective, fold, read_events, restart
+from rollover.rollout.journal import Journal, effective, read_events, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, WasteCause
@@ -315,7 +315,7 @@ def lineage(journal: Journal) -> list[Event]:
 def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> None:
     """Over all processes: every prompt is somewhere, every group was trained at most once."""
     history = lineage(journal)
-    state = fold(journal)
+    state = RolloutState(history)
     ledger = state.ledger
     ledger.check()
     assert state_of(ledger) == state_of(rig.ledger)

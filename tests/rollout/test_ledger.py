@@ -26,7 +26,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.ledger import GroupState, Ledger, SampleState
+from rollover.rollout.ledger import Ledger, SampleState
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 
@@ -389,11 +389,11 @@ def test_what_cannot_happen_is_refused(history: list[Event], event: Event) -> No
         lambda ledger: ledger.open.pop(0),
         lambda ledger: setattr(ledger.sample(A), "num_tokens", 1),
         lambda ledger: setattr(ledger.sample(A), "state", SampleState.RUNNING),
-        lambda ledger: setattr(ledger.groups[0], "state", GroupState.READY),
+        lambda ledger: ledger.ready.update({0: ledger.groups[0]}),
         lambda ledger: setattr(ledger.groups[0], "num_unsettled", 1),
         lambda ledger: setattr(ledger.tokens, "decoded", 4),
         lambda ledger: ledger.tokens.wasted.update({WasteCause.FAILED: 1}),
-        lambda ledger: setattr(ledger, "num_admitted", 2),
+        lambda ledger: setattr(ledger, "next_group_id", 2),
         lambda ledger: ledger.dropped.update({WasteCause.FAILED: 1}),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_killed_run_loses_no_prompt_and_replays_the_batches_it_had_consumed(
     for cause in WasteCause:
         if cause is not WasteCause.ZERO_ADVANTAGE:  # more steps, more groups without a signal
             assert after.tokens.wasted[cause] == before.tokens.wasted[cause]
-    assert after.num_admitted == after.num_consumed + after.num_unconsumed >= before.num_admitted
+    assert after.next_group_id == after.num_consumed + after.num_unconsumed >= before.next_group_id
     consumed = [group.group_id for batch in runs.batches(Path("out")) for group in batch.groups]
     assert len(set(consumed)) == len(consumed) == 7 * 4
     bound = RolloutConfig(strategy=STRATEGIES[strategy]()).staleness_bound

@@ -8,8 +8,7 @@ from typing import Any
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.strategy import Strategy
-from rollover.sim.models import ReplicaModel
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 
 

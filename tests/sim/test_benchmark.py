@@ -16,9 +16,11 @@ import pytest
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.strategies import RolloverConfig
-from rollover.sim.models import ReplicaModel
+from rollover.sim.replica import Replica
+from rollover.sim.scenario import ReplicaModel
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import run
+from tests.sim.test_replica import call, drain
 from tests.virtual_time import VirtualClock
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +103,7 @@ def test_no_target_within_the_lag_is_faster_than_the_one_that_is_found(
     def score_once(target: float) -> tuple[float, float]:
         setting = replace(ours, config=replace(ours.config, strategy=RolloverConfig(lag_target=target)))
         window = replayed.foretell(setting, workload, model, steps).after(warmup)
-        return window.lag, window.tokens_per_s
+        return window.lag.mean, window.tokens_per_s
 
     chosen = replayed.target_for(1.2, ours, workload, model, steps, warmup).config.strategy.lag_target
     found = {target: score_once(target) for target in (0.3, 0.6, 0.9, 1.2)}
@@ -109,6 +111,28 @@ def test_no_target_within_the_lag_is_faster_than_the_one_that_is_found(
     assert lag <= 1.2
     assert fastest >= max(speed for lag, speed in found.values() if lag <= 1.2)
     assert fastest > found[0.3][1]
+
+
+TABLE = ((1, 2.0), (3, 3.0), (5, 7.0))
+
+
+@pytest.mark.parametrize(
+    ("num_running", "seconds"), [(0, 2.0), (1, 2.0), (2, 2.5), (3, 3.0), (4, 5.0), (5, 7.0), (6, 9.0), (8, 13.0)]
+)
+def test_a_table_of_iteration_times_is_met_at_its_points_and_linear_between_them(
+    rollout: ModuleType, num_running: int, seconds: float
+) -> None:
+    assert rollout.TimedReplica(c0_s=1.0, b0=4.0, iteration_table=TABLE).iteration_s(num_running) == pytest.approx(
+        seconds
+    )
+
+
+def test_samples_run_at_the_times_of_the_table(rollout: ModuleType) -> None:
+    # Three run for 10 iterations of 3 s, two for 10 more of 2.5 s, one for 20 more of 2 s.
+    replica = Replica(rollout.TimedReplica(c0_s=1.0, b0=4.0, iteration_table=TABLE))
+    for c in (call(0, 10), call(1, 20), call(2, 40)):
+        replica.add(c)
+    assert drain(replica) == pytest.approx({0: 30.0, 1: 55.0, 2: 95.0})
 
 
 def test_gains_are_over_the_first_setting_of_the_same_repeat(rollout: ModuleType) -> None:

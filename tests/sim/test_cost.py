@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollover.sim.models import Latency, ReplicaModel
+from rollover.rollout.events import Event
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.workload.law import Generator
 from tests.sim.kit import strategy_of
 from tests.sim.test_run import LAW
@@ -23,7 +23,11 @@ def lines_per_event(name: str, in_flight: int) -> float:
     num_groups = in_flight // G
     batch = {"rollout_batch_size": num_groups} if name == "sync" else {"rollout_batch_size": num_groups // 4}
     bound = {} if name == "sync" else {"max_staleness": 8}
-    num_lines = 0
+    num_lines = num_events = 0
+
+    def seen(event: Event) -> None:
+        nonlocal num_events
+        num_events += 1
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal num_lines
@@ -36,10 +40,10 @@ def lines_per_event(name: str, in_flight: int) -> float:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        simulation = simulate(strategy, Generator(LAW), scenario, steps=3)
+        simulate(strategy, Generator(LAW), scenario, steps=3, observer=seen)
     finally:
         sys.settrace(before)
-    return num_lines / simulation.num_events
+    return num_lines / num_events
 
 
 @pytest.mark.parametrize("name", ["sync", "april", "concurrency", "bounded_async", "rollover"])

@@ -8,8 +8,8 @@ import pytest
 
 from rollover.rollout.events import BatchConsumed, Event
 from rollover.rollout.generation import sample_seed
-from rollover.sim.models import Latency
 from rollover.sim.run import simulate
+from rollover.sim.scenario import Latency
 from rollover.types import SampleId
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import NAMES, SEED, make_rig, run, with_stop

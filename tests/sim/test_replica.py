@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.sim.models import ReplicaModel
 from rollover.sim.replica import Call, Replica
+from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 
 
@@ -199,29 +199,3 @@ def test_what_is_prefilled_at_the_same_moment_shares_the_call() -> None:
     replica.add(call(2, 10))
     # 3 s and twice 1 s, 4 iterations; then 3 s and 1 s, 6 iterations and 4 more.
     assert drain(replica) == pytest.approx({0: 19.0, 1: 19.0, 2: 23.0})
-
-
-TABLE = ((1, 2.0), (3, 3.0), (5, 7.0))
-
-
-@pytest.mark.parametrize(
-    ("num_running", "seconds"), [(0, 2.0), (1, 2.0), (2, 2.5), (3, 3.0), (4, 5.0), (5, 7.0), (6, 9.0), (8, 13.0)]
-)
-def test_a_table_of_iteration_times_is_met_at_its_points_and_linear_between_them(
-    num_running: int, seconds: float
-) -> None:
-    assert ReplicaModel(c0_s=1.0, b0=4.0, iteration_table=TABLE).iteration_s(num_running) == pytest.approx(seconds)
-
-
-def test_samples_run_at_the_times_of_the_table() -> None:
-    # Three run for 10 iterations of 3 s, two for 10 more of 2.5 s, one for 20 more of 2 s.
-    replica = Replica(ReplicaModel(c0_s=1.0, b0=4.0, iteration_table=TABLE))
-    for c in (call(0, 10), call(1, 20), call(2, 40)):
-        replica.add(c)
-    assert drain(replica) == pytest.approx({0: 30.0, 1: 55.0, 2: 95.0})
-
-
-@pytest.mark.parametrize("table", [((1, 2.0),), ((0, 1.0), (2, 2.0)), ((2, 1.0), (2, 2.0)), ((1, 1.0), (2, 0.0))])
-def test_a_table_that_cannot_be_one_is_refused(table: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(ValueError, match="iteration_table"):
-        ReplicaModel(c0_s=1.0, b0=4.0, iteration_table=table)

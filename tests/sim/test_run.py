@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 from rollover.errors import RunError
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
-from rollover.sim.models import Latency, ReplicaModel
 from rollover.sim.result import Window
-from rollover.sim.run import simulate
-from rollover.sim.scenario import Failure, Scenario
+from rollover.sim.run import NEW_OBJECTS, rare_collections, simulate
+from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
 from rollover.types import WasteCause
+from rollover.workload.base import Workload
 from rollover.workload.law import Generator, LengthLaw
 from tests.rollout.kit import NAMES
 from tests.sim.kit import Lengths, one_replica, strategy_of
@@ -63,7 +64,7 @@ def test_every_trained_response_is_whole_and_every_token_accounted_for(name: str
     tokens = simulation.tokens
     assert tokens.trained == sum(window.lengths)
     assert tokens.decoded == tokens.trained + sum(tokens.wasted.values()) + tokens.live
-    assert window.max_lag <= strategy.max_staleness
+    assert window.lag.max <= strategy.max_staleness
 
 
 def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None:
@@ -73,11 +74,10 @@ def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None
     )
     # Responses of 10, 11, 20 and 21 tokens: four run for 10 iterations, three for 1, two for 9, one for 1.
     first = 10 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
-    assert simulation.steps[0].consumed_s == pytest.approx(first)
-    assert simulation.steps[0].end_s == pytest.approx(first + 100)
+    assert simulation.steps[0].duration_s == pytest.approx(first + 100)
     assert simulation.steps[0].iterations == pytest.approx(21)
     second = 30 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
-    assert simulation.steps[1].consumed_s == pytest.approx(first + 100 + 3 + second)
+    assert simulation.steps[1].duration_s == pytest.approx(3 + second + 100)
 
 
 def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:
@@ -147,7 +147,7 @@ def test_a_replica_that_dies_hands_its_samples_to_the_others() -> None:
     model = ReplicaModel(c0_s=1.0, b0=1e9, prefill_tokens_per_s=1e9)
     scenario = Scenario(replicas=(model, model), failures=(Failure(replica=0, at_s=10.0, until_s=1e6),))
     simulation = simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
-    assert simulation.steps[0].consumed_s == pytest.approx(30, abs=1e-3)
+    assert simulation.steps[0].duration_s == pytest.approx(30, abs=1e-3)
     assert simulation.tokens.reprefilled == 2 * 10
     assert not simulation.tokens.wasted
 
@@ -170,3 +170,53 @@ def test_a_fleet_that_is_down_for_good_is_an_error() -> None:
 def test_impossible_replicas_are_refused(keys: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReplicaModel(**({"c0_s": 1.0, "b0": 1.0} | keys))  # type: ignore[arg-type]
+
+
+# -- the collector may be rare in a simulation because it finds nothing there -----------------------------------
+
+
+def garbage_of(name: str, workload: Workload, steps: int) -> int:
+    """Objects that only the collector can free once a simulation is over and forgotten."""
+    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(strategy, workload, TWO, steps=steps)
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_simulation_makes_no_cyclic_garbage(name: str) -> None:
+    workload = Generator(LAW, 1)
+    garbage_of(name, workload, 2)  # what is made once, the first time
+    assert garbage_of(name, workload, 12) == 0
+
+
+def test_thresholds_are_those_of_before_whatever_happens() -> None:
+    before = gc.get_threshold()
+    inside: list[tuple[int, int, int]] = []
+    simulate(
+        strategy_of("sync"),
+        Lengths(lambda *_: 3),
+        one_replica(),
+        steps=1,
+        observer=lambda event: inside.append(gc.get_threshold()),
+    )
+    assert set(inside) == {(NEW_OBJECTS, *before[1:])}
+    assert gc.get_threshold() == before
+    with pytest.raises(RunError):
+        scenario = one_replica(failures=(Failure(replica=0, at_s=1.0, until_s=1e9),))
+        simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
+    assert gc.get_threshold() == before
+
+
+def test_who_has_switched_collection_off_keeps_it_off() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with rare_collections():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

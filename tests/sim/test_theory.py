@@ -11,7 +11,7 @@ import pytest
 from numpy.polynomial.hermite_e import hermegauss
 from scipy.special import ndtr
 
-from rollover.sim.theory import StepModel, expected_longest, head_lag
+from rollover.sim.theory import StepModel, expected_longest
 from rollover.workload.law import LengthLaw
 from rollover.workload.presets import PRESETS
 
@@ -60,14 +60,14 @@ def test_throughput_identity_of_the_presets(name: str) -> None:
     """Tokens per c0 at B0 = 256: of sync, as an independent simulator has it, and of 512 samples, the same for any law."""
     model = step_model(name)
     sync = {"r1-16k": 70.1, "qwen3-16k": 84.5, "heavy-32k": 46.3, "light-8k": 42.5}[name]
-    assert model.throughput(model.sync_iterations) == pytest.approx(sync, rel=0.015)
-    assert model.throughput(model.refill_iterations(512)) == pytest.approx(1 / (1 / 512 + 1 / 256))
+    assert model.tokens / model.step_time(model.sync_iterations) == pytest.approx(sync, rel=0.015)
+    assert model.tokens / model.step_time(model.tokens / 512) == pytest.approx(1 / (1 / 512 + 1 / 256))
 
 
 def test_setup_of_the_published_measurement() -> None:
     """B0 = 108: the gains of 512 samples in flight and of the ceiling."""
     model = step_model("qwen3-16k", b0=108)
-    assert model.gain(model.refill_iterations(512)) == pytest.approx(1.53, abs=0.01)
+    assert model.gain(model.tokens / 512) == pytest.approx(1.53, abs=0.01)
     assert model.ceiling == pytest.approx(1.86, abs=0.01)
     assert model.ceiling == pytest.approx(1 + model.sync_iterations * 108 / model.tokens)
 
@@ -80,7 +80,6 @@ def test_waits_by_counting_every_token() -> None:
     assert model.kappa_own == pytest.approx(np.mean([own for own, _ in tokens]))
     assert model.kappa_sibling == pytest.approx(np.mean([sibling for _, sibling in tokens]))
     assert model.kappa == model.kappa_own + model.kappa_sibling
-    assert model.lag(20.0) == model.kappa / 20 and model.lag(20.0, whole_groups=False) == model.kappa_own / 20
 
 
 def test_longest_of_several_by_enumeration() -> None:
@@ -91,26 +90,20 @@ def test_longest_of_several_by_enumeration() -> None:
     assert expected_longest(lengths, 1) == np.mean(lengths)
 
 
-def test_step_time_adds_iterations_tokens_and_prefill() -> None:
+def test_step_time_adds_iterations_and_tokens() -> None:
     """Two batches of iterations by hand: 3 at B = 4, 2 at B = 1; B0 = 2."""
     model = StepModel.of_lengths([[5, 3, 3, 3]], batch_size=1, b0=2)
     by_hand = 3 * (1 + 4 / 2) + 2 * (1 + 1 / 2)
     assert model.sync_iterations == 5 and model.tokens == 14
-    assert model.step_time(5, prefill=7.0) == by_hand + 7
-    assert model.throughput(5) == 14 / by_hand
-    assert model.gain(2.0, prefill=1.0, sync_prefill=1.0) == (5 + 7 + 1) / (2 + 7 + 1)
+    assert model.step_time(5) == by_hand
+    assert model.gain(2.0) == (5 + 7) / (2 + 7)
 
 
 def test_lag_and_gain_lie_on_one_curve() -> None:
     model = step_model("r1-16k", num_groups=500)
     for num_running in (256, 384, 512):
-        k = model.refill_iterations(num_running)
-        assert model.gain_at_lag(model.lag(k)) == pytest.approx(model.gain(k))
-        own = model.lag(k, whole_groups=False)
-        assert model.gain_at_lag(own, whole_groups=False) == pytest.approx(model.gain(k))
+        k = model.tokens / num_running
+        assert model.gain_at_lag(model.kappa / k) == pytest.approx(model.gain(k))
+        assert model.gain_at_lag(model.kappa_own / k, whole_groups=False) == pytest.approx(model.gain(k))
     gains = [model.gain_at_lag(lag) for lag in (1, 2, 4, 1e9)]
     assert gains == sorted(gains) and gains[-1] == pytest.approx(model.ceiling)
-
-
-def test_head_lag_is_open_groups_over_batch() -> None:
-    assert head_lag(64 - 32, 32) == 1.0

@@ -60,10 +60,8 @@ class Rollover(Strategy):
         return max(0, min(launched - view.ledger.num_unconsumed, self.headroom(view)))
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
-        if len(view.ledger.ready) < self.batch_size:
-            return None
-        collected = _is_collected(view, self.batch_size)
-        if not collected and len(view.ledger.ready) < self.batch_size * self.round(view).num_batches:
+        is_collected = _is_collected(view, self.batch_size)
+        if not is_collected and len(view.ledger.ready) < self.batch_size * self.round(view).num_batches:
             return None
         return Strategy.select_batch(self, view)
 

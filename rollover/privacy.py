@@ -27,6 +27,7 @@ _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}|(?=\w{1,64}\Z)_*[A-Za-z]+[0-9]*(?
 among them are rather a key that was put where the name of its variable belongs."""
 _TOKEN = (
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|rw1\.[\w-]{1,64}\.[\w-]{16,}(?:\.[0-9a-f]{64})?"
     r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
 )
 """The forms of well-known tokens."""

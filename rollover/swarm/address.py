@@ -1,0 +1,87 @@
+"""The coordinator's address as a user writes it, and the WebSocket behind it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from rollover.errors import ConfigError
+
+SESSION_PATH = "/v1/session"
+"""Where a coordinator takes workers in."""
+BLOBS_PATH = "/v1/blobs"
+_SCHEMES = {"ws": "ws", "http": "ws", "wss": "wss", "https": "wss"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorAddress:
+    """Where a coordinator listens.
+
+    Example: ``CoordinatorAddress.parse("https://swarm.example:8443").session_url`` is
+    ``"wss://swarm.example:8443/v1/session"``.
+    """
+
+    scheme: str
+    netloc: str
+    path: str
+
+    @classmethod
+    def parse(cls, url: str, *, insecure: bool = False) -> CoordinatorAddress:
+        """Read a URL; ``http`` means ``ws`` and ``https`` means ``wss``.
+
+        Raises ``ConfigError`` for what is no address, and for one whose connection others could read and change,
+        unless ``insecure``.
+        """
+        parts = _split(url)
+        scheme = _SCHEMES[parts.scheme]
+        if scheme == "ws" and not insecure and not is_loopback(parts.hostname or ""):
+            raise ConfigError(
+                f"{url}: over a network, a plain connection shows the worker's token to all on the way: use wss://,"
+                " or say --insecure where the network itself is private"
+            )
+        return cls(scheme=scheme, netloc=parts.netloc, path=parts.path.rstrip("/").removesuffix(SESSION_PATH))
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.scheme == "wss"
+
+    @property
+    def session_url(self) -> str:
+        """The URL of the WebSocket."""
+        return f"{self.scheme}://{self.netloc}{self.path}{SESSION_PATH}"
+
+    @property
+    def blob_url(self) -> str:
+        """The URL below which the coordinator itself serves blobs."""
+        return f"{'https' if self.is_encrypted else 'http'}://{self.netloc}{self.path}{BLOBS_PATH}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.netloc}{self.path}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host is this machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or any(c.isspace() for c in url):
+        raise ConfigError(
+            f"{url!r} is no coordinator's address: it looks like 'wss://host:8443' or 'ws://127.0.0.1:8400'"
+        )
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            "the coordinator's address holds a login, a query or a fragment: leave it out; the token is what counts"
+        )
+    return parts

@@ -1,0 +1,24 @@
+"""The time between two attempts: it doubles up to a limit, and is drawn at random so that many do not come at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """A rule for waiting between attempts.
+
+    Example: ``BackOff(first_s=0.5, most_s=10.0)`` waits 0.25 to 0.5 s before the second attempt, 0.5 to 1 s before the
+    third, and from the sixth on 5 to 10 s.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 10.0
+
+    def wait_s(self, num_failures: int, random: Random) -> float:
+        """Return how long to wait after so many failures in a row, at least one: half of the limit and up."""
+        assert num_failures >= 1
+        longest_s = min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 60))
+        return longest_s * (0.5 + 0.5 * random.random())

@@ -1,0 +1,48 @@
+"""Settings of a worker. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from rollover.engine.config import EngineConfig
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.settings.schema import ByKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker does with what it is given: its engine, and how long it waits for whom.
+
+    Example: ``WorkerConfig(engine=EmbeddedConfig(max_running=16))``, or ``--engine.max_running 16``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    deterministic: bool = False
+    """Decode in step with the calls' consumers, as a run with ``deterministic = true`` does; the embedded engine alone
+    can."""
+    max_held_tokens: int = 1_000_000
+    """Decoded tokens that wait for an acknowledgement, at 8 bytes each, up to which the worker goes on decoding while
+    the coordinator is away. Then it stands still; nothing is dropped."""
+    version_timeout_s: float = 900.0
+    """How long a call waits for the weights that it asks for, before it is handed back."""
+    fetch_timeout_s: float = 3600.0
+    """How long fetching a version may take, before it is begun again."""
+    update_timeout_s: float = 600.0
+    """How long an engine may take to load new weights; with servers, their own deadlines where these are longer."""
+    connect_timeout_s: float = 20.0
+    """Longest wait for the connection to the coordinator to be opened, and for its first answer."""
+    leave_timeout_s: float = 10.0
+    """How long a worker that is stopped waits until what it hands over is acknowledged."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_held_tokens", *(key for key in self.__dataclass_fields__ if key.endswith("_s"))):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.deterministic and not isinstance(self.engine, EmbeddedConfig):
+            raise ValueError(
+                f"deterministic = true needs the embedded engine, which alone repeats itself bit for bit; got"
+                f" engine.kind = {self.engine.kind!r}"
+            )

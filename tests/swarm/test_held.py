@@ -1,0 +1,283 @@
+"""What a worker holds: whatever is cut, repeated, adopted or released, the receiver has the decoded stream in the end."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from rollover.engine.base import Chunk
+from rollover.swarm.held import HeldCalls
+from rollover.swarm.held_stream import StreamEnding
+from rollover.swarm.messages import Adopt, CallFailed, Decoded, ProtocolError, pack_ids, unpack_ids, unpack_logprobs
+from rollover.types import FinishReason
+from tests.swarm.worker_kit import assign
+
+LIMIT = 40
+
+
+def chunk(ids: tuple[int, ...], version: int = 0) -> Chunk:
+    return Chunk(token_ids=ids, logprobs=tuple(-i / 8 for i in ids), policy_version=version, kv_version=version)
+
+
+def prefix(ids: tuple[int, ...]) -> str:
+    return hashlib.sha256(pack_ids(ids)).hexdigest()
+
+
+class Call:
+    """A call from both ends: what was decoded, and what a receiver has made of the messages."""
+
+    def __init__(self, call_id: str, done: tuple[int, ...]) -> None:
+        self.call_id = call_id
+        self.decoded = list(done)
+        self.versions = [0] * len(done)
+        self.received = list(done)
+        self.received_versions = [0] * len(done)
+        self.origin = len(done)
+        self.acked = len(done)
+        self.ending: FinishReason | str | None = None
+        self.received_ending: str | None = None
+        self.is_released = False
+
+
+class HeldMachine(RuleBasedStateMachine):
+    """Decodes, acknowledges, cuts, adopts, aborts and releases in any order; frames in flight are lost by a cut."""
+
+    calls = Bundle("calls")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = HeldCalls(LIMIT, offer_s=1e9)
+        self.known: list[Call] = []
+        self.wire: list[Decoded | CallFailed] = []
+        self.num_ids = self.num_tokens = 0
+
+    def new_id(self) -> str:
+        self.num_ids += 1
+        return f"c{self.num_ids}"
+
+    def of(self, call_id: str) -> Call | None:
+        return next((call for call in self.known if call.call_id == call_id and not call.is_released), None)
+
+    @rule(target=calls, num_done=st.integers(0, 5))
+    def opened(self, num_done: int) -> Call:
+        call = Call(self.new_id(), tuple(range(num_done)))
+        message = assign(call.call_id, done=call.decoded)
+        assert self.held.open(message) is not None
+        assert self.held.open(message) is None  # it came twice
+        self.known.append(call)
+        return call
+
+    @rule(call=calls, num_tokens=st.integers(0, 9), version=st.integers(0, 2), ends=st.sampled_from([None, "stop"]))
+    def decoded(self, call: Call, num_tokens: int, version: int, ends: str | None) -> None:
+        stream = self.held.get(call.call_id)
+        if stream is None or call.ending is not None or self.held.is_full:
+            return
+        ids = tuple(range(self.num_tokens, self.num_tokens + num_tokens))
+        self.num_tokens += num_tokens
+        self.held.decoded(stream, chunk(ids, version))
+        call.decoded += ids
+        call.versions += [version] * num_tokens
+        if ends is not None:
+            self.end(call, FinishReason(ends))
+
+    @rule(call=calls, failure=st.sampled_from(["", "out of memory"]))
+    def stopped(self, call: Call, failure: str) -> None:
+        if self.held.get(call.call_id) is not None and call.ending is None:
+            self.end(call, failure or FinishReason.ABORT)
+
+    def end(self, call: Call, ending: FinishReason | str) -> None:
+        stream = self.held.get(call.call_id)
+        assert stream is not None
+        call.ending = ending
+        reason = ending if isinstance(ending, FinishReason) else None
+        self.held.ended(stream, StreamEnding(reason=reason, failure="" if reason else str(ending), version=2))
+
+    @rule(num_messages=st.integers(1, 4))
+    def sent(self, num_messages: int) -> None:
+        for _ in range(num_messages):
+            if (message := self.held.next_message()) is not None:
+                self.wire.append(message)
+
+    @rule(num_messages=st.integers(1, 6))
+    def received(self, num_messages: int) -> None:
+        for message in self.wire[:num_messages]:
+            self.receive(message)
+        del self.wire[:num_messages]
+
+    def receive(self, message: Decoded | CallFailed) -> None:
+        if (call := self.of(message.call_id)) is None:
+            return
+        if isinstance(message, CallFailed):
+            call.received_ending = message.reason
+            return
+        ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
+        assert logprobs == tuple(-i / 8 for i in ids)
+        assert message.offset <= len(call.received), "a gap"
+        skipped = len(call.received) - message.offset
+        assert list(ids[:skipped]) == call.received[message.offset : message.offset + len(ids)]
+        call.received += ids[skipped:]
+        call.received_versions += [message.version] * len(ids[skipped:])
+        if message.finish_reason is not None:
+            assert len(call.received) == message.offset + len(ids)
+            call.received_ending = message.finish_reason
+
+    @rule(call=calls, back=st.integers(0, 4))
+    def journaled(self, call: Call, back: int) -> None:
+        """Acknowledgements may be old ones."""
+        offset = max(call.origin, len(call.received) - back)
+        call.acked = max(call.acked, offset)
+        self.held.acked(call.call_id, offset)
+
+    @rule(num_answered=st.integers(0, 2))
+    def beaten(self, num_answered: int) -> None:
+        """A heartbeat goes behind what is on the wire, and is answered when all that has arrived."""
+        self.held.heartbeat_sent()
+        if num_answered:
+            for message in self.wire:
+                self.receive(message)
+            self.wire.clear()
+            self.held.heartbeat_answered()
+
+    @rule(lost=st.integers(0, 4), renames=st.booleans())
+    def cut_and_back(self, lost: int, renames: bool) -> None:
+        """The last messages are lost; the coordinator adopts what it still wants, twice."""
+        for message in self.wire[: max(0, len(self.wire) - lost)]:
+            self.receive(message)
+        self.wire.clear()
+        offers = {offer.call_id: offer for offer in self.held.listed()}
+        self.held.connected(0.0)
+        assert self.held.next_message() is None
+        for call in self.known:
+            if (offer := offers.get(call.call_id)) is None:
+                continue
+            assert (offer.start, offer.end) == (call.acked, len(call.decoded))
+            assert offer.is_running == (call.ending is None)
+            self.adopt(call, self.new_id() if renames else call.call_id)
+
+    def adopt(self, call: Call, call_id: str) -> None:
+        offset = len(call.received)
+        message = Adopt(held=call.call_id, call_id=call_id, offset=offset, prefix=prefix(tuple(call.received)))
+        for _ in range(2):
+            assert not isinstance(self.held.adopt(message), CallFailed)
+        call.call_id, call.received_ending = call_id, None
+        call.acked = offset
+        if call.ending is FinishReason.ABORT:
+            call.ending = None
+
+    @rule(call=consumes(calls))
+    def released(self, call: Call) -> None:
+        self.held.release((call.call_id,))
+        call.is_released = True
+        assert self.held.get(call.call_id) is None
+
+    @precondition(lambda self: self.known)
+    @rule()
+    def drained(self) -> None:
+        """When all messages arrive, the receiver has everything."""
+        while (message := self.held.next_message()) is not None:
+            self.wire.append(message)
+        for message in self.wire:
+            self.receive(message)
+        self.wire.clear()
+        for call in self.known:
+            if not call.is_released:
+                assert call.received == call.decoded
+                assert call.received_versions == call.versions
+                assert call.received_ending == call.ending
+
+    @invariant()
+    def what_is_held_is_what_nobody_has_acknowledged(self) -> None:
+        open_calls = [call for call in self.known if self.held.get(call.call_id) is not None]
+        assert self.held.num_tokens == sum(len(call.decoded) - call.acked for call in open_calls)
+        for call in self.known:
+            if self.held.get(call.call_id) is None and not call.is_released:
+                assert call.received == call.decoded, "forgotten before it had arrived"
+                assert call.received_ending == call.ending
+
+    @invariant()
+    def a_received_stream_is_the_beginning_of_the_decoded_one(self) -> None:
+        for call in self.known:
+            assert call.received == call.decoded[: len(call.received)]
+
+
+TestHeld = HeldMachine.TestCase
+TestHeld.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_a_worker_is_full_at_its_limit_and_has_room_at_three_quarters_of_it() -> None:
+    held = HeldCalls(8)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk(tuple(range(7))))
+    assert not held.is_full
+    held.decoded(stream, chunk((7,)))
+    assert held.is_full
+    held.acked("a", 2)
+    assert held.is_full
+    held.acked("a", 3)
+    assert not held.is_full and held.num_tokens == 5
+
+
+def test_tokens_of_one_version_go_out_together_each_call_in_its_turn() -> None:
+    held = HeldCalls(100)
+    for name in "ab":
+        stream = held.open(assign(name))
+        assert stream is not None
+        for version in (0, 0, 1):
+            held.decoded(stream, chunk((1, 2), version))
+    sent = []
+    while (message := held.next_message()) is not None:
+        assert isinstance(message, Decoded)
+        sent.append((message.call_id, message.offset, len(unpack_ids(message.token_ids)), message.version))
+    assert sent == [("a", 0, 4, 0), ("b", 0, 4, 0), ("a", 4, 2, 1), ("b", 4, 2, 1)]
+
+
+def test_the_ending_goes_with_the_last_tokens() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk((1, 2)))
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    message = held.next_message()
+    assert isinstance(message, Decoded) and message.finish_reason == "stop"
+    held.acked("a", 2)
+    assert len(held) == 0  # who has journaled these tokens has their end
+
+
+def test_an_ending_without_tokens_is_held_until_a_heartbeat_behind_it_is_answered() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk((1, 2)))
+    held.next_message()
+    held.heartbeat_sent()
+    held.ended(stream, StreamEnding(reason=FinishReason.ABORT))
+    held.next_message()
+    held.acked("a", 2)
+    assert len(held) == 1  # the acknowledgement may have crossed the ending
+    held.heartbeat_answered()
+    assert len(held) == 1  # that heartbeat was sent before it
+    held.heartbeat_sent()
+    held.heartbeat_answered()
+    assert len(held) == 0
+
+
+def test_a_coordinator_cannot_acknowledge_what_was_never_decoded() -> None:
+    held = HeldCalls(100)
+    held.open(assign("a"))
+    with pytest.raises(ProtocolError, match="3 tokens of a are acknowledged, but 0 are decoded"):
+        held.acked("a", 3)
+
+
+def test_an_offer_that_nobody_takes_up_is_forgotten_after_its_time() -> None:
+    held = HeldCalls(100, offer_s=900.0)
+    for name in "ab":
+        held.open(assign(name))
+    held.connected(100.0)
+    held.adopt(Adopt(held="b", call_id="b", offset=0, prefix=prefix(())))
+    assert held.expired(1000.0) == []
+    assert held.expired(1001.0) == ["a"]

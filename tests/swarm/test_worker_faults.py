@@ -1,0 +1,577 @@
+"""A worker among weights that do not come, coordinators that do not answer or say nonsense, and engines that break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.server import ServerConnection
+
+from rollover.engine.base import Capabilities, Chunk, GenerateRequest
+from rollover.errors import EngineError
+from rollover.swarm.connection import Refused
+from rollover.swarm.host import EngineBroken
+from rollover.swarm.messages import (
+    PROTOCOL,
+    Assign,
+    Decoded,
+    Goodbye,
+    Head,
+    Heartbeat,
+    Leaving,
+    NotServing,
+    Ready,
+    Serving,
+    Welcome,
+    encode,
+)
+from rollover.weights.base import WeightSource
+from tests.engine.fake import FakeEngine, token_at
+from tests.swarm.worker_kit import Bench, acked, assign, head, length_of
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(coroutine)
+
+
+def tokens(seed: int, start: int, end: int, version: int = 0) -> tuple[int, ...]:
+    return tuple(token_at(seed, position, version) for position in range(start, end))
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_storm_of_heads_the_one_in_hand_and_the_newest_are_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            bench.fetcher.gate.clear()
+            for version in range(1, 40):
+                await link.send(head(version))
+            await link.send(head(3))  # late
+            await link.send(assign("a", limit=1))
+            await bench.until(lambda: bench.engine.requests)  # it serves while it fetches
+            await bench.engine.tick()
+            assert await link.ended("a") == "length"
+            bench.fetcher.gate.set()
+            await link.serving(39)
+            fetched = [asked[0].version for asked in bench.fetcher.asked]
+            assert fetched[0] == 0 and fetched[-1] == 39 and len(fetched) <= 3
+            loads = [event for event in bench.engine.events if event[0] == "load"]
+            assert loads == [("load", version) for version in fetched[1:]]
+
+    run(main())
+
+
+def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            bench.fetcher.failures = [EngineError("blob 9c1e has another content than its name says")] * 2
+            await link.send(head(1))
+            failed = await link.first(NotServing)
+            assert failed == NotServing(version=1, reason="blob 9c1e has another content than its name says")
+            assert bench.engine.version == 0
+            while not [s for s in link.all(Serving) if s.version == 1]:
+                await bench.clock.move(0.5)
+                await asyncio.sleep(0)
+            assert len(link.all(NotServing)) == 2
+
+    run(main())
+
+
+class Stubborn(FakeEngine):
+    """Refuses weights when told to."""
+
+    refusals = 0
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineError("weights do not fit: too wide")
+        await super().load(version, source)
+
+
+def test_a_load_that_fails_leaves_the_old_weights_serving(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = lambda: Stubborn(length_of)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            bench.engine.refusals = 1  # type: ignore[attr-defined]
+            await link.send(assign("a", limit=2))
+            await bench.until(lambda: bench.engine.requests)
+            await link.send(head(1))
+            assert (await link.first(NotServing)).reason == "weights do not fit: too wide"
+            assert bench.engine.events == [("pause", 0), ("resume", 0)]
+            await bench.engine.tick(2)
+            assert await link.ended("a") == "length"
+            assert set(bench.coordinator.versions["a"].values()) == {0}
+            await link.send(head(2))  # tried at once
+            await link.serving(2)
+
+    run(main())
+
+
+def test_one_version_of_two_manifests_is_reported_and_not_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(3))
+            for _ in range(3):
+                await link.send(Head(version=3, manifest="f" * 64))
+            await link.send(head(4))
+            await link.serving(4)
+            (failed,) = link.all(NotServing)
+            assert failed.reason == f"version 3 is said to be {'f' * 64}, and was {head(3).manifest} before"
+
+    run(main())
+
+
+class Recomputing(FakeEngine):
+    """Its running calls do not survive new weights."""
+
+    def __init__(self) -> None:
+        super().__init__(length_of)
+        self.capabilities = Capabilities(max_running=64, max_context_tokens=4096, in_flight_update=False, seeded=True)
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        assert not self.stats().num_running, "calls are stopped before"
+        await super().load(version, source)
+
+
+def test_an_engine_that_loses_its_calls_at_an_update_still_makes_one_call(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Recomputing
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a", done=tokens(7, 0, 2), limit=12))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(4)
+            await link.send(head(1))
+            await link.serving(1)
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            assert bench.engine.requests[1].response_ids == tokens(7, 0, 6)
+            await bench.engine.tick(6)
+            assert await link.ended("a") == "length"
+            assert bench.coordinator.response("a") == tokens(7, 2, 6) + tokens(7, 6, 12, 1)
+            assert [m.finish_reason for m in link.all(Decoded)].count(None) == len(link.all(Decoded)) - 1
+
+    run(main())
+
+
+def test_a_version_is_announced_before_a_token_of_it_is_sent(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = lambda: FakeEngine(length_of, auto=True, max_context_tokens=10**6)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            for name in "abcdef":
+                await link.send(assign(name, limit=10**5))
+            for version in range(1, 6):
+                await link.send(head(version))
+                await link.serving(version)
+                await link.until(lambda: any(isinstance(m, Decoded) for m in link.seen[-3:]))
+            confirmed = -1
+            for message in link.seen:
+                if isinstance(message, Serving):
+                    confirmed = message.version
+                elif isinstance(message, Decoded):
+                    assert message.version <= confirmed
+            assert confirmed == 5
+
+    run(main())
+
+
+# -- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path, max_held_tokens=16)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await link.send(assign("b"))
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            await bench.engine.tick(30)
+            await bench.until(lambda: not bench.engine.stats().num_running)
+            decoded = [len(bench.coordinator.response(name)) for name in "ab"]
+            assert sum(decoded) == 16
+            await link.send(assign("c"))
+            await link.send(acked("a", decoded[0]))  # which is half: there is room again
+            await bench.until(lambda: len(bench.engine.requests) == 5)
+            for _ in range(200):
+                await bench.engine.tick(1)
+                for name in "abc":
+                    await link.send(acked(name, len(bench.coordinator.response(name))))
+                if len(bench.coordinator.endings) == 3:
+                    break
+            assert {name: await link.ended(name) for name in "abc"} == dict.fromkeys("abc", "length")
+            assert all(bench.coordinator.response(name) == tokens(7, 0, 40) for name in "abc")
+
+    run(main())
+
+
+# -- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(20)
+            for _ in range(3):
+                num = len(link.all(Heartbeat))
+                await bench.clock.move(10.0)
+                await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
+            assert link.all(Heartbeat) == [
+                Heartbeat(num_running=1, tokens_per_s=2.0, num_held=20),
+                Heartbeat(num_running=1, tokens_per_s=0.0, num_held=20),
+                Heartbeat(num_running=1, tokens_per_s=0.0, num_held=20),
+            ]
+            assert not link.is_closed
+
+    run(main())
+
+
+def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            link.beats = False
+            await bench.clock.move(29.0)
+            await link.first(Heartbeat)
+            assert not link.is_closed
+            await bench.clock.move(2.0)
+            await link.until(lambda: link.is_closed)
+            assert any("has not answered for the length of a lease" in line for line in bench.lines)
+            await bench.member_again(head(0))
+
+    run(main())
+
+
+class Hanging(FakeEngine):
+    """Its loop can be held up."""
+
+    def __init__(self) -> None:
+        super().__init__(length_of)
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def abort(self, request_ids: Any) -> None:
+        await self.goes_on.wait()
+        await super().abort(request_ids)
+
+
+def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Hanging
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            bench.engine.goes_on.clear()  # type: ignore[attr-defined]
+            await bench.clock.move(31.0)
+            await link.until(lambda: link.is_closed)
+            assert link.all(Heartbeat) == []
+            await bench.clock.move(100.0)
+            assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
+            bench.engine.goes_on.set()  # type: ignore[attr-defined]
+            await bench.member_again(head(0))
+
+    run(main())
+
+
+# -- what a coordinator may say ---------------------------------------------------------------------------------------
+
+
+def test_a_final_goodbye_ends_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(Goodbye(reason="'laptop' is not trusted any more", is_final=True))
+            error = await bench.failure()
+            assert isinstance(error, Refused)
+            assert str(error).endswith("does not want this worker: 'laptop' is not trusted any more")
+
+    run(main())
+
+
+def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(Goodbye(reason="fenced: not heard of for 15 s", is_final=False))
+            back = await bench.member_again(head(0))
+            assert back.lease == link.lease + 1
+            assert any("fenced: not heard of for 15 s; trying again" in line for line in bench.lines)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "message"),
+    [
+        (401, "the token was revoked", "refuses the token of 'laptop' (HTTP 401): the token was revoked"),
+        (403, "", "refuses the token of 'laptop' (HTTP 403)"),
+        (426, "this run speaks v2", "does not speak this worker's protocol: this run speaks v2"),
+        (404, "", "answers HTTP 404, which no coordinator does; is the address right?"),
+    ],
+)
+def test_a_refusal_that_time_does_not_mend_ends_the_worker(
+    tmp_path: Path, status: int, text: str, message: str
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.coordinator.refuse(status, text)
+        async with bench.joined():
+            error = await bench.failure()
+            assert isinstance(error, Refused)
+            assert message in str(error)
+            assert "rw1." not in str(error)
+
+    run(main())
+
+
+def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.coordinator.subprotocol = None
+        async with bench.joined():
+            error = await bench.failure()
+            assert isinstance(error, Refused)
+            assert "speaks another protocol, this worker rollover.swarm.v1" in str(error)
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429, 404])
+def test_a_member_comes_back_through_what_may_heal(tmp_path: Path, status: int) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            bench.coordinator.refuse(status)
+            await link.cut()
+            while len(bench.coordinator.authorizations) < 4:
+                await bench.clock.move(1.0)
+            bench.coordinator.refuse_with = None
+            await bench.member_again(head(0))
+            assert sum(f"HTTP {status}" in line for line in bench.lines) == 1
+
+    run(main())
+
+
+def test_a_coordinator_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.coordinator.listening():
+            pass
+        worker = bench.worker()
+        running = asyncio.create_task(worker.run())
+        await bench.until(lambda: any("cannot be reached" in line for line in bench.lines))
+        async with bench.coordinator.listening():
+            await bench.member_again(head(0))
+            worker.stop("done")
+            await running
+
+    run(main())
+
+
+def other_lease() -> bytes:
+    return encode(99, head(1))
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ("text", "a text frame of 4 characters"),
+        (b"", "a frame begins with nothing"),
+        (b"\x07abc", "a frame begins with 07"),
+        (b"\x00\x81", "a frame of 2 bytes cannot be read"),
+        (b"\x01zzzz", "cannot be read"),
+        (b"\x00" + b"\x91" * 5000, "cannot be read"),
+        (b"\x00" + bytes(17 * 2**20), "the connection to"),
+        (other_lease(), "a message of lease 99 came under lease 1"),
+        (encode(1, acked("a", 5)), "5 tokens of a are acknowledged, but 0 are decoded"),
+        (
+            encode(1, Welcome(protocol=1, member="x", lease=1, ttl_s=1, run_id="", run_epoch=0, head=head(0))),
+            "a Welcome",
+        ),
+    ],
+    ids=["text", "empty", "kind", "cut", "zstd", "deep", "large", "lease", "ack", "welcome"],
+)
+def test_what_the_protocol_does_not_allow_ends_the_connection_with_one_message(
+    tmp_path: Path, frame: str | bytes, message: str
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await link.socket.send(frame)
+            await link.until(lambda: link.is_closed)
+            await bench.until(lambda: any(message in line for line in bench.lines))
+            back = await bench.again()
+            assert [call.call_id for call in back.hello.held] == ["a"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("first", ["silence", "head", "protocol", "ttl"])
+def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_path: Path, first: str) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path, connect_timeout_s=0.2)
+
+        async def talk(socket: ServerConnection) -> None:
+            await socket.recv()
+            welcome = {"member": "x", "lease": 1, "run_id": "", "run_epoch": 0, "head": head(0)}
+            if first == "head":
+                await socket.send(encode(0, head(0)))
+            elif first == "protocol":
+                await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL + 1, "ttl_s": 1.0})))
+            elif first == "ttl":
+                await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL, "ttl_s": float("nan")})))
+            await socket.wait_closed()
+
+        bench.coordinator.raw = talk
+        said = {
+            "silence": "did not answer a Hello within 0.2 s",
+            "head": "answered a Hello with a Head, not with a Welcome",
+            "ttl": "gave a lease of nan s, which cannot be kept",
+        }
+        async with bench.joined():
+            if first == "protocol":
+                error = await bench.failure()
+                assert isinstance(error, Refused)
+                assert "chose version 2 of the protocol, this worker speaks 1" in str(error)
+            else:
+                await bench.until(lambda: any(said[first] in line for line in bench.lines))
+
+    run(main())
+
+
+# -- the worker's own end ---------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined() as worker:
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await link.send(assign("b", least_version=5))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(5)
+            worker.stop("stopped by its user")
+            assert bench.running is not None
+            await bench.running
+            await link.until(lambda: link.is_closed)
+            assert link.seen[-1] == Leaving(reason="stopped by its user")
+            assert bench.coordinator.endings == {"a": "abort", "b": "abort"}
+            assert bench.coordinator.response("a") == tokens(7, 0, 5)
+            assert bench.lines[-1] == "left the swarm"
+            with pytest.raises(EngineError, match="closed"):
+                await anext(bench.engine.generate(bench.engine.requests[0]))
+            assert bench.fetcher.is_closed
+
+    run(main())
+
+
+def test_a_worker_that_is_stopped_without_a_connection_says_what_is_lost(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined() as worker:
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await link.cut()
+            await bench.engine.tick(5)
+            worker.stop("stopped by its user")
+            assert bench.running is not None
+            await bench.running
+            assert bench.lines[-1] == "left the swarm; 5 tokens could not be handed over"
+
+    run(main())
+
+
+def test_an_engine_that_cannot_be_opened_ends_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+
+        def refuse() -> FakeEngine:
+            raise EngineError("vLLM did not start: see its log")
+
+        bench.make_engine = refuse
+        async with bench.joined():
+            link = await bench.coordinator.next_link()
+            await link.welcome(head(0))
+            error = await bench.failure()
+            assert isinstance(error, EngineBroken)
+            assert str(error) == "the engine cannot be opened: vLLM did not start: see its log"
+            await link.until(lambda: link.is_closed)
+            assert link.all(Leaving) == [Leaving(reason=str(error))]
+
+    run(main())
+
+
+def test_a_failed_call_is_the_calls_own_matter(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(3)
+            bench.engine.fail(EngineError("out of memory"))
+            assert await link.ended("a") == "failed: out of memory"
+            assert bench.coordinator.response("a") == tokens(7, 0, 3)
+            await link.send(assign("b", limit=1))
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            await bench.engine.tick()
+            assert await link.ended("b") == "length"
+
+    run(main())
+
+
+class Broken(FakeEngine):
+    """All its calls fail."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        raise EngineError("CUDA error: an illegal memory access")
+        yield
+
+
+def test_an_engine_whose_calls_all_fail_for_long_ends_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = lambda: Broken(length_of)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=600.0)
+            for number in range(8):
+                call: Assign = assign(f"c{number}")
+                await link.send(call)
+                assert "illegal memory access" in await link.ended(f"c{number}")
+                await bench.clock.move(20.0)
+            error = await bench.failure()
+            assert isinstance(error, EngineBroken)
+            assert "has failed 8 calls in 140 s and given no token" in str(error)
+            await link.until(lambda: link.is_closed)
+            assert link.all(Leaving) == [Leaving(reason=str(error))]
+            assert link.all(Ready)
+
+    run(main())

@@ -44,6 +44,14 @@ class ConfiguredCommand(click.Command):
     """A command that takes ``--section.key value`` beside its own options, in any order."""
 
     context_class = _Context
+    examples = ("--steps 20", "--rollout.group_size 16 or --tasks.train.0.weight 2")
+    """A key outside all sections, and keys inside."""
+
+    def keys(self) -> list[str]:
+        """Return the keys outside all sections, and the sections."""
+        from rollover.run.config import RunConfig
+
+        return [f.name for f in fields(RunConfig)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, ctx.meta[OVERRIDES] = self._split(ctx, args)
@@ -78,9 +86,7 @@ class ConfiguredCommand(click.Command):
 
     def _check_key(self, ctx: click.Context, name: str, options: Iterable[str]) -> None:
         """Refuse what is neither ``--section.key`` nor a key outside all sections."""
-        from rollover.run.config import RunConfig
-
-        known = [f"--{f.name}" for f in fields(RunConfig)]
+        known = [f"--{key}" for key in self.keys()]
         if "." not in name and name.replace("-", "_") not in [key.replace("-", "_") for key in known]:
             long = [option for option in options if option.startswith("--")]
             raise click.UsageError(f"no option {name!r}{nearest(name, [*long, *known])}", ctx)
@@ -90,11 +96,8 @@ class ConfiguredCommand(click.Command):
         with formatter.section("Configuration"):
             formatter.write_dl(
                 [
-                    ("--KEY VALUE", "Set a key outside all sections, as in --steps 20."),
-                    (
-                        "--SECTION.KEY VALUE",
-                        "Set any key, as in --rollout.group_size 16 or --tasks.train.0.weight 2.",
-                    ),
+                    ("--KEY VALUE", f"Set a key outside all sections, as in {self.examples[0]}."),
+                    ("--SECTION.KEY VALUE", f"Set any key, as in {self.examples[1]}."),
                 ]
             )
 

@@ -1,0 +1,121 @@
+"""``rollover worker``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from rollover.cli.command import OVERRIDES, ConfiguredCommand
+from rollover.errors import require
+from rollover.privacy import Redactor
+from rollover.run.signals import handled
+
+
+class WorkerCommand(ConfiguredCommand):
+    """Takes the keys of a worker, not those of a run."""
+
+    examples = ("--max_held_tokens 100000", "--engine.kind vllm or --engine.max_running 16")
+
+    def keys(self) -> list[str]:
+        from dataclasses import fields
+
+        from rollover.swarm.worker_config import WorkerConfig
+
+        return [f.name for f in fields(WorkerConfig)]
+
+
+@click.command("worker", cls=WorkerCommand)
+@click.option("--join", "url", required=True, metavar="URL", help="The coordinator: wss://HOST:PORT.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Read the worker's token from FILE; from ROLLOVER_SWARM_TOKEN when left out.",
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep weights in DIR; in ~/.cache/rollover/workers/NAME when left out.",
+)
+@click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Trust the coordinator by the certificates in FILE (PEM), not by the system's.",
+)
+@click.option("--insecure", is_flag=True, help="Allow a plain connection over a network that is private itself.")
+@click.option("--quiet", "-q", is_flag=True, help="Print errors alone.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    url: str,
+    token_file: Path | None,
+    cache: Path | None,
+    ca_file: Path | None,
+    insecure: bool,
+    quiet: bool,
+) -> None:
+    """Decode for a run on another machine.
+
+    Dials in to the trainer's side of a swarm, fetches its weights, and serves them with any engine until stopped with
+    Ctrl-C; comes back by itself when the connection is lost.
+
+    \b
+    rollover worker --join wss://trainer.example:8790 --token-file laptop.token
+    rollover worker --join wss://trainer.example:8790 --engine.kind vllm --engine.launch true
+    """
+    require("msgspec", "zstandard", "cryptography", "websockets", purpose=ctx.command_path)
+    from rollover.engine.embedded.config import EmbeddedConfig
+    from rollover.settings.schema import build, parse_overrides
+    from rollover.settings.toml import Document
+    from rollover.swarm.address import CoordinatorAddress
+    from rollover.swarm.connection import tls_context
+    from rollover.swarm.token import read_token
+    from rollover.swarm.worker_config import WorkerConfig
+
+    config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
+    address = CoordinatorAddress.parse(url, insecure=insecure)
+    token = read_token(token_file, os.environ)
+    if isinstance(config.engine, EmbeddedConfig):
+        require("torch", "safetensors", purpose="the embedded engine of a worker")
+    from rollover.swarm.joining import default_cache, join
+
+    redactor = ctx.find_object(Redactor) or Redactor()
+    redactor.value(token.text, "token")
+    tls = tls_context(ca_file) if address.is_encrypted else None
+
+    def say(line: str) -> None:
+        if not quiet:
+            click.echo(redactor.text(f"{token.name}: {line}"), err=True)
+
+    stopping = _Stopping(say)
+    with handled(stopping.on_signal):
+        join(address, token, config, cache=cache or default_cache(token), tls=tls, say=say, started=stopping.started)
+
+
+class _Stopping:
+    """Ctrl-C and the like: the first has the worker hand over its calls, the second ends the process at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stop: Callable[[str], None] | None = None
+        self._asked = False
+
+    def started(self, stop: Callable[[str], None]) -> None:
+        self._stop = stop
+
+    def on_signal(self, number: int) -> None:
+        from rollover.run import signals
+
+        if self._stop is None:
+            signals.stop(number)
+        elif self._asked:
+            os._exit(128 + number)
+        else:
+            self._asked = True
+            self._say("handing over; once more to stop immediately")
+            self._stop("stopped by its user")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
+import rollover
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import require
 from rollover.privacy import Redactor
-from rollover.run.signals import handled
+from rollover.run.signals import handled, stop
 
 
 class WorkerCommand(ConfiguredCommand):
@@ -86,7 +87,7 @@ def command(
 
     redactor = ctx.find_object(Redactor) or Redactor()
     redactor.value(token.text, "token")
-    tls = tls_context(ca_file) if address.is_encrypted else None
+    tls = tls_context(ca_file) if address.is_encrypted or ca_file is not None else None
 
     def say(line: str) -> None:
         if not quiet:
@@ -94,7 +95,16 @@ def command(
 
     stopping = _Stopping(say)
     with handled(stopping.on_signal):
-        join(address, token, config, cache=cache or default_cache(token), tls=tls, say=say, started=stopping.started)
+        join(
+            address,
+            token,
+            config,
+            cache=cache or default_cache(token),
+            tls=tls,
+            software=f"rollover {rollover.__version__}",
+            say=say,
+            started=stopping.started,
+        )
 
 
 class _Stopping:
@@ -109,10 +119,8 @@ class _Stopping:
         self._stop = stop
 
     def on_signal(self, number: int) -> None:
-        from rollover.run import signals
-
         if self._stop is None:
-            signals.stop(number)
+            stop(number)
         elif self._asked:
             os._exit(128 + number)
         else:

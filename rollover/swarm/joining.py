@@ -38,6 +38,7 @@ def join(
     *,
     cache: Path,
     tls: ssl.SSLContext | None,
+    software: str,
     say: Callable[[str], None],
     started: Callable[[Callable[[str], None]], None],
 ) -> None:
@@ -45,6 +46,7 @@ def join(
 
     Args:
         cache: a folder for blobs and models; no other worker may use it meanwhile.
+        software: name and version of this program.
         say: shows a line to the user.
         started: given a function that stops the worker, which any thread and any signal handler may call.
 
@@ -52,7 +54,7 @@ def join(
         RolloverError: the coordinator does not want this worker, or its engine cannot be used.
     """
     with _own(cache):
-        asyncio.run(_join(address, token, config, cache, tls, say, started))
+        asyncio.run(_join(address, token, config, cache, tls, software, say, started))
 
 
 async def _join(
@@ -61,6 +63,7 @@ async def _join(
     config: WorkerConfig,
     cache: Path,
     tls: ssl.SSLContext | None,
+    software: str,
     say: Callable[[str], None],
     started: Callable[[Callable[[str], None]], None],
 ) -> None:
@@ -84,6 +87,7 @@ async def _join(
         random=Random(secrets.randbits(64)),
         say=say,
         work=work,
+        software=software,
         tls=tls,
     )
     loop = asyncio.get_running_loop()

@@ -21,7 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import rollover
 from rollover.clock import Clock
 from rollover.errors import RolloverError
 from rollover.swarm.address import CoordinatorAddress
@@ -52,6 +51,7 @@ class Worker:
         open_fetcher: makes the fetcher for an epoch of a run.
         say: shows a line to the user.
         work: a folder of the worker's own.
+        software: its name and version, for the coordinator.
 
     Example: ``await worker.run()`` returns after ``worker.stop("stopped by its user")``, and raises ``Refused`` when
     the coordinator does not want it.
@@ -69,6 +69,7 @@ class Worker:
         random: Random,
         say: Callable[[str], None],
         work: Path,
+        software: str = "rollover",
         tls: ssl.SSLContext | None = None,
         back_off: BackOff | None = None,
         fetch_back_off: BackOff | None = None,
@@ -76,6 +77,7 @@ class Worker:
         self._address, self._token, self._config, self._tls = address, token, config, tls
         self._open_fetcher, self._clock, self._random, self._say = open_fetcher, clock, random, say
         self._back_off = back_off or BackOff()
+        self._software = software
         self._held = HeldCalls(config.max_held_tokens)
         self._tasks: asyncio.TaskGroup | None = None
         self._calls = WorkerCalls(
@@ -188,7 +190,7 @@ class Worker:
         last = self._welcome
         return Hello(
             protocols=(PROTOCOL,),
-            software=f"rollover {rollover.__version__}",
+            software=self._software,
             run_id=last.run_id if last is not None else "",
             run_epoch=last.run_epoch if last is not None else 0,
             served=self._served_as_held(),

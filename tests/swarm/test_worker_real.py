@@ -1,0 +1,124 @@
+"""A worker with the embedded engine and real weights, joined to a real coordinator over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.clock import SystemClock
+from rollover.engine.base import Chunk, Engine
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.swarm.address import CoordinatorAddress
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.credentials import Credentials
+from rollover.swarm.engine import SwarmEngine
+from rollover.swarm.joining import _join
+from rollover.swarm.keys import open_key
+from rollover.swarm.open import open_swarm
+from rollover.swarm.worker_config import WorkerConfig
+from rollover.weights.sources import FolderWeights, MemoryWeights
+from tests.engine.contract import request
+from tests.engine.models import saved, tiny_model
+
+ENGINE = EmbeddedConfig(
+    max_running=4, max_context_tokens=128, kv_cache_bytes=2**22, stream_interval_tokens=4, cpu_kernels="torch"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a model."""
+    root = tmp_path_factory.mktemp("models")
+    return [saved(tiny_model(seed=seed), root / f"v{seed}") for seed in range(2)]
+
+
+def weights(version: int, folder: Path) -> MemoryWeights:
+    return MemoryWeights(version, dict(FolderWeights(version, folder).tensors()))
+
+
+@asynccontextmanager
+async def swarm(root: Path, model: Path) -> AsyncIterator[SwarmEngine]:
+    engine = await open_swarm(
+        SwarmConfig(listen="127.0.0.1:0", lease_s=6.0),
+        model,
+        root=root,
+        run="sums",
+        max_context_tokens=128,
+        clock=SystemClock(),
+        checks=False,
+    )
+    try:
+        await engine.load(0, weights(0, model))
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def worker(root: Path, engine: SwarmEngine, cache: Path, name: str = "laptop") -> AsyncIterator[list[str]]:
+    assert engine.gateway is not None
+    credentials = Credentials(root / "workers.json")
+    token = credentials.add(name, open_key(root / "publisher.key").public_key())
+    lines: list[str] = []
+    stops: list[Callable[[str], None]] = []
+    config = WorkerConfig(engine=ENGINE)
+    address = CoordinatorAddress.parse(engine.gateway.url)
+    running = asyncio.create_task(_join(address, token, config, cache, None, "test", lines.append, stops.append))
+    try:
+        yield lines
+        stops[0]("done")
+        await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def collected(engine: Engine, **settings: Any) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request(**settings))]
+
+
+async def expected(model: Path, **settings: Any) -> list[Chunk]:
+    engine = EmbeddedEngine.from_folder(model, ENGINE)
+    try:
+        return await collected(engine, **settings)
+    finally:
+        await engine.close()
+
+
+def flat(chunks: list[Chunk]) -> list[tuple[int, float]]:
+    return [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+
+
+def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(tmp_path: Path, models: list[Path]) -> None:
+    async def main() -> None:
+        torch.set_num_threads(1)
+        root = tmp_path / "swarm"
+        async with asyncio.timeout(90), swarm(root, models[0]) as engine, worker(root, engine, tmp_path / "w") as lines:
+            names = [{"name": f"s{i}", "seed": i, "max_new_tokens": 40} for i in range(3)]
+            found = await asyncio.gather(*(collected(engine, **each) for each in names))
+            for each, chunks in zip(names, found, strict=True):
+                alone = flat(await expected(models[0], **each))
+                assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
+                assert [p for _, p in flat(chunks)] == pytest.approx([p for _, p in alone], abs=1e-5)
+                assert {chunk.policy_version for chunk in chunks} == {0}
+            await engine.pause()
+            await engine.load(1, weights(1, models[1]))
+            await engine.resume()
+            async with asyncio.timeout(30):
+                while engine.coordinator.members["laptop"].version != 1:
+                    await asyncio.sleep(0)
+            chunks = await collected(engine, name="t", seed=5, max_new_tokens=40)
+            assert {chunk.policy_version for chunk in chunks} == {1}
+            alone = flat(await expected(models[1], name="t", seed=5, max_new_tokens=40))
+            assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
+            assert any("serving version 1" in line for line in lines), lines
+
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What a worker asks of whoever fetches publications: from the name of a manifest to verified weights."""
+"""The protocols of whoever fetches publications for a worker: from the name of a manifest to verified weights."""
 
 from __future__ import annotations
 

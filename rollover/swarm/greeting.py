@@ -11,7 +11,7 @@ from rollover.swarm.messages import PROTOCOL, Hello, Welcome
 
 
 class Since(Enum):
-    """What has become of the run since the last connection.
+    """Tells what has become of the run since the last connection.
 
     Example: a coordinator that was killed and started again welcomes a worker to ``Since.NEW_EPOCH``.
     """

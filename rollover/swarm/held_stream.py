@@ -36,7 +36,7 @@ _BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnding:
-    """How a call ended: for a reason, or with a failure of the engine.
+    """The end of a call: for a reason, or with a failure of the engine.
 
     Example: ``StreamEnding(reason=FinishReason.STOP, version=7)``
     """

@@ -22,7 +22,7 @@ from rollover.swarm.download import BlobDownloads
 from rollover.swarm.fetch import WeightFetcher
 from rollover.swarm.host import opener
 from rollover.swarm.token import WorkerToken
-from rollover.swarm.worker import Worker
+from rollover.swarm.worker import SwarmWorker
 from rollover.swarm.worker_config import WorkerConfig
 
 
@@ -77,7 +77,7 @@ async def _join(
 
     work = cache / "engine"
     await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
-    worker = Worker(
+    worker = SwarmWorker(
         address,
         token,
         config,
@@ -95,7 +95,7 @@ async def _join(
     await worker.run()
 
 
-def _call(loop: asyncio.AbstractEventLoop, worker: Worker, reason: str) -> None:
+def _call(loop: asyncio.AbstractEventLoop, worker: SwarmWorker, reason: str) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(worker.stop, reason)
 

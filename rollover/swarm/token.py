@@ -73,23 +73,22 @@ class WorkerToken:
 
     @property
     def hash(self) -> str:
-        """What the coordinator stores. The secret has 256 random bits, so a plain SHA-256 cannot be searched."""
+        """The form in which the coordinator stores it. The secret has 256 random bits, so a plain SHA-256 cannot be searched."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def __str__(self) -> str:
         return f"rw1.{self.name}.{HIDDEN}"
 
 
-def member_of(authorization: str | None, hashes: Mapping[str, str]) -> str | None:
-    """Return the name of the worker that sent an ``Authorization`` header; ``None`` when it is not a known one's.
+def member_of(text: str, hashes: Mapping[str, str]) -> str | None:
+    """Return the name of the worker whose token this is; ``None`` when it is not a known one's.
 
     Args:
         hashes: ``WorkerToken.hash`` by name, of the tokens that are valid.
 
-    Example: ``member_of("Bearer rw1.laptop...", {"laptop": "51fa..."})`` is ``"laptop"`` when the hashes agree.
+    Example: ``member_of("rw1.laptop...", {"laptop": "51fa..."})`` is ``"laptop"`` when the hashes agree.
     """
-    scheme, _, text = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or len(text) > _MAX_BYTES or (match := _FORM.fullmatch(text)) is None:
+    if len(text) > _MAX_BYTES or (match := _FORM.fullmatch(text)) is None:
         return None
     seen = hashlib.sha256(text.encode()).hexdigest()
     return match["name"] if hmac.compare_digest(seen, hashes.get(match["name"], "")) else None

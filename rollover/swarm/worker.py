@@ -43,7 +43,7 @@ OpenFetcher = Callable[[str], Fetcher]
 _STATUS_EVERY_S = 60.0
 
 
-class Worker:
+class SwarmWorker:
     """Serves one coordinator until it is stopped or refused.
 
     Args:

@@ -12,7 +12,7 @@ from rollover.settings.schema import ByKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker does with what it is given: its engine, and how long it waits for whom.
+    """Settings of a worker: its engine, and how long it waits for whom.
 
     Example: ``WorkerConfig(engine=EmbeddedConfig(max_running=16))``, or ``--engine.max_running 16``.
     """

@@ -71,14 +71,12 @@ async def worker(root: Path, engine: SwarmEngine, cache: Path, name: str = "lapt
     stops: list[Callable[[str], None]] = []
     config = WorkerConfig(engine=ENGINE)
     address = CoordinatorAddress.parse(engine.gateway.url)
-    running = asyncio.create_task(_join(address, token, config, cache, None, "test", lines.append, stops.append))
-    try:
+    joining = _join(address, token, config, cache, None, "test", lines.append, stops.append)
+    async with asyncio.TaskGroup() as group:  # a worker that ends early ends the test
+        running = group.create_task(joining)
         yield lines
         stops[0]("done")
         await running
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def collected(engine: Engine, **settings: Any) -> list[Chunk]:

@@ -47,7 +47,7 @@ from rollover.swarm.messages import (
     unpack_logprobs,
 )
 from rollover.swarm.token import WorkerToken
-from rollover.swarm.worker import Worker
+from rollover.swarm.worker import SwarmWorker
 from rollover.swarm.worker_config import WorkerConfig
 from rollover.weights.sources import MemoryWeights
 from tests.engine.fake import FakeEngine
@@ -333,8 +333,8 @@ class Bench:
         self.engines.append(self.make_engine())
         return self.engine
 
-    def worker(self) -> Worker:
-        return Worker(
+    def worker(self) -> SwarmWorker:
+        return SwarmWorker(
             self.coordinator.address,
             TOKEN,
             self.config,
@@ -349,7 +349,7 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def joined(self) -> AsyncIterator[Worker]:
+    async def joined(self) -> AsyncIterator[SwarmWorker]:
         """Listen and start the worker; in the end stop it, where the test has not."""
         async with asyncio.timeout(DEADLINE_S), self.coordinator.listening():
             self.made = worker = self.worker()

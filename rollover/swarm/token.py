@@ -73,7 +73,7 @@ class WorkerToken:
 
     @property
     def hash(self) -> str:
-        """The form in which the coordinator stores it. The secret has 256 random bits, so a plain SHA-256 cannot be searched."""
+        """The form in which the coordinator stores it: a plain SHA-256, since nobody can search 256 random bits."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def __str__(self) -> str:

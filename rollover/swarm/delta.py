@@ -5,11 +5,12 @@ the receiver has the old value; so of a new value only its place among its neigh
 it out of the values nearest to the old one. Whoever has the new value already finds that it is the nearest one with
 this residue, so that applying an encoding twice gives the same as once.
 
-A tensor is cut into segments of ``SEGMENT`` elements. A segment is a header (bytes per element, low bytes per gap,
+A tensor is cut into segments of ``SEGMENT`` elements. A segment is a header (bytes per element, how gaps are written,
 number of changes) and planes, each compressed by itself, since a Huffman code fits one distribution::
 
-    gaps      unchanged elements before each change, divided by 256 ** low bytes; 255 means 255 and more to come
-    lows      the low bytes of the gaps, where gaps are long: they hardly compress
+    gaps      unchanged elements before each change; in one of two ways, whichever is smaller
+      bytes     high byte, 255 meaning 255 and more to come; then a plane for each low byte, where gaps are long
+      bits      a Golomb-Rice code of k bits: quotients in unary, then remainders; for few changes, as it has no table
     classes   two bits per change: how near the new value is to the old one
     residues  one plane per class: the value's rank among all values of the format, modulo 3, 16, 256 or all
 
@@ -20,7 +21,7 @@ result finds out.
 
 from __future__ import annotations
 
-import struct
+import math
 
 import numpy as np
 import zstandard
@@ -30,13 +31,13 @@ from rollover.swarm.manifest import PublicationError
 
 Bits = NDArray[np.unsignedinteger]
 Bytes = NDArray[np.uint8]
+Gaps = NDArray[np.int64]
 
 SEGMENT = 2**23
 """Elements of a segment: 8 million keep the memory of decoding bounded, and tables of codes a per mille of it."""
-_HEADER = struct.Struct("<BBI")
-_LENGTH = struct.Struct("<I")
-_PLAIN = 1 << 31
-"""Marks the length of a plane that compression would not make smaller."""
+_RICE = 0x80
+"""Marks gaps that are written as bits; else, the number of low bytes is."""
+_MAX_GAP_CODE = 31
 _LEVEL = 1
 _NUM_CLASSES = 4
 _LONG_GAP = 512
@@ -58,7 +59,7 @@ def encode(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
     assert old.nbytes == new.nbytes
     before, after = old.view(_UNSIGNED[item_bytes]), new.view(_UNSIGNED[item_bytes])
     parts = [_encode_segment(before[i : i + SEGMENT], after[i : i + SEGMENT]) for i in range(0, before.size, SEGMENT)]
-    return b"".join(parts) if any(len(part) > _HEADER.size for part in parts) else b""
+    return b"".join(parts) if any(part != _unchanged(item_bytes) for part in parts) else b""
 
 
 def apply(old: Bytes, encoded: bytes | memoryview, item_bytes: int) -> Bytes:
@@ -75,47 +76,43 @@ def apply(old: Bytes, encoded: bytes | memoryview, item_bytes: int) -> Bytes:
     try:
         for start in range(0, values.size, SEGMENT):
             rest = _apply_segment(values[start : start + SEGMENT], rest)
-    except (struct.error, zstandard.ZstdError) as e:
+    except (IndexError, zstandard.ZstdError) as e:
         raise PublicationError(f"an encoded tensor is damaged: {e}") from None
     if rest:
         raise PublicationError(f"an encoded tensor has {len(rest):,} bytes too many")
     return new
 
 
+def _unchanged(item_bytes: int) -> bytes:
+    """The encoding of a segment without changes."""
+    return bytes([item_bytes, 0, 0])
+
+
 def _encode_segment(old: Bits, new: Bits) -> bytes:
     places = np.flatnonzero(old != new)
-    item_bytes = old.itemsize
     if not places.size:
-        return _HEADER.pack(item_bytes, 0, 0)
-    gaps = np.diff(places, prepend=-1) - 1
-    num_low = _num_low_bytes(old.size, places.size)
-    planes = [_escaped(gaps >> (8 * num_low))]
-    planes += [((gaps >> (8 * i)) & 255).astype(np.uint8) for i in range(num_low)]
-    ranks, changed = _ranks(new[places]), _ranks(old[places])
-    classes = _classes(changed, ranks)
-    planes.append(_packed(classes))
-    for number, bits in enumerate(_CLASS_BITS[item_bytes]):
-        planes.append(_pack_residues(ranks[classes == number], bits))
-    return _HEADER.pack(item_bytes, num_low, places.size) + b"".join(map(_compressed, planes))
+        return _unchanged(old.itemsize)
+    gap_code, parts = _encode_gaps(np.diff(places, prepend=-1) - 1, old.size)
+    ranks, before = _ranks(new[places]), _ranks(old[places])
+    classes = _classes(before, ranks)
+    parts.append(_plane(_packed(classes)))
+    for number, bits in enumerate(_CLASS_BITS[old.itemsize]):
+        parts.append(_plane(_pack_residues(ranks[classes == number], bits)))
+    return bytes([old.itemsize, gap_code]) + _varint(places.size) + b"".join(parts)
 
 
 def _apply_segment(values: Bits, encoded: memoryview) -> memoryview:
     """Overwrite what has changed in ``values`` and return the rest of ``encoded``."""
-    item_bytes, num_low, num_changes = _HEADER.unpack_from(encoded)
-    if item_bytes != values.itemsize or num_low > 3 or num_changes > values.size:
+    item_bytes, gap_code = encoded[0], encoded[1]
+    num_changes, rest = _next_varint(encoded[2:])
+    if item_bytes != values.itemsize or num_changes > values.size or gap_code & ~_RICE > _MAX_GAP_CODE:
         raise PublicationError(
-            f"an encoded tensor changes {num_changes:,} elements of {item_bytes} bytes with gaps of {num_low} bytes, in"
-            f" a segment of {values.size:,} elements of {values.itemsize}"
+            f"an encoded tensor changes {num_changes:,} elements of {item_bytes} bytes with gaps in the code {gap_code}"
+            f" in a segment of {values.size:,} elements of {values.itemsize}"
         )
-    rest = encoded[_HEADER.size :]
     if not num_changes:
         return rest
-    max_bytes = num_changes + values.size // (255 << (8 * num_low)) + 1
-    escaped, rest = _next_plane(rest, max_bytes)
-    gaps = _unescaped(escaped, num_changes) << (8 * num_low)
-    for i in range(num_low):
-        low, rest = _next_plane(rest, num_changes, exactly=True)
-        gaps |= low.astype(np.int64) << (8 * i)
+    gaps, rest = _next_gaps(rest, gap_code, num_changes, values.size)
     places = np.cumsum(gaps + 1) - 1
     if places[-1] >= values.size:
         raise PublicationError(f"an encoded tensor changes element {places[-1]:,} of {values.size:,}")
@@ -133,12 +130,42 @@ def _apply_segment(values: Bits, encoded: memoryview) -> memoryview:
 # -- where: gaps between changes ------------------------------------------------------------------------------------
 
 
-def _num_low_bytes(size: int, num_changes: int) -> int:
-    mean_gap = size / num_changes
-    return 0 if mean_gap < _LONG_GAP else 1 if mean_gap < _LONG_GAP * 256 else 2
+def _encode_gaps(gaps: Gaps, size: int) -> tuple[int, list[bytes]]:
+    """Return how the gaps in ``size`` elements are written, and the planes."""
+    mean_gap = size / gaps.size
+    num_low = 0 if mean_gap < _LONG_GAP else 1 if mean_gap < _LONG_GAP * 256 else 2
+    parts = [_plane(_escaped(gaps >> 8 * num_low))]
+    parts += [_plane((gaps >> 8 * i & 255).astype(np.uint8)) for i in range(num_low)]
+    num_bits = max(0, int(mean_gap * math.log(2)).bit_length() - 1)
+    quotients = gaps >> num_bits
+    if (gaps.size * (1 + num_bits) + int(quotients.sum())) // 8 + 2 >= sum(map(len, parts)):
+        return num_low, parts
+    ends: Bytes = np.zeros(gaps.size + int(quotients.sum()), dtype=np.uint8)
+    ends[np.cumsum(quotients + 1) - 1] = 1
+    remainders = (gaps[:, None] >> np.arange(num_bits) & 1).astype(np.uint8)
+    return _RICE | num_bits, [_plane(np.packbits(ends)), _plane(np.packbits(remainders))]
 
 
-def _escaped(numbers: NDArray[np.int64]) -> Bytes:
+def _next_gaps(encoded: memoryview, gap_code: int, num_gaps: int, size: int) -> tuple[Gaps, memoryview]:
+    """Return the gaps, whose sum is not checked, and the rest of ``encoded``."""
+    if gap_code & _RICE:
+        num_bits = gap_code & ~_RICE
+        unary, rest = _next_plane(encoded, (num_gaps + (size >> num_bits)) // 8 + 1)
+        remainders, rest = _next_plane(rest, -(-num_gaps * num_bits // 8), exactly=True)
+        quotients = np.diff(_all(np.flatnonzero(np.unpackbits(unary)), num_gaps), prepend=-1) - 1
+        rows = np.unpackbits(remainders, count=num_gaps * num_bits).reshape(num_gaps, num_bits)
+        return (quotients << num_bits) + rows @ (1 << np.arange(num_bits)), rest
+    max_bytes = num_gaps + size // (255 << 8 * gap_code) + 1
+    escaped, rest = _next_plane(encoded, max_bytes)
+    ends = _all(np.flatnonzero(escaped != 255), num_gaps)
+    gaps = np.diff(np.cumsum(escaped, dtype=np.int64)[ends], prepend=0) << 8 * gap_code
+    for i in range(gap_code):
+        low, rest = _next_plane(rest, num_gaps, exactly=True)
+        gaps |= low.astype(np.int64) << 8 * i
+    return gaps, rest
+
+
+def _escaped(numbers: Gaps) -> Bytes:
     """Numbers as bytes, 255 standing for 255 and more to come."""
     ends = np.cumsum(numbers // 255 + 1) - 1
     escaped = np.full(int(ends[-1]) + 1, 255, dtype=np.uint8)
@@ -146,11 +173,10 @@ def _escaped(numbers: NDArray[np.int64]) -> Bytes:
     return escaped
 
 
-def _unescaped(escaped: Bytes, num_numbers: int) -> NDArray[np.int64]:
-    ends = np.flatnonzero(escaped != 255)
-    if ends.size != num_numbers or ends[-1] != escaped.size - 1:
-        raise PublicationError(f"an encoded tensor has {ends.size:,} gaps before {num_numbers:,} changes")
-    return np.diff(np.cumsum(escaped, dtype=np.int64)[ends], prepend=0)
+def _all(ends: Gaps, num_gaps: int) -> Gaps:
+    if ends.size != num_gaps:
+        raise PublicationError(f"an encoded tensor has {ends.size:,} gaps before {num_gaps:,} changes")
+    return ends
 
 
 # -- what: ranks, classes and residues --------------------------------------------------------------------------------
@@ -237,25 +263,43 @@ def _unpacked(packed: Bytes, num_classes: int) -> Bytes:
 # -- planes ---------------------------------------------------------------------------------------------------------
 
 
-def _compressed(plane: Bytes) -> bytes:
+def _plane(plane: Bytes) -> bytes:
+    """A plane behind its length, whose lowest bit says whether it is compressed."""
     content = plane.tobytes()
-    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(content)
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(content) if content else content
     if len(packed) < len(content):
-        return _LENGTH.pack(len(packed)) + packed
-    return _LENGTH.pack(len(content) | _PLAIN) + content
+        return _varint(len(packed) << 1 | 1) + packed
+    return _varint(len(content) << 1) + content
 
 
 def _next_plane(encoded: memoryview, max_bytes: int, *, exactly: bool = False) -> tuple[Bytes, memoryview]:
     """Return the first plane, which has at most ``max_bytes`` or exactly these, and the rest of ``encoded``."""
-    (length,) = _LENGTH.unpack_from(encoded)
-    end = _LENGTH.size + (length & ~_PLAIN)
-    content = encoded[_LENGTH.size : end]
-    if end > len(encoded):
-        raise PublicationError(f"an encoded tensor ends {end - len(encoded):,} bytes early")
-    size = len(content) if length & _PLAIN else zstandard.frame_content_size(content)
+    length, rest = _next_varint(encoded)
+    content = rest[: length >> 1]
+    if len(content) < length >> 1:
+        raise PublicationError(f"an encoded tensor ends {(length >> 1) - len(content):,} bytes early")
+    size = zstandard.frame_content_size(content) if length & 1 else len(content)
     if not 0 <= size <= max_bytes or (exactly and size != max_bytes):
         raise PublicationError(f"an encoded tensor has a plane of {size:,} bytes where {max_bytes:,} are expected")
-    plane = content if length & _PLAIN else zstandard.ZstdDecompressor().decompress(content)
+    plane = zstandard.ZstdDecompressor().decompress(content) if length & 1 else content
     if len(plane) != size:
         raise PublicationError(f"an encoded tensor has a plane of {len(plane):,} bytes that says it has {size:,}")
-    return np.frombuffer(plane, dtype=np.uint8), encoded[end:]
+    return np.frombuffer(plane, dtype=np.uint8), rest[length >> 1 :]
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; the highest bit says that more follow."""
+    octets = bytearray()
+    while number > 127:
+        octets.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*octets, number])
+
+
+def _next_varint(encoded: memoryview) -> tuple[int, memoryview]:
+    number = 0
+    for i in range(5):
+        number |= (encoded[i] & 127) << 7 * i
+        if encoded[i] < 128:
+            return number, encoded[i + 1 :]
+    raise PublicationError("an encoded tensor has a number of more than 35 bits")

@@ -185,8 +185,8 @@ def row(learning_rate: float, every: int, start: str, found: dict[str, float]) -
     rivals_found = "  ".join(f"{name} {shares[name]:.3%}" for name in ("overwrite", "planes", "xor", "bitmask", "full"))
     print(
         f"lr {learning_rate:.0e} every {every:2d} from {start}: changed {shares['changed']:.3%}, ours"
-        f" {shares['ours']:.3%}, {ratios['entropy']:.2f} times the entropy, {ratios['entropy_given_exponent']:.2f} given the"
-        f" exponent;  {rivals_found}",
+        f" {shares['ours']:.3%}, {ratios['entropy']:.2f} times the entropy,"
+        f" {ratios['entropy_given_exponent']:.2f} given the exponent;  {rivals_found}",
         flush=True,
     )
     return {"learning_rate": learning_rate, "every": every, "start": start, "share_of_raw": shares, "times": ratios}

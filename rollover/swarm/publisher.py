@@ -13,12 +13,15 @@ next; one publisher writes.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import zstandard
@@ -49,6 +52,12 @@ from rollover.weights.formats import ServedFormats
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,32 +195,37 @@ class SwarmPublisher:
 
     def _write(
         self,
-        specs: Iterable[TensorSpec],
+        specs: Sequence[TensorSpec],
         new: TensorBytes,
         base: TensorBytes | None = None,
         *,
         below: int | None = None,
     ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]] | None:
         """Write all tensors into blobs; ``None`` when they take as many bytes as ``below``, or more."""
-        stream, tensors = StreamWriter(self.blobs), []
-        for spec in specs:
+
+        def prepared(spec: TensorSpec) -> tuple[str, bytes | None]:
             content = new[spec.name]
             encoded = None if base is None else smaller_encoding(base[spec.name], content, DTYPE_BYTES[spec.dtype])
-            start = stream.num_bytes
-            stream.append(content.data if encoded is None else memoryview(encoded))
-            tensors.append(
-                PublishedTensor(
-                    name=spec.name,
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                    digest=digest_of(content.data),
-                    start=start,
-                    num_bytes=stream.num_bytes - start,
-                    encoding="raw" if encoded is None else "overwrite",
+            return digest_of(content.data), encoded
+
+        stream, tensors = StreamWriter(self.blobs), []
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            for spec, (digest, encoded) in zip(specs, _ahead(pool, prepared, specs), strict=True):
+                start = stream.num_bytes
+                stream.append(new[spec.name].data if encoded is None else memoryview(encoded))
+                tensors.append(
+                    PublishedTensor(
+                        name=spec.name,
+                        dtype=spec.dtype,
+                        shape=spec.shape,
+                        digest=digest,
+                        start=start,
+                        num_bytes=stream.num_bytes - start,
+                        encoding="raw" if encoded is None else "overwrite",
+                    )
                 )
-            )
-            if below is not None and stream.wire_bytes >= below:
-                return None
+                if below is not None and stream.wire_bytes >= below:
+                    return None
         blobs = stream.finish()
         return None if below is not None and stream.wire_bytes >= below else (tuple(tensors), blobs)
 
@@ -249,6 +263,17 @@ class SwarmPublisher:
             for kept in self._log.kept:
                 needed.update(needed_blobs(kept.manifest, self._manifest(kept)))
             self.blobs.keep(needed)
+
+
+def _ahead(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield the results in order, while the next few are worked on: a map that does not hold all results at once."""
+    under_way: deque[Future[R]] = deque()
+    for item in items:
+        under_way.append(pool.submit(work, item))
+        if len(under_way) > _MAX_THREADS:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
 
 
 def smaller_encoding(old: Bytes, new: Bytes, item_bytes: int) -> bytes | None:

@@ -16,11 +16,14 @@ from rollover.swarm.manifest import BlobRef, PublicationError
 PIECE_BYTES = 32 * 2**20
 """What a blob holds before compression: small enough to be fetched again, large enough to be served fast."""
 LEVEL = 1
+_THREADS_FROM_BYTES = 4 * 2**20
+"""A piece of such a size is compressed by all cores."""
 
 
 def store(content: bytes, blobs: BlobFolder) -> BlobRef:
     """Compress a piece of the stream, or a file, into a blob. Raises ``ResourceError`` when the disk is full."""
-    packed = zstandard.ZstdCompressor(level=LEVEL).compress(content)
+    threads = -1 if len(content) >= _THREADS_FROM_BYTES else 0
+    packed = zstandard.ZstdCompressor(level=LEVEL, threads=threads).compress(content)
     return BlobRef(digest=blobs.put(packed), num_bytes=len(packed), raw_bytes=len(content))
 
 

@@ -112,6 +112,22 @@ def test_an_encoding_is_at_most_1_3_times_the_entropy_of_what_changed(learning_r
     assert 8 * len(check(old, new, 2)) < 1.3 * (places + steps)
 
 
+def test_the_encoding_is_the_one_that_the_page_of_the_protocol_describes() -> None:
+    old = torch.ones(5, dtype=torch.bfloat16)
+    new = old.clone()
+    new[1], new[3] = 1.0078125, -1.0  # the next value up; a far one
+    expected = (
+        "02 80 02"  # 2 bytes per element; gaps as bits, undivided; 2 changes
+        "02 50"  # gaps of 1 and 1: 01 01
+        "00"  # no remainders
+        "02 0c"  # classes 0 and 3
+        "02 02"  # 1.0078125 has the rank 0xbf81, 2 modulo 3
+        "00 00"  # nothing of classes 1 and 2
+        "04 7f 40"  # -1.0 has the rank 0x407f
+    )
+    assert check(content(old), content(new), 2).hex() == expected.replace(" ", "")
+
+
 def test_an_encoding_for_other_weights_gives_wrong_values_of_the_right_size() -> None:
     rng = np.random.default_rng(3)
     old, other = random_bytes(rng, 2000), random_bytes(rng, 2000)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.swarm.weights_kit import (
     served,
     serving,
     source,
+    trained,
     versions,
     whole,
 )
@@ -668,6 +670,68 @@ def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher,
     with serving(publisher.blobs.root, refuses) as relay, serving(publisher.blobs.root) as home:
         asyncio.run(scenario())
         assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, seed: int) -> None:
+    """Publications, restarts of either side, damage on either disk and on the wire, in any order."""
+    rng = random.Random(seed)
+    published: dict[str, Weights] = {}
+    weights = VERSIONS[0]
+    epoch, version = 1, -1
+    publisher = open_publisher(tmp_path, anchor_every=rng.randint(1, 4), keep_versions=rng.randint(1, 3))
+
+    def misbehaves(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        status, headers, body = whole(content, start)
+        answers = (
+            [None] * 6
+            + [(503, {"Content-Length": "0"}, b""), (status, headers, body[: len(body) // 2])]
+            + [whole(flipped(content)), whole(content)]
+        )
+        return rng.choice(answers) if content else None
+
+    async def scenario() -> int:
+        nonlocal publisher, weights, epoch, version
+        num_fetched = 0
+        fetchers = AsyncExitStack()
+        fetcher = await fetchers.enter_async_context(open_fetcher(publisher, tmp_path / "worker"))
+        for _ in range(40):
+            event = rng.choice(
+                ["publish", "publish", "fetch", "fetch", "fetch", "restart trainer", "restart worker", "rot"]
+            )
+            if event == "publish":
+                weights = trained(weights, rng.randrange(10**6), learning_rate=rng.choice([1e-7, 1e-6, 1e-2]))
+                version += rng.randint(1, 3)
+                published[publisher.publish(source(version, weights)).head.manifest] = served(weights)
+            elif event == "restart trainer":
+                epoch, version = epoch + 1, rng.randint(-1, version)
+                publisher = open_publisher(tmp_path, run_epoch=epoch, anchor_every=3, keep_versions=2)
+                version += 1
+                published[publisher.publish(source(version, weights)).head.manifest] = served(weights)
+            elif event == "restart worker":
+                await fetchers.aclose()
+                fetcher = await fetchers.enter_async_context(open_fetcher(publisher, tmp_path / "worker"))
+            elif event == "rot":
+                at = rng.choice([tmp_path / "worker" / "blobs", publisher.blobs.root])
+                if names := sorted(name for name in os.listdir(at) if not name.startswith(".")):
+                    (at / rng.choice(names)).write_bytes(b"rot")
+            elif (head := publisher.head) is not None:
+                before = fetcher.held
+                try:
+                    fetched = await fetch(fetcher, head, server, run_epoch=epoch, deadline_s=0.5)
+                except (EngineTimeout, PublicationError):
+                    assert fetcher.held is before
+                    continue
+                num_fetched += 1
+                assert fetched.digest == head.manifest
+                assert_same(tensors(fetched), published[head.manifest])
+                if before is not None:  # nobody has written into what an engine may be reading
+                    assert_same(tensors(before), published[before.digest])
+        await fetchers.aclose()
+        return num_fetched
+
+    with serving(publisher.blobs.root, misbehaves) as server:
+        assert asyncio.run(scenario()) >= 1
 
 
 def test_old_blobs_do_not_pile_up_at_the_worker(tmp_path: Path) -> None:

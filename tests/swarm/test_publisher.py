@@ -15,7 +15,7 @@ import torch
 
 from rollover.errors import EngineError, ResourceError, RunError
 from rollover.swarm import blobs as blobs_module
-from rollover.swarm.keys import open_key, public_key, public_text
+from rollover.swarm.keys import open_key
 from rollover.swarm.manifest import PublicationError, PublicationManifest, open_manifest
 from rollover.swarm.materialise import materialise
 from rollover.swarm.messages import Head
@@ -330,14 +330,19 @@ def test_a_crash_while_the_key_is_written_leaves_none(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_a_public_key_survives_as_text_and_damaged_text_is_refused(tmp_path: Path) -> None:
-    key = open_key(tmp_path / "key").public_key()
-    text = public_text(key)
-    assert len(text) == 43
-    assert public_key(text).public_bytes_raw() == key.public_bytes_raw()
-    for damaged in ("", text[:-1], text + "A", "*" * 43, "ä" * 43):
-        with pytest.raises(PublicationError, match="the publisher's key in the worker's token is damaged"):
-            public_key(damaged)
+def test_two_processes_that_make_the_key_at_the_same_time_have_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, others = os.link, []
+
+    def beaten(name: str, file: Path) -> None:
+        monkeypatch.setattr(os, "link", real)
+        others.append(open_key(file))
+        real(name, file)
+
+    monkeypatch.setattr(os, "link", beaten)
+    key = open_key(tmp_path / "key")
+    assert [other.private_bytes_raw() for other in others] == [key.private_bytes_raw()]
 
 
 def test_the_list_of_publications_can_be_read_by_a_person(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def join(
         RolloverError: the coordinator does not want this worker, or its engine cannot be used.
     """
     with _own(cache):
-        asyncio.run(_join(address, token, config, cache, tls, software, say, started))
+        asyncio.run(work_for(address, token, config, cache, tls, software, say, started))
 
 
-async def _join(
+async def work_for(
     address: CoordinatorAddress,
     token: WorkerToken,
     config: WorkerConfig,
@@ -67,6 +67,8 @@ async def _join(
     say: Callable[[str], None],
     started: Callable[[Callable[[str], None]], None],
 ) -> None:
+    """Do the work of ``join`` on a running event loop."""
+
     def open_fetcher(run_id: str) -> WeightFetcher:
         folder = cache / "runs" / hashlib.sha256(run_id.encode()).hexdigest()[:32]
         return WeightFetcher(folder, token.publisher_key, run_id=run_id, downloads=downloads)

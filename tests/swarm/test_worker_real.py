@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollover.swarm.address import CoordinatorAddress
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.credentials import Credentials
 from rollover.swarm.engine import SwarmEngine
-from rollover.swarm.joining import _join
+from rollover.swarm.joining import work_for
 from rollover.swarm.keys import open_key
 from rollover.swarm.open import open_swarm
 from rollover.swarm.worker_config import WorkerConfig
@@ -44,9 +45,9 @@ def weights(version: int, folder: Path) -> MemoryWeights:
 
 
 @asynccontextmanager
-async def swarm(root: Path, model: Path) -> AsyncIterator[SwarmEngine]:
+async def swarm(root: Path, model: Path, *, port: int = 0, **config: Any) -> AsyncIterator[SwarmEngine]:
     engine = await open_swarm(
-        SwarmConfig(listen="127.0.0.1:0", lease_s=6.0),
+        SwarmConfig(**{"listen": f"127.0.0.1:{port}", "lease_s": 6.0, **config}),
         model,
         root=root,
         run="sums",
@@ -71,7 +72,7 @@ async def worker(root: Path, engine: SwarmEngine, cache: Path, name: str = "lapt
     stops: list[Callable[[str], None]] = []
     config = WorkerConfig(engine=ENGINE)
     address = CoordinatorAddress.parse(engine.gateway.url)
-    joining = _join(address, token, config, cache, None, "test", lines.append, stops.append)
+    joining = work_for(address, token, config, cache, None, "test", lines.append, stops.append)
     async with asyncio.TaskGroup() as group:  # a worker that ends early ends the test
         running = group.create_task(joining)
         yield lines
@@ -118,5 +119,32 @@ def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(tmp_path:
             alone = flat(await expected(models[1], name="t", seed=5, max_new_tokens=40))
             assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
             assert any("serving version 1" in line for line in lines), lines
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(tmp_path: Path, models: list[Path]) -> None:
+    async def main() -> None:
+        torch.set_num_threads(1)
+        root = tmp_path / "swarm"
+        settings = {"name": "s", "seed": 3, "max_new_tokens": 90}
+        alone = flat(await expected(models[0], **settings))
+        async with asyncio.timeout(90), AsyncExitStack() as stack:
+            before = await stack.enter_async_context(swarm(root, models[0]))
+            lines = await stack.enter_async_context(worker(root, before, tmp_path / "w"))
+            stream = before.generate(replace(request(**settings), is_journaled=True))
+            journaled = [await anext(stream), await anext(stream)]
+            assert before.gateway is not None
+            port = int(before.gateway.url.rpartition(":")[2])
+            await before.gateway.close()  # nothing is said: the process is gone
+            after = await stack.enter_async_context(swarm(root, models[0], port=port))
+            assert after.coordinator.run.run_epoch == 2
+            done = tuple(token for token, _ in flat(journaled))
+            again = replace(request(**settings, response_ids=done, call=1), is_journaled=True)
+            rest = [chunk async for chunk in after.generate(again)]
+            assert after.coordinator.counters.adopted_calls == 1, lines
+            assert [token for token, _ in flat(journaled) + flat(rest)] == [token for token, _ in alone]
+            assert sum(chunk.num_prefilled_tokens for chunk in rest) == 0
+            assert after.coordinator.members["laptop"].distrust == ""
 
     asyncio.run(main())

@@ -27,27 +27,17 @@ from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.complete import check_end, reached_end
 from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.privacy import redacted_text
 from rollover.swarm.changes import Changes
+from rollover.swarm.engine_health import EngineHealth
 from rollover.swarm.held import HeldCalls
 from rollover.swarm.held_stream import HeldStream, StreamEnding
-from rollover.swarm.messages import Adopt, Assign, CallFailed, unpack_ids
-from rollover.types import FinishReason, SamplingParams
+from rollover.swarm.messages import Adopt, Assign, CallFailed
+from rollover.swarm.open_call import OpenCall
+from rollover.types import FinishReason
 
-_MIN_FAILURES = 5
-"""Calls that must fail in a row before an engine is called broken."""
-
-
-class _OpenCall:
-    """A call that is decoded, or waits to be."""
-
-    def __init__(self, stream: HeldStream) -> None:
-        self.stream = stream
-        self.task: asyncio.Task[None] | None = None
-        self.request_id: str | None = None
-        """Of the generation call that the engine has of it now."""
-        self.is_aborted = False
-        self.is_interrupted = False
-        """The engine was asked to stop it, for a while."""
+_MAX_REASON = 1000
+"""Characters of an engine's error that are sent."""
 
 
 class WorkerCalls:
@@ -76,20 +66,16 @@ class WorkerCalls:
     ) -> None:
         self._held, self._clock, self._spawn, self._notify = held, clock, spawn, notify
         self._version_timeout_s, self._stop_timeout_s = version_timeout_s, stop_timeout_s
-        self._broken_after_s = broken_after_s
-        self._calls: dict[str, _OpenCall] = {}
+        self._calls: dict[str, OpenCall] = {}
         self._engine: Engine | None = None
         self._version = -1
         self._changes = Changes()
         self._num_stops = 0
         self._is_making_room = False
         self._numbers = itertools.count()
-        self._failing_since_s: float | None = None
-        self._num_failures = 0
+        self.health = EngineHealth(broken_after_s)
         self.num_decoded = 0
         """Tokens decoded since the worker began."""
-        self.broken: str | None = None
-        """Why the engine is broken for good, when it is."""
 
     @property
     def num_running(self) -> int:
@@ -108,7 +94,7 @@ class WorkerCalls:
             self._start(stream)
 
     def _start(self, stream: HeldStream) -> None:
-        call = self._calls[stream.call_id] = _OpenCall(stream)
+        call = self._calls[stream.call_id] = OpenCall(stream)
         call.task = self._spawn(self._run(call))
 
     def adopt(self, adopt: Adopt) -> CallFailed | None:
@@ -119,6 +105,8 @@ class WorkerCalls:
             return answer
         if (call := self._calls.pop(adopt.held, None)) is not None:
             self._calls[adopt.call_id] = call
+            if call.is_aborted:  # and wanted again before it had ended
+                call.is_aborted, call.is_interrupted = False, True
         elif answer.ending is None and answer.call_id not in self._calls:
             self._start(answer)
         self._changes.notify()
@@ -134,7 +122,7 @@ class WorkerCalls:
         try:
             await self._ask_to_stop(found)
         except EngineError as e:
-            self._note_failure(str(e))
+            self.health.failed(str(e), self._clock.now_s())
 
     async def abort_all(self) -> None:
         """Stop all calls and wait until each has ended. Raises ``EngineTimeout``."""
@@ -200,7 +188,7 @@ class WorkerCalls:
         await self._ask_to_stop(calls)
         await self._until(lambda: not any(call.is_interrupted and call.request_id is not None for call in calls))
 
-    async def _ask_to_stop(self, calls: Collection[_OpenCall]) -> None:
+    async def _ask_to_stop(self, calls: Collection[OpenCall]) -> None:
         if self._engine is not None and (ids := [call.request_id for call in calls if call.request_id is not None]):
             async with self._deadline(len(ids)):
                 await self._engine.abort(ids)
@@ -223,25 +211,25 @@ class WorkerCalls:
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    async def _run(self, call: _OpenCall) -> None:
+    async def _run(self, call: OpenCall) -> None:
         try:
             ending = await self._decode(call)
         except RolloverError as e:
-            ending = StreamEnding(failure=str(e))
-            self._note_failure(str(e))
+            ending = StreamEnding(failure=redacted_text(str(e))[:_MAX_REASON])
+            self.health.failed(str(e), self._clock.now_s())
         if self._calls.get(call.stream.call_id) is call:
             del self._calls[call.stream.call_id]
             self._end(call, ending)
         self._changes.notify()
 
-    def _end(self, call: _OpenCall, ending: StreamEnding) -> None:
+    def _end(self, call: OpenCall, ending: StreamEnding) -> None:
         self._held.ended(call.stream, ending)
         self._notify()
 
-    async def _decode(self, call: _OpenCall) -> StreamEnding:
+    async def _decode(self, call: OpenCall) -> StreamEnding:
         """Decode a call to its end, with as many generation calls as that takes."""
         try:
-            request = _request(call.stream)
+            request = call.request()
         except (ValueError, EngineError) as e:
             return StreamEnding(failure=f"the call cannot be understood: {e}")
         ids = list(request.response_ids)
@@ -258,7 +246,7 @@ class WorkerCalls:
             if not call.is_interrupted:
                 raise EngineError(f"the engine stopped a call after {len(ids)} tokens, which nobody asked for")
 
-    async def _generate(self, call: _OpenCall, request: GenerateRequest, ids: list[int]) -> FinishReason:
+    async def _generate(self, call: OpenCall, request: GenerateRequest, ids: list[int]) -> FinishReason:
         """Decode on behind ``ids``, which grows, until the engine ends the generation call."""
         assert self._engine is not None
         request_id = f"{call.stream.call_id}~{next(self._numbers)}."
@@ -277,13 +265,13 @@ class WorkerCalls:
             call.request_id = None
             self._changes.notify()
 
-    def _take(self, call: _OpenCall, chunk: Chunk) -> None:
+    def _take(self, call: OpenCall, chunk: Chunk) -> None:
         if self._calls.get(call.stream.call_id) is not call:
             return
         self._held.decoded(call.stream, chunk)
         if chunk.token_ids:
             self.num_decoded += len(chunk.token_ids)
-            self._failing_since_s, self._num_failures = None, 0
+            self.health.decoded()
             self._notify()
         if self._held.is_full and not self._is_making_room:
             self._is_making_room = True
@@ -295,11 +283,11 @@ class WorkerCalls:
             async with self.stopped():
                 await self._changes.until(lambda: not self._held.is_full)
         except EngineError as e:
-            self._note_failure(str(e))
+            self.health.failed(str(e), self._clock.now_s())
         finally:
             self._is_making_room = False
 
-    async def _until_it_may_run(self, call: _OpenCall) -> str | None:
+    async def _until_it_may_run(self, call: OpenCall) -> str | None:
         """Wait for the weights that a call asks for, and for room. Return why it cannot run, when it cannot."""
         least = call.stream.assign.least_version
         try:
@@ -313,36 +301,3 @@ class WorkerCalls:
             lambda: call.is_aborted or (self._num_stops == 0 and not self._held.is_full and self._engine is not None)
         )
         return None
-
-    def _note_failure(self, reason: str) -> None:
-        """Take note of a failed call: an engine that gives failures alone for long is broken."""
-        self._num_failures += 1
-        if self._failing_since_s is None:
-            self._failing_since_s = self._clock.now_s()
-        failing_s = self._clock.now_s() - self._failing_since_s
-        if self._num_failures >= _MIN_FAILURES and failing_s >= self._broken_after_s:
-            self.broken = (
-                f"the engine has failed {self._num_failures} calls in {failing_s:.0f} s and given no token: {reason}"
-            )
-
-
-def _request(stream: HeldStream) -> GenerateRequest:
-    assign = stream.assign
-    params = SamplingParams(
-        max_new_tokens=assign.max_new_tokens,
-        temperature=assign.temperature,
-        top_p=assign.top_p,
-        top_k=assign.top_k,
-        stop_token_ids=assign.stop_token_ids,
-        stop_strings=assign.stop_strings,
-    )
-    return GenerateRequest(
-        request_id=assign.call_id,
-        sample_key=assign.sample_key,
-        prompt_key=assign.prompt_key,
-        prompt_ids=unpack_ids(assign.prompt_ids),
-        response_ids=stream.response_ids,
-        params=params,
-        seed=assign.seed,
-        least_version=assign.least_version,
-    )

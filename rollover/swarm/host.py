@@ -21,7 +21,7 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.swarm.calls import WorkerCalls
 from rollover.swarm.fetching import Fetched
-from rollover.swarm.messages import Head
+from rollover.swarm.messages import Head, Ready
 from rollover.swarm.worker_config import WorkerConfig
 from rollover.weights.base import WeightSource
 from rollover.weights.folders import untied
@@ -93,8 +93,8 @@ class EngineHost:
 
         Raises ``EngineBroken`` when the engine does not answer by its own deadline, or all its calls fail.
         """
-        if self._calls.broken is not None:
-            raise EngineBroken(self._calls.broken)
+        if (broken := self._calls.health.broken) is not None:
+            raise EngineBroken(broken)
         if self.engine is None or self.is_switching:
             return
         try:
@@ -119,6 +119,19 @@ class EngineHost:
                 await self._replace(head, fetched, source)
         finally:
             self.is_switching = self.holds_tokens_back = False
+
+    def ready(self) -> Ready | None:
+        """Return what the engine can do now; ``None`` while there is none that serves."""
+        if self.engine is None or self.serves is None:
+            return None
+        capabilities = self.engine.capabilities
+        return Ready(
+            max_running=capabilities.max_running,
+            max_context_tokens=capabilities.max_context_tokens,
+            seeded=capabilities.seeded,
+            number_format=capabilities.number_format,
+            cuts_logprobs=self._config.engine.declared.cuts_logprobs,
+        )
 
     def _goes_back(self, head: Head) -> bool:
         return self.serves is not None and head.version < self.serves.version

@@ -29,6 +29,8 @@ from rollover.swarm.fetching import Fetched, Fetcher
 from rollover.swarm.host import EngineBroken, EngineHost
 from rollover.swarm.messages import Head, NotServing, Welcome
 
+_MAX_REASON = 1000
+
 
 class HeadFollower:
     """Keeps the engine at the newest publication.
@@ -102,7 +104,7 @@ class HeadFollower:
             except (RolloverError, OSError) as e:
                 num_failures += 1
                 reason = refusal(e) if isinstance(e, OSError) and e.errno is not None else str(e)
-                self._report(NotServing(version=head.version, reason=redacted_text(reason)))
+                self._report(NotServing(version=head.version, reason=redacted_text(reason)[:_MAX_REASON]))
                 await self._wait(self._back_off.wait_s(num_failures, self._random), head, beginning)
 
     async def _follow(self, head: Head, beginning: int) -> None:

@@ -32,7 +32,8 @@ from rollover.swarm.greeting import Since, greet, since
 from rollover.swarm.held import HeldCalls
 from rollover.swarm.host import EngineBroken, EngineHost, OpenEngine
 from rollover.swarm.lease import LeaseWatch
-from rollover.swarm.messages import PROTOCOL, Head, Hello, NotServing, Ready, Serving, Welcome
+from rollover.swarm.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
+from rollover.swarm.served import ServedHeads
 from rollover.swarm.session import WorkerSession
 from rollover.swarm.token import WorkerToken
 from rollover.swarm.updates import HeadFollower
@@ -95,7 +96,7 @@ class SwarmWorker:
         self._session: WorkerSession | None = None
         self._welcome: Welcome | None = None
         """The last that was accepted."""
-        self._served: list[Head] = []
+        self._served = ServedHeads(self._held)
         self._stopping = asyncio.Event()
         self._reason = ""
         self._error: EngineBroken | None = None
@@ -193,19 +194,19 @@ class SwarmWorker:
             software=self._software,
             run_id=last.run_id if last is not None else "",
             run_epoch=last.run_epoch if last is not None else 0,
-            served=self._served_as_held(),
+            served=self._served.needed(),
             held=self._held.listed(),
         )
 
     async def _accept(self, welcome: Welcome, hello: Hello) -> None:
         """Take part in the run and epoch of the last welcome, in a later epoch, or in another run."""
         relation = since(self._welcome, welcome, self._address)
-        if relation is not Since.SAME_EPOCH and (self._host.is_switching or hello.served != self._served_as_held()):
+        if relation is not Since.SAME_EPOCH and (self._host.is_switching or hello.served != self._served.needed()):
             raise Disconnected(f"{self._address} has begun another epoch while weights of the last were being loaded")
         if relation is Since.NEW_RUN and self._welcome is not None:
             self._calls.release([stream.call_id for stream in self._held])
             self._host.forget()
-            self._served = []
+            self._served.clear()
         if relation is Since.NEW_RUN or self._fetcher is None:
             await self._close_fetcher()
             self._fetcher = self._open_fetcher(welcome.run_id)
@@ -242,7 +243,7 @@ class SwarmWorker:
             spawn=self._spawn,
             probe=self._probe,
             aim=self._follower.aim,
-            ready=self._ready,
+            ready=self._host.ready,
         )
 
     async def _leaving(self) -> str:
@@ -255,7 +256,7 @@ class SwarmWorker:
 
     def _announce(self, fetched: Fetched, pause_s: float) -> None:
         head = Head(version=fetched.version, manifest=fetched.digest)
-        self._served = [*self._served_as_held(), head]
+        self._served.add(head)
         if self._session is not None and self._follower.has_named(head):
             self._session.post_ready()
             self._session.post(
@@ -272,29 +273,10 @@ class SwarmWorker:
             f" paused for {pause_s:.2f} s)"
         )
 
-    def _served_as_held(self) -> tuple[Head, ...]:
-        """Return the publications from which held tokens may come, and the newest."""
-        oldest = self._held.oldest_version
-        return tuple(
-            head for head in self._served if head == self._served[-1] or (oldest is not None and head.version >= oldest)
-        )
-
     def _report_failure(self, failure: NotServing) -> None:
         if self._session is not None:
             self._session.post(failure)
         self._say(f"version {failure.version} is not served: {failure.reason}")
-
-    def _ready(self) -> Ready | None:
-        if self._host.engine is None or self._host.serves is None:
-            return None
-        capabilities = self._host.engine.capabilities
-        return Ready(
-            max_running=capabilities.max_running,
-            max_context_tokens=capabilities.max_context_tokens,
-            seeded=capabilities.seeded,
-            number_format=capabilities.number_format,
-            cuts_logprobs=self._config.engine.declared.cuts_logprobs,
-        )
 
     async def _probe(self) -> None:
         try:

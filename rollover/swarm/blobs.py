@@ -44,10 +44,6 @@ class BlobFolder:
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
-    def names(self) -> set[str]:
-        """Return the digests of all blobs."""
-        return {name for name in os.listdir(self.root) if DIGEST.fullmatch(name)}
-
     def put(self, content: bytes) -> str:
         """Store a blob, durably, and return its name. One that is there already is not written again, unless it is
         damaged.

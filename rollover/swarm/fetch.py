@@ -120,9 +120,7 @@ class WeightFetcher:
         newest = _Link(head.manifest, await self._manifest(head.manifest))
         self._admit(newest, head, run_epoch)
         chain, contents = await self._contents(newest)
-        files = {file.name: load(file.blob, self._blobs) for file in newest.manifest.files}
-        if model_digest(files) != newest.manifest.model:
-            raise PublicationError(f"config and tokenizer of version {head.version} are not those of its model")
+        files = await asyncio.to_thread(self._files, newest.manifest)
         fetched = FetchedWeights(
             newest.digest,
             newest.manifest,
@@ -135,14 +133,20 @@ class WeightFetcher:
         self.held, self._chain = fetched, chain
         return fetched
 
+    def _files(self, manifest: PublicationManifest) -> dict[str, bytes]:
+        """Config and tokenizer."""
+        files = {file.name: load(file.blob, self._blobs) for file in manifest.files}
+        if model_digest(files) != manifest.model:
+            raise PublicationError(f"config and tokenizer of version {manifest.version} are not those of its model")
+        return files
+
     async def _contents(self, newest: _Link) -> tuple[tuple[_Link, ...], TensorBytes]:
         """Fetch and put together all tensors: from the version that is held, and from full weights if that fails."""
         for start in (self.held, self.held, None):  # twice, since a damaged blob was deleted and is fetched again
             links = await self._walk(newest, start)
             chain = (*self._chain, *links) if links[0].manifest.kind == "delta" else tuple(links)
-            self._blobs.keep(
-                {name for link in (*self._chain, *chain) for name in needed_blobs(link.digest, link.manifest)}
-            )
+            needed = {name for link in (*self._chain, *chain) for name in needed_blobs(link.digest, link.manifest)}
+            await asyncio.to_thread(self._blobs.keep, needed)
             await self._downloads.get(
                 blob for link in links for blob in (*link.manifest.blobs, *(f.blob for f in link.manifest.files))
             )

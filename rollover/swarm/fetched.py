@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEPT = 2
-_OURS = re.compile(rf"e\d+v\d+|{re.escape(PARTIAL)}.*")
+_OURS = re.compile(rf"e\d+v\d+-[0-9a-f]{{16}}|{re.escape(PARTIAL)}.*")
 
 
 class FetchedWeights:
@@ -78,12 +78,12 @@ class FetchedWeights:
         }
 
     def write_folder(self, root: Path) -> Path:
-        """Write the model folder ``root/e<epoch>v<version>`` and return it; ``folder`` is then this one. Synchronous.
+        """Write the folder ``root/e<epoch>v<version>-<digest>`` and return it; ``folder`` is then this one. Synchronous.
 
         Of the older ones in ``root`` one stays, since an engine may still be reading it. Raises ``ResourceError`` when
         the disk is full; older folders are then intact.
         """
-        folder = root / f"e{self.publication.run_epoch}v{self.version}"
+        folder = root / f"e{self.publication.run_epoch}v{self.version}-{self.digest[:16]}"
         if not folder.exists():
             write_folder(folder, self._fill, mend="make room on the worker's disk", durable=False)
         self.folder = folder

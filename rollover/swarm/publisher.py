@@ -143,6 +143,7 @@ class SwarmPublisher:
         except BaseException:
             self._base = None
             self._log.read()  # what has been committed counts, not what was meant
+            self._prune()
             raise
         self._base = tensors
         self._prune()
@@ -257,7 +258,8 @@ class SwarmPublisher:
         return open_manifest(self.blobs.read(kept.manifest), self.public_key)
 
     def _prune(self) -> None:
-        """Delete the blobs that no kept publication needs. What cannot be deleted now is after the next one."""
+        """Delete the blobs that no kept publication needs, those of one that failed too. What cannot be deleted now is
+        deleted after the next one."""
         with suppress(OSError, PublicationError):
             needed: set[str] = set()
             for kept in self._log.kept:

@@ -78,7 +78,7 @@ class FetchedWeights:
         }
 
     def write_folder(self, root: Path) -> Path:
-        """Write the folder ``root/e<epoch>v<version>-<digest>`` and return it; ``folder`` is then this one. Synchronous.
+        """Write the folder ``root/e<epoch>v<version>-<digest>`` and return it; ``folder`` is then this one.
 
         Of the older ones in ``root`` one stays, since an engine may still be reading it. Raises ``ResourceError`` when
         the disk is full; older folders are then intact.

@@ -81,7 +81,8 @@ class PublishedWeights:
 
 
 class SwarmPublisher:
-    """Publishes weights as files. It blocks while it works; call it in a thread.
+    """Publishes weights as files. It blocks while it works; call it in a thread. It keeps one copy of the weights, as
+    they are served, in memory, and while it works a second one.
 
     Args:
         root: its folder, the same in each epoch of a run. No other publisher uses it at the same time.

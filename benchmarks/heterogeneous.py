@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.devices import workload
-from rollover.devices.model import parse
+from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
 from rollover.planner import fleet
 from rollover.planner.alternatives import one_type

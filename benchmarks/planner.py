@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from rollover.devices import model
+from rollover.devices import model_shape as model
 from rollover.devices.records import WorkloadSpec
 from rollover.devices.workload import length_buckets
 from rollover.planner import fleet

@@ -51,7 +51,7 @@ from workload import SHAPES, Load, make_model
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.stored import upgraded
+from rollover.rollout.old_config import upgraded
 from rollover.settings.schema import build
 from rollover.settings.toml import Document
 from rollover.sim.scenario import ReplicaModel

@@ -1,6 +1,6 @@
 """Policy-gradient algorithms (GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO) as rows of one table.
 
-``config`` and ``registry`` need no torch and are exported here; ``advantages``, ``losses``, ``policy_loss``,
+``config`` and ``registry`` need no torch and are exported here; ``advantages``, ``losses``,
 ``corrections``, ``kl``, ``untrained`` and ``metrics`` are the tensor functions behind the settings of a row.
 """
 

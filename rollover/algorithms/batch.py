@@ -56,3 +56,15 @@ class Denominators:
     """Response tokens of each group, indexed like ``TokenBatch.group_B``."""
     max_response_tokens: int
     """The response budget, constant over the run (Dr.GRPO's divisor)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """The loss of each token before correction and aggregation, with flags for what the clip did to it."""
+
+    loss_T: Tensor
+    ratio_T: Tensor
+    low_T: Tensor
+    """Below the lower clip. ``ppo_clip``: the token has no gradient. ``cispo``: its weight is capped."""
+    high_T: Tensor
+    dual_T: Tensor

@@ -1,33 +1,122 @@
-"""The loss of each token: GRPO, DAPO and GSPO loss (``ppo_clip``), CISPO loss, RLOO loss (``reinforce``).
+"""The policy loss: GRPO, DAPO and GSPO loss (``ppo_clip``), CISPO loss, RLOO loss (``reinforce``), corrected and
+aggregated.
 
 The algorithms' rows differ in the objective and in the level of its ratio: GSPO is ``ppo_clip`` with one ratio per
-sample (``ratio_level = "sequence"``). ``policy_loss`` corrects and aggregates what is computed here.
+sample (``ratio_level = "sequence"``).
+
+``policy_loss`` gives a micro-batch's share of the loss of the global batch. Shares add up: the sum over any split of
+the batch into micro-batches and ranks is the loss of the whole batch, and so are the gradients, because every
+denominator counts the global batch. Means are never averaged. A framework that averages gradients over W ranks needs
+the share times W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollover.algorithms.batch import TokenBatch
-from rollover.algorithms.corrections import trained_tokens_B
-from rollover.algorithms.kl import MAX_LOG_RATIO
+from rollover.algorithms.batch import Denominators, TokenBatch, TokenLosses
+from rollover.algorithms.corrections import correction_factors, trained_tokens_B
+from rollover.algorithms.kl import MAX_LOG_RATIO, kl_estimate
+from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
+from rollover.errors import RolloverError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLosses:
-    """The loss of each token before correction and aggregation, with flags for what the clip did to it."""
+class LossError(RolloverError, ValueError):
+    """A batch that must not be trained on."""
 
-    loss_T: Tensor
-    ratio_T: Tensor
-    low_T: Tensor
-    """Below the lower clip. ``ppo_clip``: the token has no gradient. ``cispo``: its weight is capped."""
-    high_T: Tensor
-    dual_T: Tensor
+    def __init__(self, message: str, *, sample_index: int | None = None) -> None:
+        super().__init__(message)
+        self.sample_index = sample_index
+        """Place of the offending sample among the B of its micro-batch."""
+
+
+def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators) -> tuple[Tensor, LossMetrics]:
+    """Compute the scalar share of the global loss, to minimise, and the statistics of this micro-batch.
+
+    ``sum_t weight_t * mask_t * (factor_t * objective_t + kl_coef * kl_t)`` with the weights of
+    ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too;
+    those that carry their own importance weight only by its being above 0.
+
+    Raises ``LossError`` for a denominator of 0, tensors whose lengths differ, and log-probs or advantages
+    that are not finite (naming the sample).
+    """
+    _check(tokens, denominators, needs_ref=algorithm.needs_ref)
+    correction = correction_factors(algorithm, tokens)
+    objective = token_losses(algorithm, tokens)
+    loss_T = correction.factor_T * objective.loss_T
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
+        assert tokens.ref_logprobs_T is not None
+        kl_T = kl_estimate(
+            algorithm.kl_estimator,
+            trainer_T=tokens.trainer_logprobs_T,
+            ref_T=tokens.ref_logprobs_T,
+            rollout_T=tokens.rollout_logprobs_T,
+        )
+        own_weight = algorithm.kl_estimator.endswith("_unbiased")
+        kl_factor_T = 1 - correction.rejected_T if own_weight else correction.factor_T
+        loss_T = loss_T + algorithm.kl_coef * kl_factor_T * kl_T
+    weight_T = aggregation_weights(algorithm, tokens, denominators)
+    loss = (weight_T * tokens.loss_mask_T * loss_T).sum()
+    with torch.no_grad():
+        start = token_losses(algorithm, tokens, at_start=True)
+        metrics = LossMetrics.of(algorithm, tokens, correction, objective, start)
+    return loss, metrics
+
+
+def aggregation_weights(algorithm: Algorithm, tokens: TokenBatch, denominators: Denominators) -> Tensor:
+    """Compute the weight of each token in the global loss, ``[T]``."""
+    ones_T = torch.ones_like(tokens.rollout_logprobs_T)
+    match algorithm.aggregation:
+        case "token-mean":
+            return ones_T / denominators.num_tokens
+        case "seq-mean-token-mean":
+            return ones_T / (denominators.num_samples * trained_tokens_B(tokens)[tokens.sample_T])
+        case "seq-mean-token-sum":
+            return ones_T / denominators.num_samples
+        case "seq-mean-token-sum-norm":
+            return ones_T / (denominators.num_samples * denominators.max_response_tokens)
+        case "group-token-mean":
+            tokens_per_group = ones_T.new_tensor(denominators.tokens_per_group)
+            return ones_T / (denominators.num_groups * tokens_per_group[tokens.group_B][tokens.sample_T])
+
+
+def _check(tokens: TokenBatch, denominators: Denominators, *, needs_ref: bool) -> None:
+    counts = (denominators.num_tokens, denominators.num_samples, denominators.num_groups)
+    if min(counts) < 1 or denominators.max_response_tokens < 1:
+        raise LossError(f"nothing to train on: a denominator of the global batch is 0 in {denominators}")
+    num_tokens = len(tokens.sample_T)
+    if num_tokens == 0:
+        raise LossError(f"the micro-batch of {tokens.num_samples} samples holds no token")
+    assert not needs_ref or tokens.ref_logprobs_T is not None, "the KL term needs ref_logprobs_T"
+    values = {
+        "trainer_logprobs_T": tokens.trainer_logprobs_T,
+        "proximal_logprobs_T": tokens.proximal_logprobs_T,
+        "rollout_logprobs_T": tokens.rollout_logprobs_T,
+        "advantages_T": tokens.advantages_T,
+        "ref_logprobs_T": tokens.ref_logprobs_T,
+    }
+    lengths = {name: x for name, x in values.items() if x is not None}
+    for name, x in (
+        *lengths.items(),
+        ("loss_mask_T", tokens.loss_mask_T),
+        ("staleness_T", tokens.staleness_T),
+    ):
+        if x.shape != (num_tokens,):
+            raise LossError(
+                f"{name} has shape {tuple(x.shape)} for {num_tokens} tokens of {tokens.num_samples} samples"
+            )
+    finite_NT = torch.isfinite(torch.stack([x.detach() for x in lengths.values()]))
+    if not bool(finite_NT.all()):
+        row, place = (~finite_NT).nonzero()[0].tolist()
+        sample, name = int(tokens.sample_T[place]), list(lengths)[row]
+        raise LossError(
+            f"{name} is {lengths[name][place].item()} at token {place}, in the micro-batch's sample {sample}",
+            sample_index=sample,
+        )
 
 
 def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = False) -> TokenLosses:

@@ -14,10 +14,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from rollover.algorithms.batch import TokenBatch
+from rollover.algorithms.batch import TokenBatch, TokenLosses
 from rollover.algorithms.corrections import CorrectionFactors
 from rollover.algorithms.kl import k3
-from rollover.algorithms.losses import TokenLosses
 from rollover.algorithms.registry import Algorithm
 from rollover.algorithms.untrained import CAUSES, untrained_causes
 from rollover.types import WasteCause

@@ -2,7 +2,7 @@
 
 The table is data and needs no torch. What needs none either, a row computes itself: which groups it keeps, which
 samples it trains, how it punishes length. The functions behind its other settings live in ``advantages``, ``losses``,
-``policy_loss``, ``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
+``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
 To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run and the generated page
 know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
 """

@@ -16,7 +16,7 @@ from rollover.devices.costs.records import TrainingPart
 from rollover.devices.costs.rollout import replica_costs
 from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
-from rollover.devices.model import parse
+from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
 from rollover.devices.workload import length_buckets
 from rollover.settings import toml

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rollover.environments.pool import WorkerPool
-from rollover.environments.returns import MisshapenReward, RefusedReward
+from rollover.environments.reward_value import MisshapenReward, RefusedReward
 from rollover.environments.rewards.base import Reward, RewardSample, RewardSpec
 from rollover.environments.scoring import ScoringResult, score_once
 from rollover.errors import DataError, RewardError

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollover.environments.returns import MisshapenReward, RefusedReward
+from rollover.environments.reward_value import MisshapenReward, RefusedReward
 from rollover.environments.rewards.base import Reward, RewardSample
 from rollover.errors import DataError, RewardError
 

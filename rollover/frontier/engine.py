@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.devices import catalogue
-from rollover.devices import model as models
+from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import replica_costs
 from rollover.devices.engine_model import engine_model

@@ -20,7 +20,7 @@ from rollover.report.record import JOURNAL, read_config
 from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import effective, read_events
-from rollover.rollout.stored import upgraded
+from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario

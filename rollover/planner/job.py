@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.devices import model as models
+from rollover.devices import model_shape as models
 from rollover.devices import workload
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest

@@ -20,7 +20,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.stored import upgraded
+from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import NumRunning
 from rollover.settings import toml
@@ -28,8 +28,8 @@ from rollover.settings.changes import Changeable, Fixed, OnResume
 from rollover.settings.schema import ByKind, build, parse_overrides
 from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import TasksConfig
+from rollover.tasks.old_config import without_keys_of_other_kinds
 from rollover.tasks.sources import SourceConfig
-from rollover.tasks.stored import without_keys_of_other_kinds
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -28,15 +28,15 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
-from rollover.run.checkpointing import Checkpointer, open_journal, step_to_resume
+from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
 from rollover.run.config import RunConfig, check_capabilities, check_context, resolved
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine
+from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
 from rollover.run.observers import MetricsObserver, Observer, ProgressObserver, to_all
 from rollover.run.prepare import check_model, initial_policy
-from rollover.run.trust import Trust
 from rollover.run.weight_sync import WeightSync
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rollover.rollout.driver import RolloutDriver
+from rollover.run.engine_trust import Trust
 from rollover.run.observers import Notice
-from rollover.run.trust import Trust
 from rollover.types import Batch, TrainedStep
 from rollover.weights.publisher import Publisher
 

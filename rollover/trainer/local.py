@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
-from rollover.algorithms.policy_loss import LossError, policy_loss
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError, RolloverError
 from rollover.hf.companions import read_companions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.algorithms.policy_loss import policy_loss
+from rollover.algorithms.losses import policy_loss
 
 
 def row(name: str, **columns: object) -> Algorithm:

@@ -20,7 +20,7 @@ from torch import Tensor
 from rollover.algorithms import Algorithm
 from rollover.algorithms.advantages import compute_advantages
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.algorithms.policy_loss import policy_loss
+from rollover.algorithms.losses import policy_loss
 from tests.algorithms.batches import row
 
 SUM = {"aggregation": "seq-mean-token-sum"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.algorithms.policy_loss import LossError, policy_loss
+from rollover.algorithms.losses import LossError, policy_loss
 from tests.algorithms.batches import (
     WORKED,
     denominators,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.batch import TokenBatch
-from rollover.algorithms.policy_loss import policy_loss
+from rollover.algorithms.losses import policy_loss
 from tests.algorithms.batches import (
     WORKED,
     denominators,

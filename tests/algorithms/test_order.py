@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms.batch import Denominators
-from rollover.algorithms.policy_loss import policy_loss
+from rollover.algorithms.losses import policy_loss
 from rollover.algorithms.registry import Aggregation
 from tests.algorithms.batches import random_batch, row, take
 

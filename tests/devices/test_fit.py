@@ -12,7 +12,7 @@ from rollover import cli
 from rollover.devices.costs.passes import forward_flops
 from rollover.devices.fit import entry, fit
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
-from rollover.devices.model import parse
+from rollover.devices.model_shape import parse
 from rollover.planner import fleet as fleets
 from rollover.settings import toml
 

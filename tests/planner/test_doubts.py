@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.devices import workload
-from rollover.devices.model import parse
+from rollover.devices.model_shape import parse
 from rollover.planner.alternatives import ALMOST, leaner, on_one_device
 from rollover.planner.launch import launch_files
 from rollover.planner.plan import Alternative, Plan, step_tokens

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rollover.devices import workload
-from rollover.devices.model import parse
+from rollover.devices.model_shape import parse
 from rollover.errors import PlanError
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives

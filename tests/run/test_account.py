@@ -98,7 +98,7 @@ def test_a_journal_with_such_a_reward_from_earlier_can_go_on_without_its_batch(
     Path("letter_reward.py").write_text(HUGE)
     with monkeypatch.context() as patch:
         patch.setattr("rollover.rollout.scheduler.MAX_REWARD", float("inf"))
-        patch.setattr("rollover.environments.returns.LARGEST_REWARD", float("inf"))
+        patch.setattr("rollover.environments.reward_value.LARGEST_REWARD", float("inf"))
         assert train("run.toml", "--run-dir", "out") == 2
     assert "has reward inf: not finite" in (message := capsys.readouterr().err)
     step = runs.ledger(Path("out")).next_step - 1

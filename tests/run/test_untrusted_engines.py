@@ -185,6 +185,6 @@ def test_a_proof_leaves_no_trace_in_a_deterministic_run(
 
     args = ["--deterministic", "true", "--steps", "2", "--engine.cpu_kernels", kernels]
     assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
-    monkeypatch.setattr("rollover.run.trust.check_logprobs", skipped)
+    monkeypatch.setattr("rollover.run.engine_trust.check_logprobs", skipped)
     assert cli.main(["train", "run.toml", "--run-dir", "unproved", *args]) == 0
     assert runs.weights(Path("proved"), 2) == runs.weights(Path("unproved"), 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rollover.environments.columns import REPLY, read_conversation
-from rollover.environments.returns import single_reward
+from rollover.environments.reward_value import single_reward
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
 from rollover.environments.user_function import (

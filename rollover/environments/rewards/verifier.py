@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rollover.environments.reasoning_gym import GymDataset, thaw
-from rollover.environments.returns import usable_reward
+from rollover.environments.reward_value import usable_reward
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.rewards.extraction import ExtractionSettings
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollover.run.trust import MIN_TOKENS, too_far
+from rollover.run.engine_trust import MIN_TOKENS, too_far
 from rollover.types import Drift
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollover.rollout.stored import upgraded
+from rollover.rollout.old_config import upgraded
 
 
 @pytest.mark.parametrize(

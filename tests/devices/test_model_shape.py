@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollover.devices import model
+from rollover.devices import model_shape as model
 from rollover.errors import ModelError
 
 SMALL = {

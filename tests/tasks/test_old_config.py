@@ -10,8 +10,8 @@ import pytest
 from rollover.environments.rewards import ExactConfig, FunctionConfig, VerifierConfig
 from rollover.errors import ConfigError
 from rollover.run.config import resolved, restore
+from rollover.tasks.old_config import without_keys_of_other_kinds
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig
-from rollover.tasks.stored import without_keys_of_other_kinds
 
 REWARD: dict[str, Any] = {
     "kind": "verifier", "function": None, "params": {}, "extract": None, "answer_pattern": None,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollover.environments.returns import MisshapenReward, RefusedReward, single_reward, usable_reward
+from rollover.environments.reward_value import MisshapenReward, RefusedReward, single_reward, usable_reward
 from rollover.errors import RewardError
 
 
@@ -108,7 +108,7 @@ def test_the_squares_of_a_million_of_the_largest_rewards_have_a_finite_sum_in_fl
 
 def test_reading_a_return_imports_neither_numpy_nor_torch() -> None:
     code = (
-        "import sys; from rollover.environments.returns import single_reward; single_reward([1], 'f');"
+        "import sys; from rollover.environments.reward_value import single_reward; single_reward([1], 'f');"
         "print([m for m in ('numpy', 'torch') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -175,7 +175,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Placement(Protocol):
+class CallPlacement(Protocol):
     """An engine whose members come and go and change weights each in its own time says where a call would run.
 
     Example: ``reserve("g7.0.", 3, 512)`` returns 4: a call of this sample that is opened now is with a member that

@@ -39,7 +39,7 @@ from functools import partial
 from typing import Protocol
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, Placement
+from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
@@ -100,7 +100,7 @@ class RolloutDriver:
         shaping: Callable[[int], float] = lambda num_tokens: 0.0,
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
-        placement: Placement | None = None,
+        placement: CallPlacement | None = None,
     ) -> None:
         limits = limits or Limits()
         self.ledger = state.ledger
@@ -439,7 +439,7 @@ class RolloutDriver:
 class _Places:
     """The places of an engine, as the scheduler asks for them."""
 
-    def __init__(self, placement: Placement, max_new_tokens: int) -> None:
+    def __init__(self, placement: CallPlacement, max_new_tokens: int) -> None:
         self._placement = placement
         self._max_new_tokens = max_new_tokens
 

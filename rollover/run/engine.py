@@ -35,6 +35,7 @@ async def open_engine(
             root=run.path / "swarm",
             run=run.identity(),
             max_context_tokens=needed,
+            keep_versions=config.rollout.staleness_bound + 2,
             clock=SystemClock(),
         )
         notify(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
-from rollover.engine.base import Engine, Placement
+from rollover.engine.base import CallPlacement, Engine
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
@@ -183,7 +183,7 @@ def _open_driver(
         shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
         observer=observe,
         lockstep=config.deterministic,
-        placement=engine if isinstance(engine, Placement) else None,
+        placement=engine if isinstance(engine, CallPlacement) else None,
     )
 
 

@@ -15,21 +15,17 @@ the member has confirmed and the call accepts; a message under a lease that has 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.dispatch import Candidate, Work, choose
 from rollover.swarm.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
-from rollover.swarm.members import SwarmMember
+from rollover.swarm.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.messages import (
     PROTOCOL,
     Abort,
     Ack,
-    Adopt,
-    Assign,
     Beat,
     CallFailed,
     Decoded,
@@ -37,7 +33,6 @@ from rollover.swarm.messages import (
     Goodbye,
     Head,
     Heartbeat,
-    HeldCall,
     Hello,
     Leaving,
     NotServing,
@@ -46,62 +41,13 @@ from rollover.swarm.messages import (
     Release,
     Serving,
     Welcome,
-    pack_ids,
-    unpack_ids,
-    unpack_logprobs,
 )
 from rollover.swarm.remaining import RemainingTokens
-from rollover.swarm.streams import Piece, TokenStream
+from rollover.swarm.swarm_call import SwarmCall, checked_piece
 from rollover.types import FinishReason
 
 NUM_SERVED = 64
 """Versions of a member that are remembered."""
-_LOGPROB_SLACK = 1e-4
-"""How far above 0 rounding may put a log-prob."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunIdentity:
-    """The run that a swarm works for.
-
-    Example: ``RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=151936, max_context_tokens=4096)``
-    """
-
-    run_id: str
-    run_epoch: int
-    """The number of this start of the run: 1 for the first."""
-    vocab_size: int
-    max_context_tokens: int
-
-
-@dataclass(slots=True)
-class _Call:
-    request: GenerateRequest
-    least_version: int
-    stream: TokenStream
-    prefix: hashlib._Hash
-    """Of the response's tokens that came out, as ``pack_ids`` packs them."""
-    member: str | None = None
-    is_aborted: bool = False
-
-    @property
-    def limit(self) -> int:
-        return self.request.params.max_new_tokens
-
-
-@dataclass(slots=True)
-class SwarmCounters:
-    """Counts of what the protocol absorbed.
-
-    Example: ``fenced`` 3 says that three messages came under leases that had ended.
-    """
-
-    fenced: int = 0
-    repeated_tokens: int = 0
-    adopted_calls: int = 0
-    expired_leases: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    """Members sent away for breaking the protocol, by name."""
 
 
 class Coordinator:
@@ -140,7 +86,7 @@ class Coordinator:
         self._publications = {head.version: head.manifest}
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, SwarmCall] = {}
         self._waiting: dict[str, None] = {}
         """Calls without a member, in order of arrival."""
         self._with: dict[str, tuple[str, str]] = {}
@@ -199,15 +145,10 @@ class Coordinator:
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
             if call is not None and call.member == member.name:
-                effects.append(Send(member.lease, self._adopt(offer, call_id, call)))
+                effects.append(Send(member.lease, call.adoption(offer, call_id)))
             else:
                 member.held[offer.sample_key] = offer
         return effects
-
-    @staticmethod
-    def _adopt(offer: HeldCall, call_id: str, call: _Call) -> Adopt:
-        prefix = call.prefix.copy().hexdigest()
-        return Adopt(held=offer.call_id, call_id=call_id, offset=call.stream.position, prefix=prefix)
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
         """The connection of a lease is gone; the lease goes on until its time is over."""
@@ -231,7 +172,7 @@ class Coordinator:
 
     @property
     def next_expiry_s(self) -> float | None:
-        """When ``expire`` should be called next; ``None`` while nobody has a lease."""
+        """The time at which ``expire`` should be called next; ``None`` while nobody has a lease."""
         return min((m.heard_s + self._ttl_s for m in self._leases.values()), default=None)
 
     def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
@@ -314,7 +255,7 @@ class Coordinator:
         call = self._calls.get(message.call_id)
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
-        piece = self._piece(member, call, message)
+        piece = checked_piece(message, member, call, self.run.vocab_size)
         before = call.stream.position
         out = call.stream.arrived(piece)
         num_new = call.stream.position - before
@@ -322,7 +263,7 @@ class Coordinator:
         member.num_decoded += num_new
         effects: list[Effect] = []
         for each in out:
-            call.prefix.update(pack_ids(each.token_ids))
+            call.came_out(each)
             effects.append(Deliver(message.call_id, each, member.name))
         if call.stream.is_over:
             if out[-1].finish_reason is not FinishReason.ABORT:
@@ -332,31 +273,6 @@ class Coordinator:
         if out and not call.request.is_journaled:
             effects += self._ack(member.name, message.call_id, call.stream.position)
         return effects
-
-    def _piece(self, member: SwarmMember, call: _Call, message: Decoded) -> Piece:
-        """Return a message's tokens. Raises ``ProtocolError`` for what cannot be true."""
-        ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
-        if len(ids) != len(logprobs):
-            raise ProtocolError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
-        if ids and message.version not in member.served:
-            raise ProtocolError(f"tokens of version {message.version}, which it was not confirmed to serve")
-        if ids and message.version < call.least_version:
-            raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
-        if max(ids, default=0) >= self.run.vocab_size:
-            raise ProtocolError(f"token {max(ids)}, where the vocabulary has {self.run.vocab_size}")
-        if not all(math.isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
-            raise ProtocolError("a log-prob that is not a finite number below 0")
-        if message.offset < 0 or message.offset + len(ids) > call.limit:
-            raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")
-        return Piece(
-            offset=message.offset,
-            token_ids=ids,
-            logprobs=logprobs,
-            version=message.version,
-            kv_version=min(message.kv_version, message.version),
-            finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
-            num_prefilled_tokens=max(0, message.num_prefilled_tokens),
-        )
 
     # -- versions and trust -----------------------------------------------------------------------------------
 
@@ -418,12 +334,7 @@ class Coordinator:
         """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
         none, and then also before its log-probs are checked."""
         call_id = request.request_id
-        call = _Call(
-            request=request,
-            least_version=self._least(request.least_version),
-            stream=TokenStream(len(request.response_ids)),
-            prefix=hashlib.sha256(pack_ids(request.response_ids)),
-        )
+        call = SwarmCall(request, self._least(request.least_version))
         self._calls[call_id] = call
         if only is not None:
             member = self.members[only]
@@ -481,16 +392,8 @@ class Coordinator:
         member = self.members[name]
         return [Send(member.lease, Ack(call_id=call_id, offset=offset))] if member.is_connected else []
 
-    def _cut(self, call_id: str, call: _Call) -> Effect:
-        version = self.head.version
-        end = Piece(
-            offset=call.stream.position,
-            token_ids=(),
-            logprobs=(),
-            version=version,
-            kv_version=version,
-            finish_reason=FinishReason.ABORT,
-        )
+    def _cut(self, call_id: str, call: SwarmCall) -> Effect:
+        end = call.ending(self.head.version)
         self._forget(call_id)
         return Deliver(call_id, end, call.member or "")
 
@@ -525,7 +428,7 @@ class Coordinator:
                     effects += self._assign(call_id, call, self.members[name])
         return effects
 
-    def _adopted(self, call_id: str, call: _Call) -> list[Effect]:
+    def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
         """Have a member go on with a call of the sample that it holds, where one does."""
         key, position = call.request.sample_key, call.stream.position
         for member in self._leases.values():
@@ -537,30 +440,14 @@ class Coordinator:
                 return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
             self._give(call_id, call, member)
             self.counters.adopted_calls += 1
-            return [Send(member.lease, self._adopt(offer, call_id, call))]
+            return [Send(member.lease, call.adoption(offer, call_id))]
         return []
 
-    def _assign(self, call_id: str, call: _Call, member: SwarmMember) -> list[Effect]:
-        request, params = call.request, call.request.params
+    def _assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
         self._give(call_id, call, member)
-        assign = Assign(
-            call_id=call_id,
-            sample_key=request.sample_key,
-            prompt_key=request.prompt_key,
-            prompt_ids=pack_ids(request.prompt_ids),
-            response_ids=pack_ids(request.response_ids),
-            max_new_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop_token_ids=params.stop_token_ids,
-            stop_strings=params.stop_strings,
-            seed=request.seed,
-            least_version=call.least_version,
-        )
-        return [Send(member.lease, assign)]
+        return [Send(member.lease, call.assignment(call_id))]
 
-    def _give(self, call_id: str, call: _Call, member: SwarmMember) -> None:
+    def _give(self, call_id: str, call: SwarmCall, member: SwarmMember) -> None:
         self._waiting.pop(call_id, None)
         call.member = member.name
         member.calls.add(call_id)
@@ -573,7 +460,7 @@ class Coordinator:
     def _candidates(self) -> list[Candidate]:
         return [m.candidate(m.version) for m in self._serving_members() if m.version is not None]
 
-    def _can_serve(self, member: SwarmMember, call: _Call) -> bool:
+    def _can_serve(self, member: SwarmMember, call: SwarmCall) -> bool:
         version = member.serves(checked=self.checks)
         return version is not None and version >= call.least_version
 

@@ -50,7 +50,7 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``Placement`` and ``CheckedMembers``; also the gateway's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers`` and the gateway's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
@@ -254,14 +254,14 @@ class SwarmEngine:
         for request in held_back or ():
             self._perform(self.coordinator.opened(request))
 
-    # -- Placement --------------------------------------------------------------------------------------------
+    # -- CallPlacement --------------------------------------------------------------------------------------------
 
     def room(self) -> int:
         """Return how many calls the members decode at the same time, all together."""
         return min(self._config.max_running, self.coordinator.max_running)
 
     def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
-        """See ``Placement.reserve``."""
+        """See ``CallPlacement.reserve``."""
         if self._held_back is not None:
             return None
         until_s = self._clock.now_s() + _PROMISE_S
@@ -424,7 +424,7 @@ class _OneMember:
 
 
 class _Outlet:
-    """What a caller has yet to take of its call."""
+    """The chunks that a caller has yet to take of its call."""
 
     def __init__(self, came_out: Callable[[Chunk], None]) -> None:
         self.queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()

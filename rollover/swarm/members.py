@@ -11,6 +11,20 @@ _SMOOTHING = 0.3
 """Weight of the newest measurement of a member's speed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """The run that a swarm works for.
+
+    Example: ``RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=151936, max_context_tokens=4096)``
+    """
+
+    run_id: str
+    run_epoch: int
+    """The number of this start of the run: 1 for the first."""
+    vocab_size: int
+    max_context_tokens: int
+
+
 @dataclass(slots=True)
 class SwarmMember:
     """One worker, from its first connection to the end of the run.
@@ -72,3 +86,18 @@ class SwarmMember:
         if num_running > 0 and tokens_per_s > 0:
             new, old = tokens_per_s / num_running, self.call_tokens_per_s
             self.call_tokens_per_s = new if old is None else old + _SMOOTHING * (new - old)
+
+
+@dataclass(slots=True)
+class SwarmCounters:
+    """Counts of what the protocol absorbed.
+
+    Example: ``fenced`` 3 says that three messages came under leases that had ended.
+    """
+
+    fenced: int = 0
+    repeated_tokens: int = 0
+    adopted_calls: int = 0
+    expired_leases: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Members sent away for breaking the protocol, by name."""

@@ -19,10 +19,11 @@ from rollover.hf.architecture import Architecture
 from rollover.hf.weights import read_weight_infos
 from rollover.swarm.blobs import replace_file
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator import Coordinator, RunIdentity
+from rollover.swarm.coordinator import Coordinator
 from rollover.swarm.credentials import Credentials
 from rollover.swarm.engine import SwarmEngine
 from rollover.swarm.gateway import Gateway
+from rollover.swarm.members import RunIdentity
 from rollover.swarm.messages import Head
 from rollover.swarm.publisher import SwarmPublisher
 from rollover.swarm.status import StatusFile
@@ -36,6 +37,7 @@ async def open_swarm(
     root: Path,
     run: str,
     max_context_tokens: int,
+    keep_versions: int,
     clock: Clock,
     checks: bool = True,
 ) -> SwarmEngine:
@@ -46,6 +48,7 @@ async def open_swarm(
         root: the swarm's folder in the run directory.
         run: the run's name among all runs.
         max_context_tokens: of the longest prompt and response; workers with less are refused.
+        keep_versions: publications that can be fetched.
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
@@ -54,7 +57,13 @@ async def open_swarm(
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
     publisher = await asyncio.to_thread(
-        SwarmPublisher, root, run_id=run, run_epoch=epoch, model=folder, anchor_every=config.anchor_every
+        SwarmPublisher,
+        root,
+        run_id=run,
+        run_epoch=epoch,
+        model=folder,
+        anchor_every=config.anchor_every,
+        keep_versions=keep_versions,
     )
     architecture = Architecture.from_folder(folder)
     identity = RunIdentity(

@@ -7,7 +7,7 @@ from rollover.swarm.messages import Head
 
 
 class ServedHeads:
-    """What a ``Hello`` says of versions that held tokens may claim.
+    """The part of a ``Hello`` about the versions that held tokens may claim.
 
     Example: a worker that serves version 9 and holds tokens of version 7 names 7, 8 and 9.
     """

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollover.swarm.coordinator import Coordinator, RunIdentity
+from rollover.swarm.coordinator import Coordinator
 from rollover.swarm.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.members import RunIdentity
 from rollover.swarm.messages import (
     Ack,
     Assign,

@@ -1,0 +1,183 @@
+"""Runs of a swarm with real processes: a trainer, workers on loopback, and SIGKILL for any of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from rollover.engine.servers.launch import free_port
+from rollover.swarm.status import StatusFile
+from tests import runs
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 240.0
+ROOT = Path(__file__).parents[2]
+
+
+class Swarm:
+    """A trainer and its workers, as processes in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.run = folder / "out"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        config = re.sub(r"\[engine\]\n.*?(?=\[trainer\])", "", runs.CONFIG, flags=re.DOTALL)
+        (folder / "swarm.toml").write_text(f'{config}\n[engine]\nkind = "swarm"\nlease_s = 3.0\nmax_running = 24\n')
+
+    def spawn(self, name: str, *argv: str) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.folder)])}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "rollover", *argv], cwd=self.folder, env=env, stdout=log, stderr=log
+            )
+
+    def train(self, *argv: str) -> None:
+        self.spawn("trainer", "train", *argv, "--engine.listen", f"127.0.0.1:{self.port}")
+
+    def join(self, name: str, *argv: str) -> None:
+        token = self.folder / f"{name}.token"
+        if not token.exists():
+            self.rollover("workers", str(self.run), "--add", name, "--out", str(token))
+        self.spawn(
+            name,
+            *("worker", "--join", f"ws://127.0.0.1:{self.port}", "--token-file", str(token)),
+            *("--cache", str(self.folder / f"cache-{name}"), "--engine.max_running", "12", *argv),
+        )
+
+    def rollover(self, *argv: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "rollover", *argv],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def kill(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes.pop(name).wait()
+
+    def until(self, what: str, path: Path, *, holds: str = "") -> None:
+        """Wait for a file, or for text in it."""
+        give_up_s = time.monotonic() + DEADLINE_S
+        while not (path.exists() and holds in path.read_text(errors="replace")):
+            assert time.monotonic() < give_up_s, f"{what} did not happen:\n{self.logs()}"
+            ended = self.processes["trainer"].poll()
+            assert ended is None, f"the trainer ended with {ended} before {what}:\n{self.logs()}"
+            time.sleep(0.1)
+
+    def until_step(self, step: int) -> None:
+        self.until(f"step {step}", self.run / "metrics.jsonl", holds=f'"step": {step}')
+
+    def finish(self) -> None:
+        try:
+            code = self.processes["trainer"].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.logs()) from None
+        assert code == 0, self.logs()
+
+    def logs(self) -> str:
+        return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
+
+
+@contextmanager
+def swarm(folder: Path) -> Iterator[Swarm]:
+    made = Swarm(folder)
+    try:
+        yield made
+    finally:
+        for process in made.processes.values():
+            process.kill()
+            process.wait()
+
+
+def tokens(run: Path) -> list[list[Sequence[int]]]:
+    return [[t.token_ids for t in batch.trajectories] for batch in runs.batches(run)]
+
+
+def assert_conserved(run: Path, steps: int) -> None:
+    ledger = runs.ledger(run)
+    assert ledger.next_step == steps
+    counted = ledger.tokens
+    assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
+    groups = [group.group_id for batch in runs.batches(run) for group in batch.groups]
+    assert len(groups) == len(set(groups)), "a group was trained twice"
+
+
+def test_pull_mode_is_the_co_located_run_token_for_token_with_any_number_of_workers(experiment: Path) -> None:
+    argv = ["--rollout.strategy", "sync", "--steps", "3"]
+    with swarm(experiment) as it:
+        it.rollover("train", "run.toml", "--run-dir", "alone", *argv)
+        it.train("swarm.toml", "--run-dir", "out", "--engine.mode", "pull", *argv)
+        it.until("the swarm", it.run / "swarm" / "status.json")
+        for name in ("a", "b"):
+            it.join(name)
+        it.finish()
+    assert tokens(it.run) == tokens(experiment / "alone")
+    ours, theirs = (load(runs.weights(run, 3)) for run in (it.run, experiment / "alone"))
+    for name, tensor in theirs.items():  # log-probs are rounded by what is decoded beside them
+        assert torch.allclose(ours[name], tensor, atol=1e-5), name
+    for batch in runs.batches(it.run):
+        assert {v for t in batch.trajectories for v in t.policy_versions} == {batch.step}
+
+
+def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:
+    steps = 14
+    with swarm(experiment) as it:
+        argv = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2", "--steps", str(steps)]
+        it.train("swarm.toml", "--run-dir", "out", *argv)
+        it.until("the swarm", it.run / "swarm" / "status.json")
+        for name in ("a", "b"):
+            it.join(name)
+        it.until_step(3)
+        it.kill("a")
+        it.until_step(5)
+        it.kill("trainer")
+        it.join("a")
+        it.train("--resume", str(it.run))
+        it.until_step(9)
+        it.kill("b")
+        it.join("c")
+        it.finish()
+        members = {w.name: w for w in StatusFile(it.run / "swarm" / "status.json").read().workers}
+    assert_conserved(it.run, steps)
+    lags = [batch.step - v for batch in runs.batches(it.run) for t in batch.trajectories for v in t.policy_versions]
+    assert max(lags) <= 2
+    assert {"a", "c"} <= members.keys() and not any(w.state == "sent away" for w in members.values())
+    sampled_by = {s.engine for batch in runs.batches(it.run) for t in batch.trajectories for s in t.segments}
+    assert {"a", "b"} <= sampled_by
+    assert [row["step"] for row in runs.rows(it.run)][-1] == steps - 1
+
+
+def test_a_revoked_worker_is_sent_away_and_says_so(experiment: Path) -> None:
+    with swarm(experiment) as it:
+        it.train("swarm.toml", "--run-dir", "out", "--steps", "400")
+        it.until("the swarm", it.run / "swarm" / "status.json")
+        it.join("a")
+        it.join("b")
+        it.until_step(2)
+        it.rollover("workers", str(it.run), "--revoke", "a")
+        assert it.processes["a"].wait(DEADLINE_S) == 2
+        assert "revoked" in (experiment / "a.log").read_text()
+        assert "sent away" in it.rollover("workers", str(it.run))
+        step = runs.rows(it.run)[-1]["step"]
+        it.until_step(step + 2)
+        it.processes["trainer"].send_signal(signal.SIGINT)
+        assert it.processes["trainer"].wait(DEADLINE_S) in (0, 130), it.logs()

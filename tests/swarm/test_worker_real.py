@@ -52,6 +52,7 @@ async def swarm(root: Path, model: Path, *, port: int = 0, **config: Any) -> Asy
         root=root,
         run="sums",
         max_context_tokens=128,
+        keep_versions=4,
         clock=SystemClock(),
         checks=False,
     )

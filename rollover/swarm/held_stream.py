@@ -180,11 +180,12 @@ class HeldStream:
     def offer(self, now_s: float) -> None:
         """Wait until a new connection says from where to send, or that nobody wants it."""
         self.offered_s = now_s
+        self._ending_sent_from, self._ending_has_arrived = None, False
 
     def take_up(self, call_id: str, offset: int) -> None:
         """Send from ``offset`` on, under a new id; a call that was stopped is not over any more."""
         self.call_id, self.offered_s = call_id, None
-        self._ending_sent_from, self._ending_has_arrived = None, False
+        self._ending_sent_from, self._ending_has_arrived = None, False  # also where it was not offered before
         if self.ending is not None and self.ending.reason is FinishReason.ABORT:
             self.ending = None
         self.acked(offset)

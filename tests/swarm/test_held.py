@@ -53,6 +53,7 @@ class HeldMachine(RuleBasedStateMachine):
         self.held = HeldCalls(LIMIT, offer_s=1e9)
         self.known: list[Call] = []
         self.wire: list[Decoded | CallFailed] = []
+        self.offered: list[Call] = []
         self.num_ids = self.num_tokens = 0
 
     def new_id(self) -> str:
@@ -135,6 +136,8 @@ class HeldMachine(RuleBasedStateMachine):
     @rule(call=calls, back=st.integers(0, 4))
     def journaled(self, call: Call, back: int) -> None:
         """Acknowledgements may be old ones."""
+        if call in self.offered:
+            return
         offset = max(call.origin, len(call.received) - back)
         call.acked = max(call.acked, offset)
         self.held.acked(call.call_id, offset)
@@ -149,20 +152,27 @@ class HeldMachine(RuleBasedStateMachine):
             self.wire.clear()
             self.held.heartbeat_answered()
 
-    @rule(lost=st.sampled_from([0, 1, 2, 9]), renames=st.booleans())
-    def cut_and_back(self, lost: int, renames: bool) -> None:
-        """The last messages are lost; the coordinator adopts what it still wants, twice."""
+    @rule(lost=st.sampled_from([0, 1, 2, 9]))
+    def cut_and_back(self, lost: int) -> None:
+        """The last messages are lost, and the next connection offers what is held."""
         for message in self.wire[: max(0, len(self.wire) - lost)]:
             self.receive(message)
         self.wire.clear()
         offers = {offer.call_id: offer for offer in self.held.listed()}
         self.held.connected(0.0)
         assert self.held.next_message() is None
-        for call in self.known:
-            if (offer := offers.get(call.call_id)) is None:
-                continue
+        self.offered = [call for call in self.known if call.call_id in offers and not call.is_released]
+        for call in self.offered:
+            offer = offers[call.call_id]
             assert (offer.start, offer.end) == (call.acked, len(call.decoded))
             assert offer.is_running == (call.ending is None)
+
+    @precondition(lambda self: self.offered)
+    @rule(renames=st.booleans(), data=st.data())
+    def adopted(self, renames: bool, data: st.DataObject) -> None:
+        """The coordinator goes on with an offer, and says so twice."""
+        call = self.offered.pop(data.draw(st.integers(0, len(self.offered) - 1)))
+        if not call.is_released:
             self.adopt(call, self.new_id() if renames else call.call_id)
 
     def adopt(self, call: Call, call_id: str) -> None:
@@ -184,7 +194,11 @@ class HeldMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule()
     def drained(self) -> None:
-        """When all messages arrive, the receiver has everything."""
+        """When all offers are taken up and all messages arrive, the receiver has everything."""
+        for call in self.offered:
+            if not call.is_released:
+                self.adopt(call, call.call_id)
+        self.offered = []
         while (message := self.held.next_message()) is not None:
             self.wire.append(message)
         for message in self.wire:
@@ -288,3 +302,42 @@ def test_an_offer_that_nobody_takes_up_is_forgotten_after_its_time() -> None:
     held.adopt(Adopt(held="b", call_id="b", offset=0, prefix=prefix(())))
     assert held.expired(1000.0) == []
     assert held.expired(1001.0) == ["a"]
+
+
+def test_only_the_last_message_of_an_ended_call_has_its_ending() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    for version in (1, 2):
+        held.decoded(stream, chunk((1, 2), version))
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    sent = [held.next_message(), held.next_message(), held.next_message()]
+    assert [message.finish_reason for message in sent if isinstance(message, Decoded)] == [None, "stop"]
+    assert sent[2] is None
+
+
+def test_what_is_acknowledged_is_not_sent_any_more() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk(tuple(range(6))))
+    held.acked("a", 4)
+    message = held.next_message()
+    assert isinstance(message, Decoded)
+    assert (message.offset, unpack_ids(message.token_ids)) == (4, (4, 5))
+
+
+def test_an_answer_of_the_next_connection_says_nothing_of_the_last_ones_endings() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.ended(stream, StreamEnding(reason=FinishReason.ABORT))
+    held.next_message()
+    held.heartbeat_sent()
+    held.connected(0.0)
+    held.heartbeat_sent()
+    held.adopt(Adopt(held="a", call_id="a", offset=0, prefix=prefix(())))
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    held.next_message()
+    held.heartbeat_answered()
+    assert len(held) == 1

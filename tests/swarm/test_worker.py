@@ -360,3 +360,25 @@ def test_a_call_that_cannot_be_understood_fails_alone(tmp_path: Path) -> None:
             assert not link.is_closed
 
     run(main())
+
+
+def test_a_hello_names_the_versions_that_held_tokens_may_claim(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(3))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            for version in (4, 5, 6):
+                await bench.engine.tick(2)
+                await link.send(head(version))
+                await link.serving(version)
+            await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 6)
+            await link.send(acked("a", 3))  # one token of version 4 is left, and those of 5
+            await link.send(assign("b"))
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            await link.cut()
+            back = await bench.again()
+            assert back.hello.served == (head(4), head(5), head(6))
+
+    run(main())

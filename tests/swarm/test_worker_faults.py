@@ -16,11 +16,13 @@ from rollover.swarm.connection import Refused
 from rollover.swarm.host import EngineBroken
 from rollover.swarm.messages import (
     PROTOCOL,
+    Abort,
     Assign,
     Decoded,
     Goodbye,
     Head,
     Heartbeat,
+    HeldCall,
     Leaving,
     NotServing,
     Ready,
@@ -288,6 +290,36 @@ def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(t
             assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
             bench.engine.goes_on.set()  # type: ignore[attr-defined]
             await bench.member_again(head(0))
+
+    run(main())
+
+
+def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Hanging
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(5)
+            await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
+            bench.engine.goes_on.clear()  # type: ignore[attr-defined]
+            await link.send(Abort(call_ids=("a",)))
+            await link.send(assign("c", limit=1))
+            await bench.until(lambda: len(bench.engine.requests) == 2)  # the abort is with the engine
+            await link.adopt(
+                HeldCall(call_id="a", sample_key="a.", start=0, end=5, is_running=True), as_id="b", offset=5
+            )
+            await link.send(assign("d", limit=1))
+            await bench.until(lambda: len(bench.engine.requests) == 3)
+            bench.engine.goes_on.set()  # type: ignore[attr-defined]
+            await bench.until(lambda: len(bench.engine.requests) == 4)
+            assert bench.engine.requests[-1].response_ids == tokens(7, 0, 5)
+            await bench.engine.tick(35)
+            assert await link.ended("b") == "length"
+            assert bench.coordinator.response("b") == tokens(7, 0, 40)
+            assert "a" not in bench.coordinator.endings
 
     run(main())
 

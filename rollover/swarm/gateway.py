@@ -129,6 +129,7 @@ class Gateway:
         settings = uvicorn.Config(
             Starlette(routes=routes),
             log_config=None,
+            log_level="critical",  # what it would say of a worker that is refused, the worker says itself
             access_log=False,
             lifespan="off",
             ws="websockets-sansio",

@@ -45,13 +45,15 @@ def weights(version: int, folder: Path) -> MemoryWeights:
 
 
 @asynccontextmanager
-async def swarm(root: Path, model: Path, *, port: int = 0, **config: Any) -> AsyncIterator[SwarmEngine]:
+async def swarm(
+    root: Path, model: Path, *, port: int = 0, max_context_tokens: int = 128, **config: Any
+) -> AsyncIterator[SwarmEngine]:
     engine = await open_swarm(
         SwarmConfig(**{"listen": f"127.0.0.1:{port}", "lease_s": 6.0, **config}),
         model,
         root=root,
         run="sums",
-        max_context_tokens=128,
+        max_context_tokens=max_context_tokens,
         keep_versions=4,
         clock=SystemClock(),
         checks=False,

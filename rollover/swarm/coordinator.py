@@ -91,6 +91,8 @@ class Coordinator:
         """Calls without a member, in order of arrival."""
         self._with: dict[str, tuple[str, str]] = {}
         """Member and call id that hold the unacknowledged tokens of a sample, by sample key."""
+        self._ends: dict[str, int] = {}
+        """Position of the end of such a call, once it has ended."""
         self._remaining = RemainingTokens()
         self._num_to_come = 0
 
@@ -136,11 +138,17 @@ class Coordinator:
         """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
         if hello.run_id != self.run.run_id:
             return self._calls_failed(member, f"{member.name} was started anew", set(member.calls))
+        held = {call.call_id: call for call in hello.held}
+        effects: list[Effect] = []
+        if any(head.version > self.head.version for head in hello.served):
+            # Sampled from weights that this start of the run, from an older checkpoint, has not made yet.
+            if held:
+                effects.append(Send(member.lease, Release(call_ids=tuple(held))))
+            held = {}
         for head in hello.served:
             if self._publications.get(head.version, head.manifest) == head.manifest:
                 member.served[head.version] = head.manifest
-        held = {call.call_id: call for call in hello.held}
-        effects = self._calls_failed(member, f"{member.name} was started anew", member.calls - held.keys())
+        effects += self._calls_failed(member, f"{member.name} was started anew", member.calls - held.keys())
         member.held = {}
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
@@ -384,8 +392,8 @@ class Coordinator:
         if (where := self._with.get(sample_key)) is None:
             return []
         name, call_id = where
-        if call_id not in self._calls:
-            del self._with[sample_key]
+        if num_tokens >= self._ends.get(call_id, math.inf):
+            del self._with[sample_key], self._ends[call_id]
         return self._ack(name, call_id, num_tokens)
 
     def _ack(self, name: str, call_id: str, offset: int) -> list[Effect]:
@@ -408,6 +416,8 @@ class Coordinator:
     def _forget(self, call_id: str) -> None:
         if (call := self._calls.pop(call_id, None)) is not None:
             self._waiting.pop(call_id, None)
+            if self._with.get(call.request.sample_key, ("", ""))[1] == call_id:
+                self._ends[call_id] = call.stream.position
             if call.member is not None:
                 self.members[call.member].calls.discard(call_id)
 
@@ -452,7 +462,9 @@ class Coordinator:
         call.member = member.name
         member.calls.add(call_id)
         if call.request.is_journaled:
-            self._with[call.request.sample_key] = (member.name, call_id)
+            key = call.request.sample_key
+            self._ends.pop(self._with.get(key, ("", ""))[1], None)
+            self._with[key] = (member.name, call_id)
 
     def _serving_members(self) -> list[SwarmMember]:
         return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]

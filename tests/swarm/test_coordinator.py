@@ -21,6 +21,7 @@ from rollover.swarm.messages import (
     Hello,
     Leaving,
     Ready,
+    Release,
     Serving,
     Welcome,
     pack_ids,
@@ -159,6 +160,33 @@ def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
     out = [e for m in decoded(worker, "g0.0#1.", LENGTH) for e in second.received(worker.lease, m, 4.0)]
     assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.", 12)
     assert second.counters.adopted_calls == 1
+
+
+def test_tokens_of_weights_that_a_run_restarted_from_an_older_checkpoint_has_not_made_are_let_go() -> None:
+    first, worker = coordinator(), ModelWorker("a")
+    first.published(head(3))
+    join(first, worker)
+    worker.got(sent(first.opened(request("g0.0")), Assign)[0])
+    decoded(worker, "g0.0#0.", 30)
+    second = coordinator()
+    second.published(head(1))
+    effects = second.connected("a", worker.hello(), 0.0)
+    assert sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
+    worker.version, worker.served = 1, {1: head(1)}
+    for message in worker.start(sent(effects, Welcome)[0]):
+        second.received(worker.lease, message, 0.0)
+    assert len(sent(second.opened(request("g0.0", 1, num_done=12)), Assign)) == 1
+
+
+def test_the_last_tokens_of_a_call_are_acknowledged_however_many_notices_come() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
+    hub.received(worker.lease, piece, 1.0)
+    assert sent(hub.journaled("g0.0.", 10), Ack) == [Ack(call_id="g0.0#0.", offset=10)]
+    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH)]
+    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [], "there is nothing left to acknowledge"
 
 
 def test_a_worker_that_was_started_anew_has_lost_its_calls() -> None:

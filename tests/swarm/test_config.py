@@ -1,0 +1,46 @@
+"""Each wrong setting of a swarm is one sentence with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollover.errors import ConfigError
+from rollover.run.config import load
+from rollover.swarm.config import SwarmConfig
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no port": ({"listen": "127.0.0.1"}, "listen must look like"),
+    "port beyond": ({"listen": "127.0.0.1:70000"}, "listen must look like"),
+    "open without TLS": ({"listen": "0.0.0.0:8790"}, "give tls_certificate and tls_key, or set insecure = true"),
+    "half a certificate": ({"tls_certificate": "a.pem"}, "belong together"),
+    "lease": ({"lease_s": 0.0}, "lease_s must be positive"),
+    "anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
+    "room": ({"max_running": 0}, "max_running must be at least 1"),
+    "relay": ({"blob_urls": ("ftp://x",)}, "blob_urls must look like"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values_are_refused(name: str) -> None:
+    settings, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        SwarmConfig(**settings)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8790", "[::1]:8790", "127.8.9.1:1"])
+def test_this_machine_needs_no_certificate(listen: str) -> None:
+    assert SwarmConfig(listen=listen).address[1] == int(listen.rpartition(":")[2])
+
+
+def test_pull_mode_wants_a_strategy_without_staleness() -> None:
+    swarm = ["--engine.kind", "swarm", "--engine.mode", "pull"]
+    with pytest.raises(ConfigError, match=r"engine\.mode 'pull' samples every token from the newest weights"):
+        load("quickstart", swarm)
+    assert load("quickstart", [*swarm, "--rollout.strategy", "sync"]).rollout.staleness_bound == 0
+
+
+def test_determinism_is_not_promised() -> None:
+    with pytest.raises(ConfigError, match=r"deterministic = true needs engine\.kind 'embedded'"):
+        load("quickstart", ["--engine.kind", "swarm", "--deterministic", "true"])

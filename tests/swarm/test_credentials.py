@@ -1,0 +1,92 @@
+"""Tokens are shown once, stored as hashes, and refused from the moment they are revoked."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from rollover import cli
+from rollover.errors import ConfigError, RunError
+from rollover.swarm.credentials import Credentials
+from rollover.swarm.status import StatusFile, SwarmStatus, WorkerStatus
+
+KEY = Ed25519PrivateKey.generate().public_key()
+
+
+def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_path: Path) -> None:
+    here, elsewhere = (Credentials(tmp_path / "workers.json") for _ in range(2))
+    assert here.member_of("Bearer x") is None
+    token = elsewhere.add("laptop", KEY)
+    header = f"Bearer {token.text}"
+    assert here.member_of(header) == "laptop"
+    assert [here.member_of(h) for h in (None, "", token.text, f"Basic {token.text}", f"{header}x")] == [None] * 5
+    with pytest.raises(ConfigError, match="'laptop' has a token already"):
+        here.add("laptop", KEY)
+    elsewhere.revoke("laptop")
+    assert here.member_of(header) is None
+    with pytest.raises(ConfigError, match="no worker of this run is called 'laptop'; there are: none"):
+        here.revoke("laptop")
+
+
+def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:
+    file = tmp_path / "workers.json"
+    token = Credentials(file).add("laptop", KEY)
+    assert token.secret not in file.read_text()
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "workers.json").write_text("{")
+    with pytest.raises(RunError, match=r"workers\.json cannot be read"):
+        Credentials(tmp_path / "workers.json").hashes()
+
+
+def status(**changes: object) -> SwarmStatus:
+    worker = {
+        **{"name": "laptop", "state": "ready", "version": 7, "lag": 1, "num_calls": 4, "max_running": 16},
+        **{"tokens_per_s": 220.4, "num_decoded": 6410, "num_held": 58, "note": ""},
+        **changes,
+    }
+    workers = (WorkerStatus(**worker),)  # type: ignore[arg-type]
+    return SwarmStatus(url="ws://127.0.0.1:8790", version=8, num_waiting=0, time_s=1.0, workers=workers)
+
+
+def test_the_state_of_a_swarm_is_read_as_it_was_written(tmp_path: Path) -> None:
+    StatusFile(tmp_path / "status.json").write(status())
+    assert StatusFile(tmp_path / "status.json").read() == status()
+
+
+def test_the_command_lists_adds_and_revokes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert cli.main(["workers", str(run)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    (run / "swarm").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    assert cli.main(["workers", str(run)]) == 2
+    assert "has no swarm" in capsys.readouterr().err
+    assert cli.main(["workers", str(run), "--out", "x"]) == 2
+    assert "give --add NAME as well" in capsys.readouterr().err
+
+    out = tmp_path / "a.token"
+    assert cli.main(["workers", str(run), "--add", "a", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    token = out.read_text().strip()
+    assert token.startswith("rw1.a.") and token not in shown.out + shown.err
+    assert stat.S_IMODE(os.stat(out).st_mode) == 0o600
+    assert Credentials(run / "swarm" / "workers.json").member_of(f"Bearer {token}") == "a"
+    assert cli.main(["workers", str(run), "--add", "b", "--out", str(out)]) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert cli.main(["workers", str(run), "--revoke", "a"]) == 0
+
+    StatusFile(run / "swarm" / "status.json").write(status(note="the disk is full"))
+    capsys.readouterr()
+    assert cli.main(["workers", str(run)]) == 0
+    listed = capsys.readouterr().out
+    assert "weights version 8" in listed
+    assert "laptop" in listed and "6,410" in listed and "the disk is full" in listed

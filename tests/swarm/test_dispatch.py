@@ -1,0 +1,97 @@
+"""Which member gets a call: the fastest with room, unless waiting for a faster one is sooner."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.swarm.dispatch import NUM_PROBES, Candidate, Work, choose, finish_s
+from rollover.swarm.remaining import WINDOW, RemainingTokens
+
+
+def member(name: str, speed: float | None = 10.0, running: int = 0, room: int = 8, version: int = 0) -> Candidate:
+    return Candidate(name=name, version=version, num_running=running, max_running=room, call_tokens_per_s=speed)
+
+
+def work(tokens: float = 100.0, **changes: Any) -> Work:
+    return Work(**{"least_version": 0, "remaining_tokens": tokens, "mean_remaining_tokens": 50.0, **changes})
+
+
+def test_the_fastest_with_room_gets_it() -> None:
+    assert choose([member("slow", 1.0), member("fast", 50.0)], work()) == "fast"
+
+
+def test_equal_members_are_dealt_to_evenly() -> None:
+    assert choose([member("a", running=3), member("b", running=2), member("c", running=3)], work()) == "b"
+
+
+def test_a_call_waits_for_a_fast_member_that_will_finish_it_before_a_slow_one_with_room() -> None:
+    phone, server = member("phone", 1.0), member("server", 50.0, running=8)
+    assert finish_s(server, work(), 1.0) == 50 / (8 * 50) + 100 / 50
+    assert choose([phone, server], work()) is None
+    assert choose([phone, server], work(horizon_s=100.0)) == "phone", "there is work for longer than it needs"
+    assert choose([phone, server], work(horizon_s=99.9)) is None
+    assert choose([phone, server], work(horizon_s=math.inf)) == "phone"
+
+
+def test_a_slow_member_gets_it_when_the_fast_ones_are_busy_for_longer() -> None:
+    crowded = member("crowded", 2.0, running=1, room=1)
+    assert choose([member("phone", 1.9), crowded], work(mean_remaining_tokens=500.0)) == "phone"
+
+
+def test_older_weights_than_the_call_accepts_get_nothing() -> None:
+    members = [member("old", 50.0, version=3), member("new", 1.0, version=4)]
+    assert choose(members, work(least_version=4)) == "new"
+    assert choose(members[:1], work(least_version=4)) is None
+    assert choose([], work()) is None
+
+
+def test_a_member_of_unknown_speed_is_tried_with_a_few_calls() -> None:
+    fresh = [member("fresh", None, running=n) for n in (0, NUM_PROBES - 1, NUM_PROBES)]
+    known = member("known", 10.0, running=8)
+    assert [choose([each, known], work(horizon_s=math.inf)) for each in fresh] == ["fresh", "fresh", None]
+
+
+@given(
+    st.lists(
+        st.builds(
+            member,
+            st.text("ab", min_size=1, max_size=3),
+            st.none() | st.floats(0.1, 100),
+            st.integers(0, 8),
+            st.just(8),
+            st.integers(0, 2),
+        ),
+        max_size=6,
+    ),
+    st.floats(1, 1e4),
+    st.integers(0, 2),
+    st.floats(0, 1e3),
+)
+def test_whoever_gets_it_can_take_it(members: list[Candidate], tokens: float, least: int, horizon_s: float) -> None:
+    chosen = choose(members, work(tokens, least_version=least, horizon_s=horizon_s))
+    able = [m for m in members if m.version >= least and m.room > 0]
+    assert chosen is None or chosen in {m.name for m in able}
+    if able:
+        assert choose(members, work(tokens, least_version=least, horizon_s=math.inf)) is not None
+
+
+def test_what_is_left_is_the_mean_of_the_longer_ones() -> None:
+    lengths = RemainingTokens()
+    assert lengths.expected(0, 100) == 50.0, "nothing is known: half of what the limit leaves"
+    for length in (10, 20, 300):
+        lengths.ended(length)
+    assert lengths.expected(0, 512) == 110.0
+    assert lengths.expected(15, 512) == 145.0
+    assert lengths.expected(15, 100) == 85.0, "no more than the limit leaves"
+    assert lengths.expected(300, 512) == 106.0
+
+
+def test_old_lengths_are_forgotten() -> None:
+    lengths = RemainingTokens()
+    for length in [1000] * WINDOW + [10] * WINDOW:
+        lengths.ended(length)
+    assert lengths.expected(0, 2000) == 10.0

@@ -30,6 +30,8 @@ from rollover.swarm.remaining import RemainingTokens
 
 LIMIT = 8192
 WEIGHTS_BYTES = 1e9
+HEARTBEAT_S = 5.0
+"""A member's speed is known from the first heartbeat after its first call."""
 Rule = Callable[[Sequence[Candidate], Work], str | None]
 
 
@@ -45,14 +47,17 @@ class Machine:
     version: int = 0
     is_up: bool = True
     is_measured: bool = False
+    ready_at_s: float = math.inf
+    """When it will serve the weights that it is fetching."""
 
-    def candidate(self) -> Candidate:
+    def candidate(self, now_s: float) -> Candidate:
         return Candidate(
             name=self.name,
             version=self.version,
             num_running=len(self.calls),
             max_running=self.room,
             call_tokens_per_s=self.speed if self.is_measured else None,
+            ready_s=max(0.0, self.ready_at_s - now_s),
         )
 
 
@@ -108,7 +113,9 @@ class Swarm:
 
     def publish(self, version: int) -> None:
         for m in self.members.values():
+            m.ready_at_s = self.now_s + m.fetch_s
             self.at(m.fetch_s, f"serves {version}", m.name)
+            self.at(HEARTBEAT_S, "beat", m.name)
 
     def horizon_s(self) -> float:
         """The time in which all members together would do what there is to do."""
@@ -119,7 +126,7 @@ class Swarm:
 
     def place(self, least_version: int) -> None:
         while self.waiting:
-            up = [m.candidate() for m in self.members.values() if m.is_up]
+            up = [m.candidate(self.now_s) for m in self.members.values() if m.is_up]
             if not any(c.room > 0 for c in up):
                 return
             call = self.waiting[0]
@@ -161,11 +168,17 @@ class Swarm:
                 del member.calls[call], self.stamp[call]
                 self.waiting.appendleft(call)
             self.at(self.rng.expovariate(1 / 300), "up", name)
+        elif kind == "beat":
+            if member.calls:
+                member.is_measured = True
+            elif not member.is_measured:
+                self.at(HEARTBEAT_S, "beat", name)
         elif kind == "up":
             member.is_up = True
             self.at(self.rng.expovariate(1 / 1800), "down", name)
         else:
             member.version = max(member.version, int(kind.split()[1]))
+            member.ready_at_s = math.inf
 
 
 def pull(members: Sequence[Machine], rule: Rule, seed: int, *, num_batches: int, batch: int) -> list[float]:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.dispatch import Candidate, Work, choose
+from rollover.swarm.dispatch import Candidate, Work, choose, drain_s
 from rollover.swarm.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
 from rollover.swarm.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.messages import (
@@ -95,6 +95,9 @@ class Coordinator:
         """Position of the end of such a call, once it has ended."""
         self._remaining = RemainingTokens()
         self._num_to_come = 0
+        self._now_s = 0.0
+        """When something was heard last."""
+        self._published_s = 0.0
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -203,7 +206,7 @@ class Coordinator:
         if member is None or not member.is_connected:
             self.counters.fenced += 1
             return []
-        member.heard_s = now_s
+        member.heard_s = self._now_s = now_s
         try:
             return self._handle(member, message)
         except ProtocolError as e:
@@ -216,7 +219,7 @@ class Coordinator:
             case Heartbeat():
                 member.measured(message.tokens_per_s, message.num_running)
                 member.num_held = message.num_held
-                return [Send(member.lease, Beat(head=self.head))]
+                return [Send(member.lease, Beat(head=self.head)), *self._placed()]
             case CallFailed(call_id=call_id, reason=reason):
                 return self._calls_failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
             case Ready():
@@ -252,6 +255,7 @@ class Coordinator:
         if member.version is not None and version < member.version:
             raise ProtocolError(f"it says that it serves version {version} after {member.version}")
         member.version, member.served[version] = version, manifest
+        member.prepare_s = serving.prepare_s or member.prepare_s
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
         effects: list[Effect] = [Changed(f"{member.name} serves version {version}")]
@@ -287,7 +291,7 @@ class Coordinator:
     def published(self, head: Head) -> list[Effect]:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
-        self.head = head
+        self.head, self._published_s = head, self._now_s
         self._publications[head.version] = head.manifest
         connected = [member for member in self._leases.values() if member.is_connected]
         return [Send(member.lease, head) for member in connected]
@@ -470,7 +474,8 @@ class Coordinator:
         return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]
 
     def _candidates(self) -> list[Candidate]:
-        return [m.candidate(m.version) for m in self._serving_members() if m.version is not None]
+        elapsed_s = self._now_s - self._published_s
+        return [member.candidate(self.head.version, elapsed_s) for member in self._serving_members()]
 
     def _can_serve(self, member: SwarmMember, call: SwarmCall) -> bool:
         version = member.serves(checked=self.checks)
@@ -481,17 +486,11 @@ class Coordinator:
 
     def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
         typical = self._remaining.expected(0, limit)
+        num_calls = self.num_running / 2 + self.num_waiting + self._num_to_come
         return Work(
             least_version=least_version,
             remaining_tokens=self._remaining.expected(num_decoded, limit),
             mean_remaining_tokens=typical / 2,
-            horizon_s=self._horizon_s(typical) if self._exact else math.inf,
+            # A batch that is waited for has an end; where members decode without pause there is always more.
+            horizon_s=drain_s(self._candidates(), num_calls * typical) if self._exact else math.inf,
         )
-
-    def _horizon_s(self, typical_tokens: float) -> float:
-        """Return the time in which all members together would do what there is to do. A batch that is waited for ends
-        then at the earliest; where members decode without pause there is always more."""
-        serving = self._serving_members()
-        speed = sum((m.call_tokens_per_s or 0.0) * m.ready.max_running for m in serving if m.ready is not None)
-        num_tokens = (self.num_running / 2 + self.num_waiting + self._num_to_come) * typical_tokens
-        return num_tokens / speed if speed else math.inf

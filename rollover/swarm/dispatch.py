@@ -5,7 +5,8 @@ its ``n`` calls. With room it finishes the call after ``r / v``; without room af
 time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. Let ``h`` be the horizon:
 the time for which there is work for everybody anyway, or until the call is due.
 
-The call goes to the fastest member with room, unless that would finish neither within ``h`` nor before a busy member
+A member that is still fetching the weights that a call asks for is counted with the time it will need. The call
+goes to the fastest member with room, unless that would finish neither within ``h`` nor before a busy member
 which the call could wait for. Then the call waits: a member that is 50 times slower than one which is about to have
 room would only hold the batch up at its end. So slow members work while there is work for all, long remainders go to
 fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.
@@ -34,6 +35,8 @@ class Candidate:
     max_running: int
     call_tokens_per_s: float | None
     """Tokens per second for each of its calls; ``None`` while nothing is measured."""
+    ready_s: float = math.inf
+    """Time until it serves newer weights, which it is fetching; infinite when it is not."""
 
     @property
     def room(self) -> int:
@@ -62,12 +65,18 @@ class Work:
 
 def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
     """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
-    able = [c for c in candidates if c.version >= work.least_version and c.max_running > 0]
+    able = [c for c in candidates if c.max_running > 0 and (c.version >= work.least_version or c.ready_s < math.inf)]
     typical = _typical_speed(able)
-    timed = [(finish_s(c, work, typical), c.num_running / c.max_running, c.name, c.room > 0) for c in able]
-    earliest_s = min((t[0] for t in timed), default=math.inf)
-    best = min((t for t in timed if t[3]), default=None)
-    return best[2] if best is not None and best[0] <= max(work.horizon_s, earliest_s) else None
+    timed = [
+        (finish_s(c, work, typical), c.num_running / c.max_running, c.name)
+        for c in able
+        if c.room > 0 and c.version >= work.least_version
+    ]
+    if not timed:
+        return None
+    earliest_s = min(finish_s(c, work, typical) for c in able)
+    best = min(timed)
+    return best[2] if best[0] <= max(work.horizon_s, earliest_s) else None
 
 
 def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> float:
@@ -75,8 +84,16 @@ def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> floa
     speed = typical_tokens_per_s if member.call_tokens_per_s is None else member.call_tokens_per_s
     if speed <= 0:
         return math.inf
-    wait_s = 0.0 if member.room > 0 else work.mean_remaining_tokens / (max(1, member.num_running) * speed)
+    wait_s = 0.0 if member.version >= work.least_version else member.ready_s
+    if member.room <= 0:
+        wait_s = max(wait_s, work.mean_remaining_tokens / (max(1, member.num_running) * speed))
     return wait_s + work.remaining_tokens / speed
+
+
+def drain_s(candidates: Iterable[Candidate], num_tokens: float) -> float:
+    """Return the time in which all members together would decode ``num_tokens``; infinite while no speed is known."""
+    speed = sum((c.call_tokens_per_s or 0.0) * c.max_running for c in candidates)
+    return num_tokens / speed if speed else math.inf
 
 
 def _typical_speed(candidates: Iterable[Candidate]) -> float:

@@ -298,6 +298,8 @@ class SwarmEngine:
         """End leases in time, send away those whose token was revoked, and say how things are."""
         while True:
             self._perform(self.coordinator.expire(self._clock.now_s()))
+            for listener in self._listeners:  # time alone may change who should get a call
+                listener()
             for name, member in self.coordinator.members.items():
                 if member.is_connected and not self._is_member(name):
                     self._perform(self.coordinator.distrust(name, "its token was revoked"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from rollover.swarm.dispatch import Candidate
@@ -52,6 +53,8 @@ class SwarmMember:
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
     """Calls that it offers to go on with, by sample key."""
+    prepare_s: float | None = None
+    """Time that it took to fetch weights, the last time."""
     call_tokens_per_s: float | None = None
     tokens_per_s: float = 0.0
     num_held: int = 0
@@ -70,15 +73,24 @@ class SwarmMember:
         able = self.is_connected and self.ready is not None and not self.distrust
         return self.version if able and (not checked or self.checked_version == self.version) else None
 
-    def candidate(self, version: int) -> Candidate:
-        assert self.ready is not None, "only members whose engine is open are candidates"
+    def candidate(self, head_version: int, elapsed_s: float) -> Candidate:
+        """Return the member as the dispatch rule sees it, so long after the newest version was published."""
+        assert self.ready is not None and self.version is not None, "only members that serve are candidates"
         return Candidate(
             name=self.name,
-            version=version,
+            version=self.version,
+            ready_s=self._ready_s(elapsed_s) if self.version < head_version else math.inf,
             num_running=self.num_running,
             max_running=self.ready.max_running,
             call_tokens_per_s=self.call_tokens_per_s,
         )
+
+    def _ready_s(self, elapsed_s: float) -> float:
+        """Return the time until it serves the newest version, as far as the last time tells. One that is long overdue
+        is not waited for."""
+        if self.prepare_s is None or elapsed_s > 2 * self.prepare_s + 1:
+            return math.inf
+        return max(0.0, self.prepare_s - elapsed_s)
 
     def measured(self, tokens_per_s: float, num_running: int) -> None:
         """Take note of what a heartbeat says about its speed; an idle member says nothing."""

@@ -86,6 +86,20 @@ def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> No
     assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
 
 
+def test_a_member_that_is_long_overdue_with_the_weights_keeps_nobody_waiting() -> None:
+    hub, slow, fast = coordinator(exact=True), ModelWorker("slow"), ModelWorker("fast")
+    for worker, speed in ((slow, 1.0), (fast, 100.0)):
+        join(hub, worker)
+        hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=4.0), 0.0)
+        hub.received(worker.lease, Heartbeat(num_running=1, tokens_per_s=speed, num_held=0), 0.0)
+    hub.published(head(1))
+    hub.received(slow.lease, slow.change(head(1)), 1.0)
+    assert hub.opened(request("g0.0")) == [], "the fast one will have the weights in 3 s"
+    beat = Heartbeat(num_running=0, tokens_per_s=0.0, num_held=0)
+    assert sent(hub.received(slow.lease, beat, 8.9), Assign) == []
+    assert len(sent(hub.received(slow.lease, beat, 9.1), Assign)) == 1
+
+
 def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> None:
     hub, slow, fast = coordinator(), ModelWorker("slow", room=1), ModelWorker("fast", room=1)
     join(hub, slow)

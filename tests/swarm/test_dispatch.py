@@ -49,6 +49,13 @@ def test_older_weights_than_the_call_accepts_get_nothing() -> None:
     assert choose([], work()) is None
 
 
+def test_a_slow_member_that_has_the_weights_first_does_not_get_what_a_fast_one_will_finish_before() -> None:
+    phone = member("phone", 1.0, version=4)
+    server = Candidate(name="server", version=3, num_running=0, max_running=8, call_tokens_per_s=50.0, ready_s=30.0)
+    assert choose([phone, server], work(least_version=4)) is None, "30 s of fetching and 2 s of decoding"
+    assert choose([phone, server], work(10.0, least_version=4)) == "phone", "10 s at once"
+
+
 def test_a_member_of_unknown_speed_is_tried_with_a_few_calls() -> None:
     fresh = [member("fresh", None, running=n) for n in (0, NUM_PROBES - 1, NUM_PROBES)]
     known = member("known", 10.0, running=8)

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollover.errors import ConfigError, RunError, require
+from rollover.errors import ConfigError, RolloverError, RunError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.status import SwarmStatus
+
+
+_SILENT_S = 15.0
+"""The trainer says how things are every two seconds."""
 
 
 @click.command("workers", context_settings={"max_content_width": 100})
@@ -48,11 +52,17 @@ def _add(root: Path, name: str, out: Path | None) -> None:
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: the file exists; name another")
     root.mkdir(parents=True, exist_ok=True)
-    token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
+    if out is not None:
+        make_private(out)  # before the name is taken: a file that cannot be written leaves nothing behind
+    try:
+        token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
+    except RolloverError:
+        if out is not None:
+            out.unlink()
+        raise
     if out is None:
         click.echo(token.text)
     else:
-        make_private(out)
         out.write_text(f"{token.text}\n")
     where = "save this line as a file that you alone can read" if out is None else f"take {out} there"
     click.echo(
@@ -77,4 +87,6 @@ def _show(status: SwarmStatus) -> None:
         )
     console = Console(width=None if os.isatty(1) else 160)
     console.print(f"{status.url}, weights version {status.version}, as of {age_s:,.0f} s ago")
+    if age_s > _SILENT_S:
+        console.print("the trainer says nothing: the run has ended, was stopped, or hangs; this is how things were")
     console.print(table if status.workers else "no worker has joined yet")

@@ -50,6 +50,9 @@ NUM_SERVED = 64
 """Versions of a member that are remembered."""
 
 
+_TWICE = "another process has joined with the token of {!r}, and took its place: each worker needs a token of its own"
+
+
 class Coordinator:
     """Assigns calls to the members of a swarm and puts their tokens in order.
 
@@ -106,7 +109,7 @@ class Coordinator:
         member = self.members.setdefault(name, SwarmMember(name))
         effects: list[Effect] = []
         if member.lease and member.is_connected:
-            effects += self._goodbye(member.lease, f"{name!r} has connected again elsewhere", is_final=False)
+            effects += self._goodbye(member.lease, _TWICE.format(name), is_final=True)
         self._leases.pop(member.lease, None)
         self.last_lease += 1
         member.lease = self.last_lease

@@ -6,8 +6,10 @@ What it keeps true: no token can be made from the file; a token that was revoked
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,21 @@ class Credentials:
 
     def add(self, name: str, publisher: Ed25519PublicKey) -> WorkerToken:
         """Make out a token for a new worker. Raises ``ConfigError`` for a name that is taken or cannot be one."""
-        hashes = dict(self.hashes())
-        if name in hashes:
-            raise ConfigError(f"{name!r} has a token already: revoke it first, or take another name")
-        token = WorkerToken.make(name, publisher)
-        self._write({**hashes, name: token.hash})
+        with self._alone():
+            hashes = dict(self.hashes())
+            if name in hashes:
+                raise ConfigError(f"{name!r} has a token already: revoke it first, or take another name")
+            token = WorkerToken.make(name, publisher)
+            self._write({**hashes, name: token.hash})
         return token
 
     def revoke(self, name: str) -> None:
         """Refuse the token of a worker from now on. Raises ``ConfigError`` when there is none."""
-        hashes = dict(self.hashes())
-        if hashes.pop(name, None) is None:
-            raise ConfigError(f"no worker of this run is called {name!r}; there are: {', '.join(hashes) or 'none'}")
-        self._write(hashes)
+        with self._alone():
+            hashes = dict(self.hashes())
+            if hashes.pop(name, None) is None:
+                raise ConfigError(f"no worker of this run is called {name!r}; there are: {', '.join(hashes) or 'none'}")
+            self._write(hashes)
 
     def hashes(self) -> Mapping[str, str]:
         """Return the hashes of the valid tokens by name, as the file has them now."""
@@ -62,8 +66,18 @@ class Credentials:
         scheme, _, text = (authorization or "").partition(" ")
         return member_of(text.strip(), self.hashes()) if scheme.lower() == "bearer" else None
 
-    def _write(self, hashes: Mapping[str, str]) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from changing the file between reading and writing it."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._file.with_suffix(".lock")
+        make_private(lock)
+        with lock.open("wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            self._stamp = None
+            yield
+
+    def _write(self, hashes: Mapping[str, str]) -> None:
         replace_file(self._file, json.dumps({"workers": hashes}, indent=1).encode() + b"\n")
         make_private(self._file)
         self._stamp = None

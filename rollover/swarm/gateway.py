@@ -144,7 +144,8 @@ class Gateway:
             settings.load()
         except OSError as e:  # ssl.SSLError is one
             self._socket.close()
-            raise ConfigError(f"engine.tls_certificate or engine.tls_key cannot be used: {e}") from e
+            files = f"{self._config.tls_certificate!r} and engine.tls_key = {self._config.tls_key!r}"
+            raise ConfigError(f"engine.tls_certificate = {files} cannot be used: {e}") from e
         self._server = _Server(settings)
 
     async def serve(self) -> None:
@@ -207,7 +208,7 @@ class Gateway:
                     lease = self._sessions.connected(name, message.message, connection)
                 else:
                     raise ProtocolError("the first message of a connection must be a hello")
-        except (WebSocketDisconnect, KeyError):  # the latter: a text frame
+        except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
             pass
         except ProtocolError as e:
             logger.warning("%s broke the protocol and was disconnected: %s", name, e)

@@ -85,7 +85,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             tokens_per_s=member.tokens_per_s if member.is_connected else 0.0,
             num_decoded=member.num_decoded,
             num_held=member.num_held,
-            note=member.distrust or member.last_error,
+            note=member.distrust or ("" if state == "ready" else member.last_error),
         )
 
 

@@ -307,7 +307,7 @@ def test_one_connection_for_each_name() -> None:
     effects = hub.connected("a", worker.hello(), 1.0)
     assert [
         (e.lease, e.message.is_final) for e in effects if isinstance(e, Send) and isinstance(e.message, Goodbye)
-    ] == [(first, False)]
+    ] == [(first, True)]
 
 
 def test_leaving_hands_the_calls_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_
     assert here.member_of(header) is None
     with pytest.raises(ConfigError, match="no worker of this run is called 'laptop'; there are: none"):
         here.revoke("laptop")
+
+
+def test_tokens_that_are_made_out_at_once_are_all_there(tmp_path: Path) -> None:
+    file = tmp_path / "workers.json"
+    names = [f"w{i}" for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        tokens = list(pool.map(lambda name: Credentials(file).add(name, KEY), names))
+    assert {*Credentials(file).hashes()} == {*names}
+    assert [Credentials(file).member_of(f"Bearer {t.text}") for t in tokens] == names
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:
@@ -82,6 +92,8 @@ def test_the_command_lists_adds_and_revokes(
     assert Credentials(run / "swarm" / "workers.json").member_of(f"Bearer {token}") == "a"
     assert cli.main(["workers", str(run), "--add", "b", "--out", str(out)]) == 2
     assert "the file exists" in capsys.readouterr().err
+    assert cli.main(["workers", str(run), "--add", "b", "--out", str(tmp_path / "no" / "b.token")]) == 2
+    assert "b" not in Credentials(run / "swarm" / "workers.json").hashes()
     assert cli.main(["workers", str(run), "--revoke", "a"]) == 0
 
     StatusFile(run / "swarm" / "status.json").write(status(note="the disk is full"))
@@ -90,3 +102,4 @@ def test_the_command_lists_adds_and_revokes(
     listed = capsys.readouterr().out
     assert "weights version 8" in listed
     assert "laptop" in listed and "6,410" in listed and "the disk is full" in listed
+    assert "the trainer says nothing" in listed, "it was written in 1970"

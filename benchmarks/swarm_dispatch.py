@@ -1,7 +1,7 @@
 """What the dispatch rule of a swarm gains over dealing evenly, in virtual time.
 
-    python benchmarks/swarm_dispatch.py                  # 1,000 members, some minutes
-    python benchmarks/swarm_dispatch.py --members 50     # seconds
+    python benchmarks/swarm_dispatch.py                  # 1,000 members, about an hour
+    python benchmarks/swarm_dispatch.py --members 100 --batch 1000    # a minute
 
 A thousand members differ in speed by up to 50 times, in room, and in the bandwidth over which they fetch new weights;
 they leave and come back. Both rules are given the same members, responses and failures. *Even* gives a call to the

@@ -3,7 +3,8 @@
 Let N groups make a batch, let batch s be trained by step s (which starts from version s), and let a group
 *start* at version v, the weights that the engine which gets its first sample serves then, so that none of its tokens is
 older than v: where members of an engine change weights each in its own time, all of its calls go to those that serve v
-or newer. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*.
+or newer. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*. A sample that
+is parked and resumed keeps it, and with it its prefix.
 
 **Theorem.** Write D(t) for the number of started, unconsumed groups with deadline at most t, and s for the next
 batch. If

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.base import DeclaredCapabilities
 from rollover.settings.changes import Changeable
+from rollover.swarm.address import is_loopback
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 
@@ -57,7 +57,7 @@ class SwarmConfig:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: give both or neither")
-        if self.tls_certificate is None and not self.insecure and not _is_loopback(self.address[0]):
+        if self.tls_certificate is None and not self.insecure and not is_loopback(self.address[0]):
             raise ValueError(
                 f"listen = {self.listen!r} can be reached from other machines: give tls_certificate and tls_key, or set"
                 " insecure = true on a network that is encrypted itself, such as a VPN"
@@ -82,12 +82,3 @@ class SwarmConfig:
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
         return DeclaredCapabilities(max_running=self.max_running)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -20,7 +20,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.staleness import choose_batch, headroom
+from rollover.rollout.staleness import choose_batch, headroom, least_start_version
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.rollout.kit import assert_bounded, num_due
 
@@ -227,3 +227,36 @@ def test_headroom_is_the_gate_of_admission() -> None:
     assert world.room == 4  # ... new weights do
     world.drop(4)
     assert world.room == 5
+
+
+class SeveralVersions(World):
+    """Groups start at the version of whichever member gets them: any from the oldest that is admitted to the newest."""
+
+    def __init__(self, batch_size: int, max_staleness: int, *, laxness: int = 0) -> None:
+        super().__init__(batch_size, max_staleness)
+        self.laxness = laxness
+        self.rng = random.Random(0)
+        self.num_older = 0
+
+    def start(self, sample_id: SampleId) -> None:
+        bounds = {"batch_size": self.batch_size, "max_staleness": self.max_staleness}
+        oldest = max(0, least_start_version(self.ledger, **bounds) - self.laxness)
+        if oldest <= self.ledger.policy_version:
+            version = self.rng.randint(oldest, self.ledger.policy_version)
+            self.num_older += version < self.ledger.policy_version
+            self.ledger.apply(SampleStarted(time_s=0.0, sample_id=sample_id, policy_version=version))
+
+
+@pytest.mark.parametrize(("batch_size", "max_staleness"), [(1, 1), (2, 1), (3, 2), (2, 4)])
+def test_bound_holds_with_members_of_several_versions_and_not_with_one_older(
+    batch_size: int, max_staleness: int
+) -> None:
+    worlds: list[SeveralVersions] = []
+
+    def play(rng: random.Random) -> None:
+        worlds.append(SeveralVersions(batch_size, max_staleness))
+        worlds[-1].play(rng, 150)
+
+    assert not _violated(play)
+    assert sum(world.num_older for world in worlds) >= 5, "older members did start groups"
+    assert _violated(lambda rng: SeveralVersions(batch_size, max_staleness, laxness=1).play(rng, 150))

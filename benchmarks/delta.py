@@ -30,8 +30,8 @@ import torch
 import zstandard
 from engine import machine
 
-from rollover.swarm.delta import Bytes, _ranks, apply
-from rollover.swarm.publisher import smaller_encoding
+from rollover.swarm.publication.delta import Bytes, _ranks, apply
+from rollover.swarm.publication.publisher import smaller_encoding
 
 HERE = Path(__file__).parent
 LEARNING_RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)

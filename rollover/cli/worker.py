@@ -23,7 +23,7 @@ class WorkerCommand(ConfiguredCommand):
     def keys(self) -> list[str]:
         from dataclasses import fields
 
-        from rollover.swarm.worker_config import WorkerConfig
+        from rollover.swarm.worker.config import WorkerConfig
 
         return [f.name for f in fields(WorkerConfig)]
 
@@ -73,17 +73,17 @@ def command(
     from rollover.engine.embedded.config import EmbeddedConfig
     from rollover.settings.schema import build, parse_overrides
     from rollover.settings.toml import Document
-    from rollover.swarm.address import CoordinatorAddress
-    from rollover.swarm.connection import tls_context
-    from rollover.swarm.token import read_token
-    from rollover.swarm.worker_config import WorkerConfig
+    from rollover.swarm.wire.address import CoordinatorAddress
+    from rollover.swarm.wire.token import read_token
+    from rollover.swarm.worker.config import WorkerConfig
+    from rollover.swarm.worker.connection import tls_context
 
     config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
     address = CoordinatorAddress.parse(url, insecure=insecure)
     token = read_token(token_file, os.environ)
     if isinstance(config.engine, EmbeddedConfig):
         require("torch", "safetensors", purpose="the embedded engine of a worker")
-    from rollover.swarm.joining import default_cache, join
+    from rollover.swarm.worker.joining import default_cache, join
 
     redactor = ctx.find_object(Redactor) or Redactor()
     redactor.value(token.text, "token")

@@ -26,7 +26,7 @@ async def open_engine(
     folders: WeightFolders | None = None
     engine_config = config.engine
     if isinstance(engine_config, SwarmConfig):
-        from rollover.swarm.open import open_swarm
+        from rollover.swarm.coordinator.open import open_swarm
 
         needed = max(context_needed(config, key) for key in ("rollout", "eval"))
         swarm = await open_swarm(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rollover.engine.base import DeclaredCapabilities
 from rollover.settings.changes import Changeable
-from rollover.swarm.address import is_loopback
+from rollover.swarm.wire.address import is_loopback
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.swarm.address import CoordinatorAddress
+from rollover.swarm.wire.address import CoordinatorAddress
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollover.errors import ResourceError
-from rollover.swarm import blobs
-from rollover.swarm.blobs import BlobFolder, replace_file
-from rollover.swarm.manifest import PublicationError, digest_of
+from rollover.swarm.publication import blobs
+from rollover.swarm.publication.blobs import BlobFolder, replace_file
+from rollover.swarm.publication.manifest import PublicationError, digest_of
 
 CONTENT = b"weights"
 NAME = digest_of(CONTENT)

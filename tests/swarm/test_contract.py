@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollover.swarm.address import CoordinatorAddress
-from rollover.swarm.credentials import Credentials
-from rollover.swarm.joining import work_for
-from rollover.swarm.keys import open_key
-from rollover.swarm.worker_config import WorkerConfig
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.joining import work_for
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import EngineContract, FullEngine

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
 from rollover.errors import ConfigError, RunError
-from rollover.swarm.credentials import Credentials
-from rollover.swarm.status import StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.status import StatusFile, SwarmStatus, WorkerStatus
 
 KEY = Ed25519PrivateKey.generate().public_key()
 

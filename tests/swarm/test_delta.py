@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm import delta
-from rollover.swarm.delta import apply, encode
-from rollover.swarm.manifest import PublicationError
+from rollover.swarm.publication import delta
+from rollover.swarm.publication.delta import apply, encode
+from rollover.swarm.publication.manifest import PublicationError
 
 ITEM = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8, torch.float8_e4m3fn: 1}
 

@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 
 from rollover.errors import EngineTimeout, ResourceError
-from rollover.swarm.download import BlobDownloads
-from rollover.swarm.fetch import WeightFetcher
-from rollover.swarm.fetched import FetchedWeights
-from rollover.swarm.manifest import PublicationError, PublicationManifest, open_manifest, sign
-from rollover.swarm.messages import Head
-from rollover.swarm.publisher import SwarmPublisher
+from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.fetch import WeightFetcher
+from rollover.swarm.publication.fetched import FetchedWeights
+from rollover.swarm.publication.manifest import PublicationError, PublicationManifest, open_manifest, sign
+from rollover.swarm.publication.publisher import SwarmPublisher
+from rollover.swarm.wire.messages import Head
 from tests.swarm.weights_kit import (
     Answer,
     BlobServer,
@@ -492,7 +492,7 @@ def test_weights_beyond_this_machines_memory(publisher: SwarmPublisher, tmp_path
 
 
 def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    from rollover.swarm.stream import store
+    from rollover.swarm.publication.stream import store
 
     (head,) = publish(publisher, 0)
     bomb = msgspec.structs.replace(store(b"\0" * 2**26, publisher.blobs), raw_bytes=46_720)
@@ -635,7 +635,7 @@ def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: P
 def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
     publisher: SwarmPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.swarm import blobs
+    from rollover.swarm.publication import blobs
 
     first, second = publish(publisher, 0, 1)
 

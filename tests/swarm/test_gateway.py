@@ -18,11 +18,11 @@ from rollover.clock import SystemClock
 from rollover.engine.base import Chunk
 from rollover.errors import ConfigError, EngineError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator import Coordinator
-from rollover.swarm.engine import SwarmEngine
-from rollover.swarm.gateway import Gateway
-from rollover.swarm.members import RunIdentity
-from rollover.swarm.messages import SUBPROTOCOL, FromWorker, Welcome, decode_down, encode
+from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
+from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Welcome, decode_down, encode
 from rollover.types import FinishReason
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
 

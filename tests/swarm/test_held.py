@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollover.engine.base import Chunk
-from rollover.swarm.held import HeldCalls
-from rollover.swarm.held_stream import StreamEnding
-from rollover.swarm.messages import Adopt, CallFailed, Decoded, ProtocolError, pack_ids, unpack_ids, unpack_logprobs
+from rollover.swarm.wire.messages import (
+    Adopt,
+    CallFailed,
+    Decoded,
+    ProtocolError,
+    pack_ids,
+    unpack_ids,
+    unpack_logprobs,
+)
+from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.held_stream import StreamEnding
 from rollover.types import FinishReason
 from tests.swarm.worker_kit import assign
 

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from rollover.swarm import messages
+from rollover.swarm.wire import messages
 
 PAGE = (Path(__file__).parents[2] / "docs" / "swarm-protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL))

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rollover.errors import EngineError, ResourceError, RunError
-from rollover.swarm import blobs as blobs_module
-from rollover.swarm.keys import open_key
-from rollover.swarm.manifest import PublicationError, PublicationManifest, needed_blobs, open_manifest
-from rollover.swarm.materialise import materialise
-from rollover.swarm.messages import Head
-from rollover.swarm.publisher import SwarmPublisher
+from rollover.swarm.publication import blobs as blobs_module
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.publication.manifest import PublicationError, PublicationManifest, needed_blobs, open_manifest
+from rollover.swarm.publication.materialise import materialise
+from rollover.swarm.publication.publisher import SwarmPublisher
+from rollover.swarm.wire.messages import Head
 from rollover.weights.base import Manifest
 from rollover.weights.sources import MemoryWeights
 from tests.swarm.weights_kit import (
@@ -353,7 +353,7 @@ def test_the_list_of_publications_can_be_read_by_a_person(tmp_path: Path) -> Non
 
 
 def test_a_blob_folder_holds_pieces_of_32_mib_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollover.swarm import stream
+    from rollover.swarm.publication import stream
 
     monkeypatch.setattr(stream, "PIECE_BYTES", 10_000)
     publisher = open_publisher(tmp_path)

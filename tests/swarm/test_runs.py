@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.status import StatusFile
+from rollover.swarm.coordinator.status import StatusFile
 from tests import runs
 
 pytestmark = pytest.mark.slow

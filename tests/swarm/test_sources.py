@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.sources import BlobSources
+from rollover.swarm.publication.sources import BlobSources
 
 A, B = "http://a", "http://b"
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover.errors import ConfigError
 from rollover.privacy import redacted_text
-from rollover.swarm.token import TOKEN_VARIABLE, WorkerToken, member_of, read_token
+from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken, member_of, read_token
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 TOKEN = WorkerToken.make("laptop-2", KEY.public_key())

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rollover.swarm.messages import Abort, Adopt, Decoded, Hello, Ready, Release, Serving
+from rollover.swarm.wire.messages import Abort, Adopt, Decoded, Hello, Ready, Release, Serving
 from tests.engine.fake import token_at
 from tests.swarm.worker_kit import TOKEN, Bench, FakeFetcher, acked, assign, head
 

@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
-from rollover.swarm.address import CoordinatorAddress
-from rollover.swarm.connection import CoordinatorConnection, Refused, open_connection, tls_context
-from rollover.swarm.credentials import Credentials
-from rollover.swarm.engine import SwarmEngine
-from rollover.swarm.keys import open_key
-from rollover.swarm.messages import Hello, Welcome
-from rollover.swarm.token import TOKEN_VARIABLE, WorkerToken
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.messages import Hello, Welcome
+from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
+from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection, tls_context
 from tests.engine.models import saved, tiny_model
 from tests.swarm.test_worker_real import collected, expected, flat, swarm
 

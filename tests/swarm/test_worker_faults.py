@@ -12,9 +12,7 @@ from websockets.asyncio.server import ServerConnection
 
 from rollover.engine.base import Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
-from rollover.swarm.connection import Refused
-from rollover.swarm.host import EngineBroken
-from rollover.swarm.messages import (
+from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
     Assign,
@@ -30,6 +28,8 @@ from rollover.swarm.messages import (
     Welcome,
     encode,
 )
+from rollover.swarm.worker.connection import Refused
+from rollover.swarm.worker.host import EngineBroken
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine, token_at
 from tests.swarm.worker_kit import Bench, acked, assign, head, length_of

@@ -16,14 +16,14 @@ from rollover.clock import SystemClock
 from rollover.engine.base import Chunk, Engine
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.swarm.address import CoordinatorAddress
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.credentials import Credentials
-from rollover.swarm.engine import SwarmEngine
-from rollover.swarm.joining import work_for
-from rollover.swarm.keys import open_key
-from rollover.swarm.open import open_swarm
-from rollover.swarm.worker_config import WorkerConfig
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.open import open_swarm
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.joining import work_for
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import request
 from tests.engine.models import saved, tiny_model

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollover.swarm.publisher import SwarmPublisher
+from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.weights.sources import MemoryWeights
 
 Weights = dict[str, torch.Tensor]

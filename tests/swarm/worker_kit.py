@@ -21,9 +21,8 @@ from websockets.typing import Subprotocol
 
 from rollover.engine.base import GenerateRequest
 from rollover.errors import EngineError
-from rollover.swarm.address import CoordinatorAddress
-from rollover.swarm.backoff import BackOff
-from rollover.swarm.messages import (
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.messages import (
     PROTOCOL,
     SUBPROTOCOL,
     Ack,
@@ -46,9 +45,10 @@ from rollover.swarm.messages import (
     unpack_ids,
     unpack_logprobs,
 )
-from rollover.swarm.token import WorkerToken
-from rollover.swarm.worker import SwarmWorker
-from rollover.swarm.worker_config import WorkerConfig
+from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.backoff import BackOff
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.worker import SwarmWorker
 from rollover.weights.sources import MemoryWeights
 from tests.engine.fake import FakeEngine
 

@@ -1,0 +1,499 @@
+"""The coordinator: members, leases, versions and calls. Pure: no network, no clock, no engine.
+
+A shell tells it what has happened and when, and carries out the effects that it returns.
+
+::
+
+    connected ──Ready──▶ engine open ──Serving──▶ version confirmed ──(log-prob check)──▶ gets calls
+        │                                                                                  │
+        └── disconnected: keeps lease and calls ──ttl without a word──▶ lease ended: its calls fail
+
+What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that
+the member has confirmed and the call accepts; a message under a lease that has ended changes nothing; no lease outlives
+``ttl_s`` of silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.dispatch import Candidate, Work, choose, drain_s
+from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.remaining import RemainingTokens
+from rollover.swarm.coordinator.swarm_call import SwarmCall, checked_piece
+from rollover.swarm.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Ack,
+    Beat,
+    CallFailed,
+    Decoded,
+    FromWorker,
+    Goodbye,
+    Head,
+    Heartbeat,
+    Hello,
+    Leaving,
+    NotServing,
+    ProtocolError,
+    Ready,
+    Release,
+    Serving,
+    Welcome,
+)
+from rollover.types import FinishReason
+
+NUM_SERVED = 64
+"""Versions of a member that are remembered."""
+
+
+_TWICE = "another process has joined with the token of {!r}, and took its place: each worker needs a token of its own"
+
+
+class Coordinator:
+    """Assigns calls to the members of a swarm and puts their tokens in order.
+
+    Args:
+        ttl_s: a lease ends when its member was not heard of for so long.
+        exact: assign calls to members with the newest version only (sequential pull), not to all whose version a call
+            accepts (asynchronous push-pull).
+        checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
+
+    Example: one call from its opening to its first token::
+
+        coordinator.opened(request, now_s)                         # [Send(3, Assign(...))]
+        coordinator.received(3, Decoded(...), now_s)               # [Deliver("a#1.", piece, "laptop")]
+    """
+
+    def __init__(
+        self,
+        run: RunIdentity,
+        head: Head,
+        *,
+        ttl_s: float,
+        exact: bool,
+        checks: bool,
+        blob_urls: tuple[str, ...] = (),
+    ) -> None:
+        self.run = run
+        self.head = head
+        self.members: dict[str, SwarmMember] = {}
+        self.counters = SwarmCounters()
+        self.checks = checks
+        self._ttl_s = ttl_s
+        self._exact = exact
+        self._blob_urls = blob_urls
+        self._publications = {head.version: head.manifest}
+        self._leases: dict[int, SwarmMember] = {}
+        self.last_lease = 0
+        self._calls: dict[str, SwarmCall] = {}
+        self._waiting: dict[str, None] = {}
+        """Calls without a member, in order of arrival."""
+        self._with: dict[str, tuple[str, str]] = {}
+        """Member and call id that hold the unacknowledged tokens of a sample, by sample key."""
+        self._ends: dict[str, int] = {}
+        """Position of the end of such a call, once it has ended."""
+        self._remaining = RemainingTokens()
+        self._num_to_come = 0
+        self._now_s = 0.0
+        """When something was heard last."""
+        self._published_s = 0.0
+
+    # -- connections ------------------------------------------------------------------------------------------
+
+    def connected(self, name: str, hello: Hello, now_s: float) -> list[Effect]:
+        """A worker has opened a connection and shown the token of ``name``."""
+        member = self.members.setdefault(name, SwarmMember(name))
+        effects: list[Effect] = []
+        if member.lease and member.is_connected:
+            effects += self._goodbye(member.lease, _TWICE.format(name), is_final=True)
+        self._leases.pop(member.lease, None)
+        self.last_lease += 1
+        member.lease = self.last_lease
+        if refusal := self._refusal(member, hello):
+            self._leases[member.lease] = member
+            return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
+        self._leases[member.lease] = member
+        member.is_connected, member.heard_s = True, now_s
+        member.ready = member.version = member.checked_version = None
+        effects.append(Send(member.lease, self._welcome(member)))
+        return effects + self._take_up(member, hello)
+
+    def _refusal(self, member: SwarmMember, hello: Hello) -> str:
+        if PROTOCOL not in hello.protocols:
+            spoken = ", ".join(map(str, hello.protocols)) or "none"
+            return f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}"
+        return f"{member.name!r} is not trusted any more: {member.distrust}" if member.distrust else ""
+
+    def _welcome(self, member: SwarmMember) -> Welcome:
+        return Welcome(
+            protocol=PROTOCOL,
+            member=member.name,
+            lease=member.lease,
+            ttl_s=self._ttl_s,
+            run_id=self.run.run_id,
+            run_epoch=self.run.run_epoch,
+            head=self.head,
+            blob_urls=self._blob_urls,
+        )
+
+    def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
+        """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
+        if hello.run_id != self.run.run_id:
+            return self._calls_failed(member, f"{member.name} was started anew", set(member.calls))
+        held = {call.call_id: call for call in hello.held}
+        effects: list[Effect] = []
+        if any(head.version > self.head.version for head in hello.served):
+            # Sampled from weights that this start of the run, from an older checkpoint, has not made yet.
+            if held:
+                effects.append(Send(member.lease, Release(call_ids=tuple(held))))
+            held = {}
+        for head in hello.served:
+            if self._publications.get(head.version, head.manifest) == head.manifest:
+                member.served[head.version] = head.manifest
+        effects += self._calls_failed(member, f"{member.name} was started anew", member.calls - held.keys())
+        member.held = {}
+        for call_id, offer in held.items():
+            call = self._calls.get(call_id)
+            if call is not None and call.member == member.name:
+                effects.append(Send(member.lease, call.adoption(offer, call_id)))
+            else:
+                member.held[offer.sample_key] = offer
+        return effects
+
+    def disconnected(self, lease: int, now_s: float) -> list[Effect]:
+        """The connection of a lease is gone; the lease goes on until its time is over."""
+        if (member := self._leases.get(lease)) is not None:
+            member.is_connected = False
+            return [Changed(f"{member.name} has lost its connection")]
+        return []
+
+    def expire(self, now_s: float) -> list[Effect]:
+        """End the leases whose members were not heard of for ``ttl_s``, and promises that nobody took up."""
+        effects: list[Effect] = []
+        for lease, member in list(self._leases.items()):
+            member.reserved = {key: until_s for key, until_s in member.reserved.items() if until_s > now_s}
+            if now_s - member.heard_s > self._ttl_s:
+                self.counters.expired_leases += 1
+                reason = f"{member.name} has not been heard of for {self._ttl_s:g} s"
+                if member.is_connected:
+                    effects += self._goodbye(lease, reason, is_final=False)
+                effects += self._ended(member, reason)
+        return effects
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        """The time at which ``expire`` should be called next; ``None`` while nobody has a lease."""
+        return min((m.heard_s + self._ttl_s for m in self._leases.values()), default=None)
+
+    def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
+        """Take the lease of a member away."""
+        self._leases.pop(member.lease, None)
+        member.is_connected, member.lease, member.last_error = False, 0, reason
+        member.ready = member.version = member.checked_version = None
+        member.reserved, member.held = {}, {}
+        failed = self._calls_failed(member, reason, set(member.calls))
+        return [*failed, Changed(reason)]
+
+    def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> list[Effect]:
+        return [Send(lease, Goodbye(reason=reason, is_final=is_final)), Close(lease)]
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def received(self, lease: int, message: FromWorker, now_s: float) -> list[Effect]:
+        """A worker has sent ``message`` under ``lease``."""
+        member = self._leases.get(lease)
+        if member is None or not member.is_connected:
+            self.counters.fenced += 1
+            return []
+        member.heard_s = self._now_s = now_s
+        try:
+            return self._handle(member, message)
+        except ProtocolError as e:
+            return self.distrust(member.name, str(e))
+
+    def _handle(self, member: SwarmMember, message: FromWorker) -> list[Effect]:
+        match message:
+            case Decoded():
+                return self._decoded(member, message)
+            case Heartbeat():
+                member.measured(message.tokens_per_s, message.num_running)
+                member.num_held = message.num_held
+                return [Send(member.lease, Beat(head=self.head)), *self._placed()]
+            case CallFailed(call_id=call_id, reason=reason):
+                return self._calls_failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
+            case Ready():
+                return self._is_ready(member, message)
+            case Serving():
+                return self._serving(member, message)
+            case NotServing(version=version, reason=reason):
+                member.last_error = f"version {version}: {reason}"
+                return []
+            case Leaving(reason=reason):
+                left = f"{member.name} has left: {reason}"
+                return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
+            case Hello():
+                raise ProtocolError("a second hello on one connection")
+
+    def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
+        if ready.max_running < 1:
+            raise ProtocolError(f"room for {ready.max_running} calls")
+        if ready.max_context_tokens < self.run.max_context_tokens:
+            reason = (
+                f"its engine holds contexts of {ready.max_context_tokens} tokens, the run needs"
+                f" {self.run.max_context_tokens}: give the worker's engine a longer context"
+            )
+            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        member.ready = ready
+        return [Changed(f"{member.name} is ready"), *self._placed()]
+
+    def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
+        """Take note of a confirmed version. One that was never published, or that goes back, is a lie or a mix-up."""
+        version, manifest = serving.version, serving.manifest
+        if self._publications.get(version) != manifest:
+            raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
+        if member.version is not None and version < member.version:
+            raise ProtocolError(f"it says that it serves version {version} after {member.version}")
+        member.version, member.served[version] = version, manifest
+        member.prepare_s = serving.prepare_s or member.prepare_s
+        for old in sorted(member.served)[:-NUM_SERVED]:
+            del member.served[old]
+        effects: list[Effect] = [Changed(f"{member.name} serves version {version}")]
+        if self.checks and member.checked_version != version:
+            effects.append(CheckLogprobs(member.name, version))
+        return effects + self._placed()
+
+    def _decoded(self, member: SwarmMember, message: Decoded) -> list[Effect]:
+        call = self._calls.get(message.call_id)
+        if call is None or call.member != member.name:
+            return []  # it has ended here: what it still says is of no use to anybody
+        piece = checked_piece(message, member, call, self.run.vocab_size)
+        before = call.stream.position
+        out = call.stream.arrived(piece)
+        num_new = call.stream.position - before
+        self.counters.repeated_tokens += max(0, len(piece.token_ids) - num_new) if not call.stream.num_early else 0
+        member.num_decoded += num_new
+        effects: list[Effect] = []
+        for each in out:
+            call.came_out(each)
+            effects.append(Deliver(message.call_id, each, member.name))
+        if call.stream.is_over:
+            if out[-1].finish_reason is not FinishReason.ABORT:
+                self._remaining.ended(call.stream.position)
+            self._forget(message.call_id)
+            effects += self._placed()
+        if out and not call.request.is_journaled:
+            effects += self._ack(member.name, message.call_id, call.stream.position)
+        return effects
+
+    # -- versions and trust -----------------------------------------------------------------------------------
+
+    def published(self, head: Head) -> list[Effect]:
+        """A new version of the weights can be fetched."""
+        assert head.version >= self.head.version, "versions only grow"
+        self.head, self._published_s = head, self._now_s
+        self._publications[head.version] = head.manifest
+        connected = [member for member in self._leases.values() if member.is_connected]
+        return [Send(member.lease, head) for member in connected]
+
+    def checked(self, name: str, version: int) -> list[Effect]:
+        """The log-probs of a member are those of ``version``."""
+        member = self.members[name]
+        member.checked_version = version
+        return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placed()]
+
+    def distrust(self, name: str, reason: str) -> list[Effect]:
+        """Send a member away for good; its calls fail."""
+        member = self.members.get(name)
+        if member is None or member.distrust:
+            return []
+        member.distrust = reason
+        self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
+        lease = member.lease
+        bye = self._goodbye(lease, f"{name!r} is not trusted any more: {reason}", is_final=True) if lease else []
+        return [*bye, *self._ended(member, f"{name} is not trusted any more: {reason}")]
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    @property
+    def max_running(self) -> int:
+        """Calls that all members which may get some decode at the same time."""
+        return sum(m.ready.max_running for m in self._serving_members() if m.ready is not None)
+
+    @property
+    def num_running(self) -> int:
+        """Calls that are with a member."""
+        return len(self._calls) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def reserve(
+        self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, until_s: float
+    ) -> int | None:
+        """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
+        when no member should get the call now. ``num_waiting``: calls that are still to come beside this one."""
+        self._num_to_come = num_waiting
+        name = choose(self._candidates(), self._work(self._least(least_version), 0, max_new_tokens))
+        if name is None:
+            return None
+        member = self.members[name]
+        member.reserved[sample_key] = until_s
+        return member.version
+
+    def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
+        """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
+        none, and then also before its log-probs are checked."""
+        call_id = request.request_id
+        call = SwarmCall(request, self._least(request.least_version))
+        self._calls[call_id] = call
+        if only is not None:
+            member = self.members[only]
+            if member.serves(checked=False) is not None:
+                return self._assign(call_id, call, member)
+            self._forget(call_id)
+            return [Fail(call_id, f"{only} is gone: {member.last_error}")]
+        effects = self._adopted(call_id, call)
+        if call.member is not None:
+            return effects
+        for member in self._leases.values():
+            if member.reserved.pop(request.sample_key, None) is not None and self._can_serve(member, call):
+                return [*effects, *self._assign(call_id, call, member)]
+        self._waiting[call_id] = None
+        return [*effects, *self._placed()]
+
+    def aborted(self, call_ids: Collection[str]) -> list[Effect]:
+        """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
+        effects: list[Effect] = []
+        by_member: dict[str, list[str]] = {}
+        for call_id in call_ids:
+            call = self._calls.get(call_id)
+            if call is None or call.is_aborted:
+                continue
+            call.is_aborted = True
+            member = self.members[call.member] if call.member is not None else None
+            if member is None or not member.is_connected:
+                effects.append(self._cut(call_id, call))
+            else:
+                by_member.setdefault(member.name, []).append(call_id)
+        effects += [Send(self.members[n].lease, Abort(call_ids=tuple(ids))) for n, ids in by_member.items()]
+        return effects
+
+    def cut(self, call_ids: Iterable[str]) -> list[Effect]:
+        """End calls with what has arrived, since their member does not answer; it is to forget the rest."""
+        effects: list[Effect] = []
+        for call_id in call_ids:
+            if (call := self._calls.get(call_id)) is not None:
+                member = self.members.get(call.member or "")
+                effects.append(self._cut(call_id, call))
+                if member is not None and member.is_connected:
+                    effects.append(Send(member.lease, Release(call_ids=(call_id,))))
+        return effects
+
+    def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
+        """The first ``num_tokens`` of a sample's response are durable."""
+        if (where := self._with.get(sample_key)) is None:
+            return []
+        name, call_id = where
+        if num_tokens >= self._ends.get(call_id, math.inf):
+            del self._with[sample_key], self._ends[call_id]
+        return self._ack(name, call_id, num_tokens)
+
+    def _ack(self, name: str, call_id: str, offset: int) -> list[Effect]:
+        member = self.members[name]
+        return [Send(member.lease, Ack(call_id=call_id, offset=offset))] if member.is_connected else []
+
+    def _cut(self, call_id: str, call: SwarmCall) -> Effect:
+        end = call.ending(self.head.version)
+        self._forget(call_id)
+        return Deliver(call_id, end, call.member or "")
+
+    def _calls_failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
+        effects: list[Effect] = []
+        for call_id in sorted(call_ids):
+            call = self._calls[call_id]
+            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason))
+            self._forget(call_id)
+        return effects
+
+    def _forget(self, call_id: str) -> None:
+        if (call := self._calls.pop(call_id, None)) is not None:
+            self._waiting.pop(call_id, None)
+            if self._with.get(call.request.sample_key, ("", ""))[1] == call_id:
+                self._ends[call_id] = call.stream.position
+            if call.member is not None:
+                self.members[call.member].calls.discard(call_id)
+
+    # -- placing ----------------------------------------------------------------------------------------------
+
+    def _placed(self) -> list[Effect]:
+        """Give waiting calls to members as far as there is room."""
+        effects: list[Effect] = []
+        for call_id in list(self._waiting):
+            candidates = self._candidates()
+            if not any(c.room > 0 for c in candidates):
+                break
+            call = self._calls[call_id]
+            effects += self._adopted(call_id, call)
+            if call.member is None:
+                name = choose(candidates, self._work(call.least_version, call.stream.position, call.limit))
+                if name is not None:
+                    effects += self._assign(call_id, call, self.members[name])
+        return effects
+
+    def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
+        """Have a member go on with a call of the sample that it holds, where one does."""
+        key, position = call.request.sample_key, call.stream.position
+        for member in self._leases.values():
+            offer = member.held.get(key)
+            if offer is None or not member.is_connected:
+                continue
+            del member.held[key]
+            if not offer.start <= position <= offer.end:
+                return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
+            self._give(call_id, call, member)
+            self.counters.adopted_calls += 1
+            return [Send(member.lease, call.adoption(offer, call_id))]
+        return []
+
+    def _assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
+        self._give(call_id, call, member)
+        return [Send(member.lease, call.assignment(call_id))]
+
+    def _give(self, call_id: str, call: SwarmCall, member: SwarmMember) -> None:
+        self._waiting.pop(call_id, None)
+        call.member = member.name
+        member.calls.add(call_id)
+        if call.request.is_journaled:
+            key = call.request.sample_key
+            self._ends.pop(self._with.get(key, ("", ""))[1], None)
+            self._with[key] = (member.name, call_id)
+
+    def _serving_members(self) -> list[SwarmMember]:
+        return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]
+
+    def _candidates(self) -> list[Candidate]:
+        elapsed_s = self._now_s - self._published_s
+        return [member.candidate(self.head.version, elapsed_s) for member in self._serving_members()]
+
+    def _can_serve(self, member: SwarmMember, call: SwarmCall) -> bool:
+        version = member.serves(checked=self.checks)
+        return version is not None and version >= call.least_version
+
+    def _least(self, least_version: int) -> int:
+        return max(least_version, self.head.version) if self._exact else least_version
+
+    def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
+        typical = self._remaining.expected(0, limit)
+        num_calls = self.num_running / 2 + self.num_waiting + self._num_to_come
+        return Work(
+            least_version=least_version,
+            remaining_tokens=self._remaining.expected(num_decoded, limit),
+            mean_remaining_tokens=typical / 2,
+            # A batch that is waited for has an end; where members decode without pause there is always more.
+            horizon_s=drain_s(self._candidates(), num_calls * typical) if self._exact else math.inf,
+        )

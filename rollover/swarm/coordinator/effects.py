@@ -1,0 +1,76 @@
+"""The effects that the coordinator asks for; its shell carries them out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.swarm.coordinator.streams import Piece
+from rollover.swarm.wire.messages import FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the worker that holds a lease; a connection that is gone swallows it.
+
+    Example: ``Send(3, Abort(call_ids=("a#1.",)))``
+    """
+
+    lease: int
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection of a lease, behind what was sent.
+
+    Example: ``Close(3)``
+    """
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand a piece of a response to whoever waits for the call.
+
+    Example: ``Deliver("a#1.", piece, "laptop")``
+    """
+
+    call_id: str
+    piece: Piece
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End a call with an error; what was delivered stays valid.
+
+    Example: ``Fail("a#1.", "laptop has not been heard of for 15 s")``
+    """
+
+    call_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLogprobs:
+    """Check that a member samples from the weights it says it serves; it gets no call before ``checked``.
+
+    Example: ``CheckLogprobs("laptop", 7)``
+    """
+
+    member: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Members, versions or room have changed: calls that could not be placed may be now.
+
+    Example: ``Changed("laptop serves version 7")``
+    """
+
+    what: str
+
+
+Effect = Send | Close | Deliver | Fail | CheckLogprobs | Changed

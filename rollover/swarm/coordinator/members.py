@@ -1,0 +1,115 @@
+"""The members of a swarm, as the coordinator knows them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rollover.swarm.coordinator.dispatch import Candidate
+from rollover.swarm.wire.messages import HeldCall, Ready
+
+_SMOOTHING = 0.3
+"""Weight of the newest measurement of a member's speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """The run that a swarm works for.
+
+    Example: ``RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=151936, max_context_tokens=4096)``
+    """
+
+    run_id: str
+    run_epoch: int
+    """The number of this start of the run: 1 for the first."""
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(slots=True)
+class SwarmMember:
+    """One worker, from its first connection to the end of the run.
+
+    Example: a laptop that lost its connection a moment ago keeps its lease, its calls and what it has served, and gets
+    no new call until it is back.
+    """
+
+    name: str
+    lease: int = 0
+    """Its current lease; 0 when it has none."""
+    is_connected: bool = False
+    heard_s: float = 0.0
+    """When it was heard of last."""
+    ready: Ready | None = None
+    """What its engine can do, once it is open."""
+    version: int | None = None
+    """The version that its engine has confirmed."""
+    checked_version: int | None = None
+    """The version for which it has passed the log-prob check last."""
+    served: dict[int, str] = field(default_factory=dict)
+    """Versions it has confirmed, with the digest of each manifest: what its tokens may claim."""
+    calls: set[str] = field(default_factory=set)
+    reserved: dict[str, float] = field(default_factory=dict)
+    """Sample keys that were promised a place, and until when."""
+    held: dict[str, HeldCall] = field(default_factory=dict)
+    """Calls that it offers to go on with, by sample key."""
+    prepare_s: float | None = None
+    """Time that it took to fetch weights, the last time."""
+    call_tokens_per_s: float | None = None
+    tokens_per_s: float = 0.0
+    num_held: int = 0
+    num_decoded: int = 0
+    distrust: str = ""
+    """Why it gets no call any more."""
+    last_error: str = ""
+
+    @property
+    def num_running(self) -> int:
+        """Calls that it has or was promised."""
+        return len(self.calls) + len(self.reserved)
+
+    def serves(self, *, checked: bool) -> int | None:
+        """Return the version under which it may get calls now; ``checked``: only one that passed the log-prob check."""
+        able = self.is_connected and self.ready is not None and not self.distrust
+        return self.version if able and (not checked or self.checked_version == self.version) else None
+
+    def candidate(self, head_version: int, elapsed_s: float) -> Candidate:
+        """Return the member as the dispatch rule sees it, so long after the newest version was published."""
+        assert self.ready is not None and self.version is not None, "only members that serve are candidates"
+        return Candidate(
+            name=self.name,
+            version=self.version,
+            ready_s=self._ready_s(elapsed_s) if self.version < head_version else math.inf,
+            num_running=self.num_running,
+            max_running=self.ready.max_running,
+            call_tokens_per_s=self.call_tokens_per_s,
+        )
+
+    def _ready_s(self, elapsed_s: float) -> float:
+        """Return the time until it serves the newest version, as far as the last time tells. One that is long overdue
+        is not waited for."""
+        if self.prepare_s is None or elapsed_s > 2 * self.prepare_s + 1:
+            return math.inf
+        return max(0.0, self.prepare_s - elapsed_s)
+
+    def measured(self, tokens_per_s: float, num_running: int) -> None:
+        """Take note of what a heartbeat says about its speed; an idle member says nothing."""
+        self.tokens_per_s = tokens_per_s
+        if num_running > 0 and tokens_per_s > 0:
+            new, old = tokens_per_s / num_running, self.call_tokens_per_s
+            self.call_tokens_per_s = new if old is None else old + _SMOOTHING * (new - old)
+
+
+@dataclass(slots=True)
+class SwarmCounters:
+    """Counts of what the protocol absorbed.
+
+    Example: ``fenced`` 3 says that three messages came under leases that had ended.
+    """
+
+    fenced: int = 0
+    repeated_tokens: int = 0
+    adopted_calls: int = 0
+    expired_leases: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Members sent away for breaking the protocol, by name."""

@@ -1,0 +1,121 @@
+"""Opens the trainer's side of a swarm in a run's folder.
+
+::
+
+    root/workers.json         hashes of the workers' tokens
+    root/publisher.key        the publisher's private key
+    root/publications.json    what can be fetched, with root/blobs/
+    root/status.json          the members as they are now
+    root/epoch                how often the run was started
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from rollover.clock import Clock
+from rollover.errors import EngineError, RunError
+from rollover.hf.architecture import Architecture
+from rollover.hf.weights import read_weight_infos
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
+from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.publication.blobs import replace_file
+from rollover.swarm.publication.publisher import SwarmPublisher
+from rollover.swarm.wire.messages import Head
+from rollover.weights.base import WeightSource
+
+
+async def open_swarm(
+    config: SwarmConfig,
+    folder: Path,
+    *,
+    root: Path,
+    run: str,
+    max_context_tokens: int,
+    keep_versions: int,
+    clock: Clock,
+    checks: bool = True,
+) -> SwarmEngine:
+    """Return an engine whose workers dial in once the first weights are published.
+
+    Args:
+        folder: the model folder that the run began with.
+        root: the swarm's folder in the run directory.
+        run: the run's name among all runs.
+        max_context_tokens: of the longest prompt and response; workers with less are refused.
+        keep_versions: publications that can be fetched.
+        checks: members get calls only once their log-probs are found to be the trainer's.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the certificate is no good.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    epoch = _next_epoch(root / "epoch")
+    publisher = await asyncio.to_thread(
+        SwarmPublisher,
+        root,
+        run_id=run,
+        run_epoch=epoch,
+        model=folder,
+        anchor_every=config.anchor_every,
+        keep_versions=keep_versions,
+    )
+    architecture = Architecture.from_folder(folder)
+    identity = RunIdentity(
+        run_id=run, run_epoch=epoch, vocab_size=architecture.vocab_size, max_context_tokens=max_context_tokens
+    )
+    coordinator = Coordinator(
+        identity,
+        Head(version=0, manifest=""),
+        ttl_s=config.lease_s,
+        exact=config.mode == "pull",
+        checks=checks,
+        blob_urls=config.blob_urls,
+    )
+    credentials = Credentials(root / "workers.json")
+    formats = Counter(info.dtype for info in read_weight_infos(folder).values())
+    engine = SwarmEngine(
+        config,
+        coordinator,
+        lambda version, source: publisher.publish(source).head,
+        clock,
+        number_format=formats.most_common(1)[0][0],
+        check_source=_Fits(folder),
+        is_member=lambda name: name in credentials.hashes(),
+        status=StatusFile(root / "status.json"),
+    )
+    engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
+    engine.gateway.bind()
+    return engine
+
+
+class _Fits:
+    """Refuses weights that are not those of the run's model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shapes = {name: info.shape for name, info in read_weight_infos(folder).items()}
+
+    def __call__(self, source: WeightSource) -> None:
+        given = {spec.name: spec.shape for spec in source.manifest.tensors}
+        for name, shape in self._shapes.items():
+            if given.get(name) != shape:
+                raise EngineError(
+                    f"the swarm: tensor {name!r} has the shape {given.get(name)}, the model's has {shape}"
+                )
+
+
+def _next_epoch(file: Path) -> int:
+    """Return how often the run was started, this time included, and remember it."""
+    try:
+        epoch = int(file.read_text()) + 1 if file.exists() else 1
+    except ValueError:
+        raise RunError(f"{file} holds no number; write into it how often this run was started") from None
+    replace_file(file, f"{epoch}\n".encode())
+    return epoch

@@ -1,0 +1,109 @@
+"""A call of the swarm as the coordinator follows it, and what can be true of its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.members import SwarmMember
+from rollover.swarm.coordinator.streams import Piece, TokenStream
+from rollover.swarm.wire.messages import (
+    Adopt,
+    Assign,
+    Decoded,
+    HeldCall,
+    ProtocolError,
+    pack_ids,
+    unpack_ids,
+    unpack_logprobs,
+)
+from rollover.types import FinishReason
+
+_LOGPROB_SLACK = 1e-4
+"""How far above 0 rounding may put a log-prob."""
+
+
+class SwarmCall:
+    """A call, with the member that has it.
+
+    Example: a call that resumes a sample at 300 tokens begins with ``stream.position == 300``.
+    """
+
+    def __init__(self, request: GenerateRequest, least_version: int) -> None:
+        self.request = request
+        self.least_version = least_version
+        self.stream = TokenStream(len(request.response_ids))
+        self.member: str | None = None
+        self.is_aborted = False
+        self._prefix = hashlib.sha256(pack_ids(request.response_ids))
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the response may have in all."""
+        return self.request.params.max_new_tokens
+
+    def came_out(self, piece: Piece) -> None:
+        """Take note of tokens that were delivered."""
+        self._prefix.update(pack_ids(piece.token_ids))
+
+    def assignment(self, call_id: str) -> Assign:
+        """Return the message that gives the call to a member."""
+        request, params = self.request, self.request.params
+        return Assign(
+            call_id=call_id,
+            sample_key=request.sample_key,
+            prompt_key=request.prompt_key,
+            prompt_ids=pack_ids(request.prompt_ids),
+            response_ids=pack_ids(request.response_ids),
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=params.stop_token_ids,
+            stop_strings=params.stop_strings,
+            seed=request.seed,
+            least_version=self.least_version,
+        )
+
+    def adoption(self, offer: HeldCall, call_id: str) -> Adopt:
+        """Return the message by which a member goes on with what it holds of the call."""
+        prefix = self._prefix.copy().hexdigest()
+        return Adopt(held=offer.call_id, call_id=call_id, offset=self.stream.position, prefix=prefix)
+
+    def ending(self, version: int) -> Piece:
+        """Return the end of a call that is cut off here."""
+        return Piece(
+            offset=self.stream.position,
+            token_ids=(),
+            logprobs=(),
+            version=version,
+            kv_version=version,
+            finish_reason=FinishReason.ABORT,
+        )
+
+
+def checked_piece(message: Decoded, member: SwarmMember, call: SwarmCall, vocab_size: int) -> Piece:
+    """Return the tokens that ``member`` has sent. Raises ``ProtocolError`` for what cannot be true."""
+    ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
+    if len(ids) != len(logprobs):
+        raise ProtocolError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
+    if ids and message.version not in member.served:
+        raise ProtocolError(f"tokens of version {message.version}, which it was not confirmed to serve")
+    if ids and message.version < call.least_version:
+        raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
+    if max(ids, default=0) >= vocab_size:
+        raise ProtocolError(f"token {max(ids)}, where the vocabulary has {vocab_size}")
+    if not all(math.isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
+        raise ProtocolError("a log-prob that is not a finite number below 0")
+    if message.offset < 0 or message.offset + len(ids) > call.limit:
+        raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")
+    return Piece(
+        offset=message.offset,
+        token_ids=ids,
+        logprobs=logprobs,
+        version=message.version,
+        kv_version=min(message.kv_version, message.version),
+        finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
+        num_prefilled_tokens=max(0, message.num_prefilled_tokens),
+    )

@@ -1,0 +1,207 @@
+"""A publication: one version of the weights as a signed manifest and immutable blobs, each named by its content.
+
+::
+
+    manifest (signed, a blob itself) ──▶ tensors: name, dtype, shape, digest of the result, where its bytes begin
+             │                           files: config.json, tokenizer files
+             └──▶ blobs: the encoded tensors one behind the other, cut into pieces, each compressed by zstd
+
+A full publication holds every tensor's bytes. A delta holds, for each tensor, the elements that differ from
+``base_version`` and what they are now; applied twice it gives the same, applied to other weights it is found out by the
+digest of the result.
+
+What it keeps true: a version names one manifest digest for ever; whoever has the publisher's public key can tell that
+every byte is the publisher's, wherever it was fetched from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from rollover.errors import EngineError
+from rollover.weights.base import DTYPE_BYTES
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""A blob's name: the SHA-256 of its bytes in hexadecimal."""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.(json|txt|model|jinja)")
+"""Names of the files of a model folder that are sent."""
+MAX_TENSORS = 100_000
+MAX_BLOBS = 100_000
+MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_BLOB_BYTES = 256 * 2**20
+MAX_TENSOR_BYTES = 64 * 2**30
+
+
+class PublicationError(EngineError):
+    """A publication, or a part of it, that cannot be used; nothing of it has taken effect."""
+
+
+class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A blob by name, with its size as it is stored and after decompression.
+
+    Example: ``BlobRef(digest="9c1e...", num_bytes=26_111_042, raw_bytes=33_554_432)``
+    """
+
+    digest: str
+    num_bytes: int
+    raw_bytes: int
+
+
+class FileRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the model folder beside its weights.
+
+    Example: ``FileRef(name="tokenizer.json", blob=BlobRef(...))``
+    """
+
+    name: str
+    blob: BlobRef
+
+
+class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a publication.
+
+    Example: ``PublishedTensor(name="model.norm.weight", dtype="bfloat16", shape=(896,), digest="51fa...", start=0,
+    num_bytes=1792, encoding="raw")``
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    """SHA-256 of the resulting tensor's bytes, little-endian and row by row."""
+    start: int
+    """Where its encoding begins in the stream that the decompressed blobs make."""
+    num_bytes: int
+    """Length of its encoding; 0 for a tensor of a delta that has not changed."""
+    encoding: Literal["raw", "overwrite"]
+    """``raw``: the bytes of the tensor. ``overwrite``: see ``rollover.swarm.publication.delta``."""
+
+
+class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The table of contents of one publication.
+
+    Example: ``PublicationManifest(run_id="sums", run_epoch=1, version=8, base_version=7, kind="delta", ...)``
+    """
+
+    run_id: str
+    run_epoch: int
+    version: int
+    base_version: int | None
+    kind: Literal["full", "delta"]
+    model: str
+    """Digest of the model's config and tokenizer files: the same for all versions of a run."""
+    files: tuple[FileRef, ...]
+    tensors: tuple[PublishedTensor, ...]
+    blobs: tuple[BlobRef, ...]
+    base_manifest: str | None = None
+    """Digest of the manifest of the base version, by which whoever does not hold it finds it; ``None`` for full
+    weights."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Epoch and version: of two publications of a run, the newer one has the higher age."""
+        return self.run_epoch, self.version
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all blobs of the weights."""
+        return sum(blob.num_bytes for blob in self.blobs)
+
+
+class _Signed(msgspec.Struct, frozen=True, kw_only=True):
+    manifest: bytes
+    signature: bytes
+
+
+_CONTEXT = b"rollover.swarm.manifest.v1\x00"
+"""Signed before the manifest, so that a signature means nothing elsewhere."""
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    """Return the name of a blob."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def sign(manifest: PublicationManifest, key: Ed25519PrivateKey) -> bytes:
+    """Return the blob of a signed manifest; the same manifest always makes the same blob."""
+    body = msgspec.msgpack.encode(manifest)
+    return msgspec.msgpack.encode(_Signed(manifest=body, signature=key.sign(_CONTEXT + body)))
+
+
+def open_manifest(blob: bytes, key: Ed25519PublicKey) -> PublicationManifest:
+    """Return the manifest in a blob that was signed by the owner of ``key``.
+
+    Raises:
+        PublicationError: the signature is not the publisher's, or the manifest contradicts itself or a limit.
+    """
+    if len(blob) > MAX_MANIFEST_BYTES:
+        raise PublicationError(f"a manifest of {len(blob):,} bytes is above the limit of {MAX_MANIFEST_BYTES:,}")
+    try:
+        signed = msgspec.msgpack.decode(blob, type=_Signed)
+        key.verify(signed.signature, _CONTEXT + signed.manifest)
+        manifest = msgspec.msgpack.decode(signed.manifest, type=PublicationManifest)
+    except InvalidSignature:
+        raise PublicationError("the manifest is not signed by the publisher whose key this worker was given") from None
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise PublicationError(f"the manifest cannot be read: {e}") from None
+    if mistake := _mistake(manifest):
+        raise PublicationError(f"the manifest of version {manifest.version} is wrong: {mistake}")
+    return manifest
+
+
+def _mistake(manifest: PublicationManifest) -> str | None:
+    """Return what a manifest contradicts, if anything."""
+    if (manifest.kind == "full") != (manifest.base_version is None):
+        return f"it is {manifest.kind} with base version {manifest.base_version}"
+    if len(manifest.tensors) > MAX_TENSORS or len(manifest.blobs) > MAX_BLOBS:
+        return f"{len(manifest.tensors):,} tensors in {len(manifest.blobs):,} blobs are too many"
+    if (manifest.base_version is None) != (manifest.base_manifest is None):
+        return f"its base version is {manifest.base_version}, with the manifest {manifest.base_manifest}"
+    if manifest.base_manifest is not None and not DIGEST.fullmatch(manifest.base_manifest):
+        return f"the manifest of its base version, {manifest.base_manifest[:80]!r}, is no digest"
+    blobs = [*manifest.blobs, *(file.blob for file in manifest.files)]
+    for blob in blobs:
+        if not DIGEST.fullmatch(blob.digest):
+            return f"{blob.digest[:80]!r} is no digest"
+        if not (0 <= blob.num_bytes <= MAX_BLOB_BYTES and 0 <= blob.raw_bytes <= MAX_BLOB_BYTES):
+            return f"blob {blob.digest} has {blob.num_bytes:,} bytes, {blob.raw_bytes:,} decompressed"
+    for file in manifest.files:
+        if not FILE_NAME.fullmatch(file.name):
+            return f"{file.name[:120]!r} is no file of a model folder that may be sent"
+    num_stream_bytes = sum(blob.raw_bytes for blob in manifest.blobs)
+    for tensor in manifest.tensors:
+        if tensor.dtype not in DTYPE_BYTES or not DIGEST.fullmatch(tensor.digest):
+            return f"tensor {tensor.name!r} has the number format {tensor.dtype!r} and the digest {tensor.digest!r}"
+        if min(tensor.shape, default=0) < 0 or tensor_bytes(tensor) > MAX_TENSOR_BYTES:
+            return f"tensor {tensor.name!r} has the shape {tensor.shape}"
+        if tensor.start < 0 or tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > num_stream_bytes:
+            return f"tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes that the blobs hold"
+        if tensor.encoding == "overwrite" and manifest.kind == "full":
+            return f"tensor {tensor.name!r} of full weights says what to overwrite"
+        if tensor.encoding == "raw" and tensor.num_bytes != tensor_bytes(tensor):
+            return f"tensor {tensor.name!r} has {tensor.num_bytes:,} bytes instead of {tensor_bytes(tensor):,}"
+    if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
+        return "a tensor is listed twice"
+    return None
+
+
+def tensor_bytes(tensor: PublishedTensor) -> int:
+    """Return the size of the whole tensor."""
+    num_bytes = DTYPE_BYTES[tensor.dtype]
+    for n in tensor.shape:
+        num_bytes *= n
+    return num_bytes
+
+
+def needed_blobs(digest: str, manifest: PublicationManifest) -> Iterator[str]:
+    """Yield the names of all blobs of a publication, that of its manifest first."""
+    yield digest
+    yield from (blob.digest for blob in manifest.blobs)
+    yield from (file.blob.digest for file in manifest.files)

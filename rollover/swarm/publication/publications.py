@@ -1,0 +1,107 @@
+"""The list of publications that can be fetched: one small file, replaced at once; its last entry is the head.
+
+What it keeps true: of each publication that is kept, all that it rests on is kept too, back to full weights; ages (an
+epoch of the run and a version) go up from entry to entry.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rollover.errors import RunError
+from rollover.swarm.publication.blobs import replace_file
+from rollover.swarm.publication.manifest import PublicationError, PublicationManifest
+from rollover.swarm.wire.messages import Head
+
+
+class KeptPublication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A publication that can be fetched.
+
+    Example: ``KeptPublication(run_epoch=1, version=8, manifest="9c1e...", kind="delta", wire_bytes=81_264)``
+    """
+
+    run_epoch: int
+    version: int
+    manifest: str
+    kind: str
+    wire_bytes: int
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run_id: str
+    kept: tuple[KeptPublication, ...]
+
+
+class PublicationLog:
+    """The kept publications of a run, in ``file``.
+
+    Example: after versions 1 (full), 2 and 3 (deltas), ``PublicationLog(file, run_id="sums", keep_versions=1).kept``
+    has all three, since version 3 rests on the others.
+    """
+
+    def __init__(self, file: Path, *, run_id: str, keep_versions: int) -> None:
+        self._file, self._run_id, self._keep_versions = file, run_id, keep_versions
+        self.kept: tuple[KeptPublication, ...] = ()
+        self.read()
+
+    @property
+    def head(self) -> Head | None:
+        return Head(version=self.kept[-1].version, manifest=self.kept[-1].manifest) if self.kept else None
+
+    @property
+    def chain(self) -> tuple[KeptPublication, ...]:
+        """The publications that make the head, one after the other: full weights, deltas, and the head itself."""
+        return self.kept[_anchor(self.kept, len(self.kept) - 1) :]
+
+    def read(self) -> None:
+        """Take what is on disk. Raises ``RunError`` when that is damaged or another run's."""
+        try:
+            state = msgspec.json.decode(self._file.read_bytes(), type=_State)
+        except FileNotFoundError:
+            self.kept = ()
+            return
+        except msgspec.DecodeError as error:
+            raise RunError(f"{self._file} cannot be read: {error}; delete its folder to publish anew") from None
+        if state.run_id != self._run_id:
+            raise RunError(f"{self._file} lists publications of the run {state.run_id!r}, this is {self._run_id!r}")
+        if state.kept and state.kept[0].kind != "full":
+            raise RunError(f"{self._file} begins with a delta; delete its folder to publish anew")
+        self.kept = state.kept
+
+    def move_head(self, manifest: PublicationManifest, digest: str) -> Head:
+        """Make a publication the head, durably, and forget those that nobody needs any more."""
+        newest = KeptPublication(
+            run_epoch=manifest.run_epoch,
+            version=manifest.version,
+            manifest=digest,
+            kind=manifest.kind,
+            wire_bytes=manifest.wire_bytes,
+        )
+        kept = (*self.kept, newest)
+        kept = kept[_anchor(kept, max(0, len(kept) - self._keep_versions)) :]
+        state = _State(run_id=self._run_id, kept=kept)
+        replace_file(self._file, msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        self.kept = kept
+        return Head(version=newest.version, manifest=newest.manifest)
+
+    def refuse_regress(self, run_epoch: int, version: int | None = None) -> None:
+        """Raise unless a publication of this age would be the newest; ``RunError`` when its epoch alone decides."""
+        if not self.kept:
+            return
+        newest = self.kept[-1]
+        if run_epoch < newest.run_epoch:
+            raise RunError(
+                f"epoch {newest.run_epoch} of the run {self._run_id!r} is listed in {self._file}; this start would be"
+                f" epoch {run_epoch}, which workers would take for old news"
+            )
+        if version is not None and (run_epoch, version) <= (newest.run_epoch, newest.version):
+            raise PublicationError(
+                f"version {version} cannot be published: version {newest.version} has been, and versions go up"
+            )
+
+
+def _anchor(kept: tuple[KeptPublication, ...], index: int) -> int:
+    """The index of the full weights that the publication at ``index`` rests on."""
+    return max(i for i in range(index + 1) if kept[i].kind == "full")

@@ -1,0 +1,303 @@
+"""The worker's generation calls: each is decoded by the engine and held as a stream until it is acknowledged.
+
+====================  ===================================  ====================================================
+task                  waits for                            is unblocked by
+====================  ===================================  ====================================================
+a call                an engine that serves its version    ``serve``; its deadline
+... to go on          room for tokens; the end of a stop   an acknowledgement; the end of ``stopped``
+... its next chunk    the engine                           a chunk; an abort
+``abort``             the engine                           its deadline for stopped calls
+``stopped``           the engine, and all calls            ``stop_timeout_s``
+====================  ===================================  ====================================================
+
+What it keeps true: the coordinator sees one call, however often the engine was stopped in between; a call samples from
+no version older than it allows; a call that ends says so exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from rollover.clock import Clock
+from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.engine.complete import check_end, reached_end
+from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.privacy import redacted_text
+from rollover.swarm.wire.messages import Adopt, Assign, CallFailed
+from rollover.swarm.worker.changes import Changes
+from rollover.swarm.worker.health import EngineHealth
+from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
+from rollover.swarm.worker.open_call import OpenCall
+from rollover.types import FinishReason
+
+_MAX_REASON = 1000
+"""Characters of an engine's error that are sent."""
+
+
+class WorkerCalls:
+    """Decodes the calls that a worker is given.
+
+    Args:
+        spawn: starts a task; what it raises is a mistake of ours.
+        notify: called when something can be sent.
+        version_timeout_s: how long a call waits for the weights that it asks for.
+        stop_timeout_s: how long the engine may take to hand over stopped calls.
+        broken_after_s: an engine is broken for good when its calls have failed for so long without a token.
+
+    Example: ``calls.assign(message)`` starts a call; its tokens are then in ``held``.
+    """
+
+    def __init__(
+        self,
+        held: HeldCalls,
+        clock: Clock,
+        *,
+        spawn: Callable[..., asyncio.Task[Any]],
+        notify: Callable[[], None],
+        version_timeout_s: float = 900.0,
+        stop_timeout_s: float = 120.0,
+        broken_after_s: float = 120.0,
+    ) -> None:
+        self._held, self._clock, self._spawn, self._notify = held, clock, spawn, notify
+        self._version_timeout_s, self._stop_timeout_s = version_timeout_s, stop_timeout_s
+        self._calls: dict[str, OpenCall] = {}
+        self._engine: Engine | None = None
+        self._version = -1
+        self._changes = Changes()
+        self._num_stops = 0
+        self._is_making_room = False
+        self._numbers = itertools.count()
+        self.health = EngineHealth(broken_after_s)
+        self.num_decoded = 0
+        """Tokens decoded since the worker began."""
+
+    @property
+    def num_running(self) -> int:
+        """Calls that the engine has."""
+        return sum(call.request_id is not None for call in self._calls.values())
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    # -- from the coordinator -----------------------------------------------------------------------------------
+
+    def assign(self, assign: Assign) -> None:
+        """Start a call. One that is known already, and one that was until lately, is left as it is."""
+        stream = self._held.open(assign)
+        if stream is not None:
+            self._start(stream)
+
+    def _start(self, stream: HeldStream) -> None:
+        call = self._calls[stream.call_id] = OpenCall(stream)
+        call.task = self._spawn(self._run(call))
+
+    def adopt(self, adopt: Adopt) -> CallFailed | None:
+        """Go on with a held call under another id, also when it was stopped; or return why not."""
+        answer = self._held.adopt(adopt)
+        if isinstance(answer, CallFailed):
+            self._cancel(adopt.held)
+            return answer
+        if (call := self._calls.pop(adopt.held, None)) is not None:
+            self._calls[adopt.call_id] = call
+            if call.is_aborted:  # and wanted again before it had ended
+                call.is_aborted, call.is_interrupted = False, True
+        elif answer.ending is None and answer.call_id not in self._calls:
+            self._start(answer)
+        self._changes.notify()
+        self._notify()
+        return None
+
+    async def abort(self, call_ids: Collection[str]) -> None:
+        """Stop calls; each ends with ``abort``, unless it had ended before."""
+        found = [call for call_id in call_ids if (call := self._calls.get(call_id)) is not None]
+        for call in found:
+            call.is_aborted = True
+        self._changes.notify()
+        try:
+            await self._ask_to_stop(found)
+        except EngineError as e:
+            self.health.failed(str(e), self._clock.now_s())
+
+    async def abort_all(self) -> None:
+        """Stop all calls and wait until each has ended. Raises ``EngineTimeout``."""
+        calls = list(self._calls.values())
+        await self.abort(list(self._calls))
+        await self._until(lambda: not any(call in self._calls.values() for call in calls))
+
+    def release(self, call_ids: Collection[str]) -> None:
+        """Stop calls and forget their tokens."""
+        self._held.release(call_ids)
+        for call_id in call_ids:
+            self._cancel(call_id)
+        self._changes.notify()
+
+    def acked(self, call_id: str, offset: int) -> None:
+        """Let go of journaled tokens. Raises ``ProtocolError``."""
+        self._held.acked(call_id, offset)
+        self._changes.notify()
+
+    def beaten(self, now_s: float) -> None:
+        """Take note of an answered heartbeat; forget what nobody has taken up long after it was offered."""
+        self._held.heartbeat_answered()
+        self.release(self._held.expired(now_s))
+
+    def _cancel(self, call_id: str) -> None:
+        if (call := self._calls.pop(call_id, None)) is not None and call.task is not None:
+            call.task.cancel()
+
+    # -- from the weights ---------------------------------------------------------------------------------------
+
+    def serve(self, engine: Engine, version: int) -> None:
+        """Decode with ``engine``, whose weights are ``version``'s. Calls that have sampled from a newer one, of an
+        earlier epoch of the run, cannot go on."""
+        if version < self._version:
+            self.fail_all(f"the run went back from version {self._version} to {version}")
+        self._engine, self._version = engine, version
+        self._changes.notify()
+
+    def fail_all(self, reason: str) -> None:
+        """End all calls as failed; their tokens are held as before."""
+        for call_id, call in list(self._calls.items()):
+            self._cancel(call_id)
+            self._end(call, StreamEnding(failure=reason))
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """Stop all calls, and go on with them afterwards behind the tokens that they have.
+
+        Raises ``EngineTimeout`` when the engine does not hand them over.
+        """
+        self._num_stops += 1
+        try:
+            await self._interrupt()
+            yield
+        finally:
+            self._num_stops -= 1
+            self._changes.notify()
+
+    async def _interrupt(self) -> None:
+        calls = [call for call in self._calls.values() if call.request_id is not None]
+        for call in calls:
+            call.is_interrupted = True
+        await self._ask_to_stop(calls)
+        await self._until(lambda: not any(call.is_interrupted and call.request_id is not None for call in calls))
+
+    async def _ask_to_stop(self, calls: Collection[OpenCall]) -> None:
+        if self._engine is not None and (ids := [call.request_id for call in calls if call.request_id is not None]):
+            async with self._deadline(len(ids)):
+                await self._engine.abort(ids)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._deadline(len(self._calls)):
+            await self._changes.until(condition)
+
+    @asynccontextmanager
+    async def _deadline(self, num_calls: int) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                yield
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            raise EngineTimeout(
+                f"{self._engine!r} did not stop {num_calls} calls within {self._stop_timeout_s:g} s"
+            ) from None
+
+    # -- one call -----------------------------------------------------------------------------------------------
+
+    async def _run(self, call: OpenCall) -> None:
+        try:
+            ending = await self._decode(call)
+        except RolloverError as e:
+            ending = StreamEnding(failure=redacted_text(str(e))[:_MAX_REASON])
+            self.health.failed(str(e), self._clock.now_s())
+        if self._calls.get(call.stream.call_id) is call:
+            del self._calls[call.stream.call_id]
+            self._end(call, ending)
+        self._changes.notify()
+
+    def _end(self, call: OpenCall, ending: StreamEnding) -> None:
+        self._held.ended(call.stream, ending)
+        self._notify()
+
+    async def _decode(self, call: OpenCall) -> StreamEnding:
+        """Decode a call to its end, with as many generation calls as that takes."""
+        try:
+            request = call.request()
+        except (ValueError, EngineError) as e:
+            return StreamEnding(failure=f"the call cannot be understood: {e}")
+        ids = list(request.response_ids)
+        while True:
+            if (failure := await self._until_it_may_run(call)) is not None:
+                return StreamEnding(failure=failure)
+            reason = FinishReason.ABORT if call.is_aborted else None
+            if len(ids) > len(request.response_ids):
+                reason = reason or reached_end(request.params, ids)
+            if reason is None:
+                reason = await self._generate(call, request, ids)
+            if reason is not FinishReason.ABORT or call.is_aborted:
+                return StreamEnding(reason=reason, version=max(0, self._version))
+            if not call.is_interrupted:
+                raise EngineError(f"the engine stopped a call after {len(ids)} tokens, which nobody asked for")
+
+    async def _generate(self, call: OpenCall, request: GenerateRequest, ids: list[int]) -> FinishReason:
+        """Decode on behind ``ids``, which grows, until the engine ends the generation call."""
+        assert self._engine is not None
+        request_id = f"{call.stream.call_id}~{next(self._numbers)}."
+        request = replace(request, request_id=request_id, response_ids=tuple(ids))
+        call.request_id, call.is_interrupted = request_id, False
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    self._take(call, chunk)
+                    ids += chunk.token_ids
+                    check_end(request_id, request, chunk, len(ids))
+                    if chunk.finish_reason is not None:
+                        return chunk.finish_reason
+            raise EngineError(f"the engine ended a call after {len(ids)} tokens without saying why")
+        finally:
+            call.request_id = None
+            self._changes.notify()
+
+    def _take(self, call: OpenCall, chunk: Chunk) -> None:
+        if self._calls.get(call.stream.call_id) is not call:
+            return
+        self._held.decoded(call.stream, chunk)
+        if chunk.token_ids:
+            self.num_decoded += len(chunk.token_ids)
+            self.health.decoded()
+            self._notify()
+        if self._held.is_full and not self._is_making_room:
+            self._is_making_room = True
+            self._spawn(self._stand_still())
+
+    async def _stand_still(self) -> None:
+        """Stop all calls until there is room for their tokens again."""
+        try:
+            async with self.stopped():
+                await self._changes.until(lambda: not self._held.is_full)
+        except EngineError as e:
+            self.health.failed(str(e), self._clock.now_s())
+        finally:
+            self._is_making_room = False
+
+    async def _until_it_may_run(self, call: OpenCall) -> str | None:
+        """Wait for the weights that a call asks for, and for room. Return why it cannot run, when it cannot."""
+        least = call.stream.assign.least_version
+        try:
+            async with asyncio.timeout(self._version_timeout_s):
+                await self._changes.until(lambda: call.is_aborted or self._version >= least)
+        except TimeoutError:
+            return (
+                f"waited {self._version_timeout_s:g} s for weights version {least}, this worker serves {self._version}"
+            )
+        await self._changes.until(
+            lambda: call.is_aborted or (self._num_stops == 0 and not self._held.is_full and self._engine is not None)
+        )
+        return None

@@ -1,0 +1,182 @@
+"""One WebSocket to the coordinator: frames become messages, and every way to fail becomes one of two errors.
+
+``Refused`` says that there is no use in coming back; ``Disconnected`` that there may be. Whoever has been a member
+before takes less for final: a coordinator that is replaced or repaired behind its address answers strangely for
+a while.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus
+from websockets.typing import Subprotocol
+
+from rollover.errors import ConfigError, EngineError
+from rollover.privacy import redacted_text
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.messages import (
+    MAX_FRAME_BYTES,
+    SUBPROTOCOL,
+    FromCoordinator,
+    FromWorker,
+    Goodbye,
+    ProtocolError,
+    Welcome,
+    decode_down,
+    encode,
+)
+from rollover.swarm.wire.token import WorkerToken
+
+_REFUSALS = (401, 403)
+_OTHER_PROTOCOL = 426
+_MAX_REASON = 300
+_SAME_VERSION = "install the same version of rollover on both sides"
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class Refused(EngineError):
+    """The coordinator does not want this worker, for a reason that time does not mend."""
+
+
+class Disconnected(EngineError):
+    """There is no connection now; the next attempt may succeed."""
+
+
+class CoordinatorConnection:
+    """A connection whose frames are messages, under the lease of its ``Welcome``.
+
+    Example: ``await connection.send(Hello(...))``, then ``await connection.receive()`` is a ``Welcome``.
+    """
+
+    def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
+        self._socket = socket
+        self._address = address
+        self._lease = 0
+
+    async def send(self, message: FromWorker) -> None:
+        """Send a message; waits while the coordinator does not read. Raises ``Disconnected``."""
+        try:
+            await self._socket.send(encode(self._lease, message))
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
+
+    async def receive(self) -> FromCoordinator:
+        """Return the next message. Raises ``Disconnected``, also for what the protocol does not allow, and ``Refused``
+        when the coordinator says goodbye for good."""
+        try:
+            frame = await self._socket.recv()
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
+        try:
+            if isinstance(frame, str):
+                raise ProtocolError(f"a text frame of {len(frame):,} characters came where all frames are binary")
+            envelope = decode_down(frame)
+            message = envelope.message
+            if isinstance(message, Goodbye):
+                raise _goodbye(self._address, message)
+            if isinstance(message, Welcome) and self._lease == 0:
+                self._lease = envelope.lease
+            if envelope.lease != self._lease:
+                raise ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
+        except ProtocolError as e:
+            raise Disconnected(f"{self._address} does not keep to the protocol: {e}") from e
+        return message
+
+    async def close(self) -> None:
+        await self._socket.close()
+
+
+@asynccontextmanager
+async def open_connection(
+    address: CoordinatorAddress,
+    token: WorkerToken,
+    tls: ssl.SSLContext | None,
+    *,
+    timeout_s: float,
+    has_been_member: bool = False,
+) -> AsyncIterator[CoordinatorConnection]:
+    """Open a connection, and close it afterwards. Raises ``Refused`` and ``Disconnected``."""
+    try:
+        socket = await connect(
+            address.session_url,
+            subprotocols=[Subprotocol(SUBPROTOCOL)],
+            additional_headers={"Authorization": f"Bearer {token.text}"},
+            ssl=tls if address.is_encrypted else None,
+            compression=None,  # messages are compressed already
+            max_size=MAX_FRAME_BYTES,
+            open_timeout=timeout_s,
+            close_timeout=_CLOSE_TIMEOUT_S,
+            ping_interval=None,  # heartbeats do that
+        )
+    except (OSError, InvalidHandshake, InvalidProxy) as e:
+        raise _not_opened(address, token, e, timeout_s, has_been_member=has_been_member) from e
+    try:
+        if socket.subprotocol != SUBPROTOCOL:
+            spoken = socket.subprotocol or "another protocol"
+            raise Refused(f"{address} speaks {spoken}, this worker {SUBPROTOCOL}; {_SAME_VERSION}")
+        yield CoordinatorConnection(socket, address)
+    finally:
+        await socket.close()
+
+
+def tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    """Return the TLS settings: certificates are checked against ``ca_file``, or the system's where it is left out.
+
+    Raises ``ConfigError`` when the file holds no certificates.
+    """
+    try:
+        return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+    except (OSError, ssl.SSLError) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise ConfigError(f"{ca_file}: holds no certificates that can be read: {reason}") from None
+
+
+def _final(has_been_member: bool) -> type[EngineError]:
+    return Disconnected if has_been_member else Refused
+
+
+def _not_opened(
+    address: CoordinatorAddress, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
+) -> EngineError:
+    """Return what to tell of a connection that was not opened."""
+    if isinstance(error, InvalidStatus):
+        status = error.response.status_code
+        body = (error.response.body or b"")[:_MAX_REASON].decode(errors="replace").strip()
+        said = redacted_text(f": {body}") if body else ""
+        if status in _REFUSALS:
+            return Refused(
+                f"{address} refuses the token of {token.name!r} (HTTP {status}){said}; it may have been revoked, or"
+                " made out by another coordinator: ask for a new one"
+            )
+        if status == _OTHER_PROTOCOL:
+            return Refused(f"{address} does not speak this worker's protocol{said}; {_SAME_VERSION}")
+        kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
+        return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _final(has_been_member)(
+            f"{address}: its certificate cannot be trusted: {error.verify_message}; with a certificate of your own,"
+            " name its authority with --ca-file"
+        )
+    if isinstance(error, ssl.SSLError):
+        return _final(has_been_member)(f"{address}: TLS failed: {error.reason or error}; does it speak TLS there?")
+    if isinstance(error, TimeoutError):
+        return Disconnected(f"{address} did not open a connection within {timeout_s:g} s")
+    if isinstance(error, OSError):
+        return Disconnected(f"{address} cannot be reached: {error.strerror or error}")
+    return Disconnected(f"{address} did not open a connection: {redacted_text(str(error))}")
+
+
+def _closed(address: CoordinatorAddress, error: Exception) -> str:
+    return f"the connection to {address} ended: {redacted_text(str(error))[:_MAX_REASON]}"
+
+
+def _goodbye(address: CoordinatorAddress, goodbye: Goodbye) -> EngineError:
+    reason = redacted_text(goodbye.reason[:_MAX_REASON])
+    if goodbye.is_final:
+        return Refused(f"{address} does not want this worker: {reason}")
+    return Disconnected(f"{address} ended the connection: {reason}")

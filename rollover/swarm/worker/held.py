@@ -1,0 +1,194 @@
+"""The streams of all of a worker's calls, and what the coordinator's messages do to them. Pure: no I/O, no clock.
+
+A worker goes on decoding through an outage and holds what nobody has acknowledged. When it is back, its ``Hello``
+offers all that: the coordinator, the same or one that was started after it, adopts each call from the position that it
+has reached, or releases it. What nobody has taken up long after the offer is forgotten.
+
+What it keeps true: whatever is cut, repeated or late, a receiver that puts each token at its position has exactly the
+decoded stream in the end; held tokens are bounded by making the worker stand still, never by dropping one that somebody
+may still ask for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+
+from rollover.engine.base import Chunk
+from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, Decoded, HeldCall
+from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
+
+MAX_MESSAGE_TOKENS = 2**16
+"""Most tokens in a message: half a megabyte."""
+_NUM_REMEMBERED = 4096
+_ROOM_AGAIN = 0.75
+"""Share of the limit at which a worker that stood still goes on, so that it does not stop at every token."""
+
+
+class HeldCalls:
+    """The calls that a worker holds, by id.
+
+    Args:
+        max_tokens: held tokens at which the worker is full: it then decodes nothing until some are acknowledged.
+        offer_s: how long an offer stands.
+
+    Example: a call of 300 tokens, 256 of them acknowledged, is listed as held from 256 to 300.
+    """
+
+    def __init__(self, max_tokens: int, *, offer_s: float = 900.0) -> None:
+        assert max_tokens >= 1
+        self._max_tokens = max_tokens
+        self._offer_s = offer_s
+        self._streams: dict[str, HeldStream] = {}
+        self._to_send: dict[str, None] = {}
+        """Calls of which something can be sent, in the order of their turns."""
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        """The last calls that are over: a repeated assignment of one starts nothing."""
+        self._endings_on_the_way: deque[tuple[str, ...]] = deque()
+        """For each heartbeat without an answer, the calls whose ending was sent before it."""
+        self._is_full = False
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[HeldStream]:
+        return iter(self._streams.values())
+
+    def get(self, call_id: str) -> HeldStream | None:
+        return self._streams.get(call_id)
+
+    @property
+    def is_full(self) -> bool:
+        """So much is held that the worker must not decode."""
+        return self._is_full
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of a held token."""
+        return min((v for stream in self if (v := stream.oldest_version) is not None), default=None)
+
+    def listed(self) -> tuple[HeldCall, ...]:
+        """Return what a ``Hello`` offers."""
+        return tuple(stream.listed() for stream in self)
+
+    # -- from the engine ----------------------------------------------------------------------------------------
+
+    def open(self, assign: Assign) -> HeldStream | None:
+        """Hold a new call; ``None`` when it is known, or was until lately."""
+        if assign.call_id in self._streams or assign.call_id in self._forgotten:
+            return None
+        stream = self._streams[assign.call_id] = HeldStream(assign)
+        return stream
+
+    def decoded(self, stream: HeldStream, chunk: Chunk) -> None:
+        stream.decoded(chunk)
+        self._count(len(chunk.token_ids))
+        self._schedule(stream)
+
+    def ended(self, stream: HeldStream, ending: StreamEnding) -> None:
+        stream.ended(ending)
+        self._schedule(stream)
+
+    # -- from the coordinator -----------------------------------------------------------------------------------
+
+    def connected(self, now_s: float) -> None:
+        """Begin a connection, whose ``Hello`` has offered all that is held."""
+        self._to_send.clear()
+        self._endings_on_the_way.clear()
+        for stream in self:
+            stream.offer(now_s)
+
+    def expired(self, now_s: float) -> list[str]:
+        """Return the calls that were offered long ago and not taken up."""
+        return [s.call_id for s in self if s.offered_s is not None and now_s - s.offered_s > self._offer_s]
+
+    def acked(self, call_id: str, offset: int) -> None:
+        """Let go of tokens. Raises ``ProtocolError`` when they have not been decoded."""
+        if (stream := self._streams.get(call_id)) is None:
+            return
+        before = stream.num_held
+        stream.acked(offset)
+        self._count(stream.num_held - before)
+        self._forget_when_over(stream)
+
+    def adopt(self, adopt: Adopt) -> HeldStream | CallFailed:
+        """Go on with a call under the id that it is given, from the offset that is asked for; or say why not, and
+        hold the call no longer."""
+        stream = self._streams.get(adopt.held)
+        if stream is None and (stream := self._streams.get(adopt.call_id)) is not None:
+            return stream  # the message came twice
+        if stream is None:
+            return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is not held here any more")
+        if not stream.start <= adopt.offset <= stream.end:
+            reason = f"{adopt.held} is held from {stream.start} to {stream.end}, not from {adopt.offset}"
+        elif stream.prefix_digest(adopt.offset) != adopt.prefix:
+            reason = f"{adopt.held} has other tokens before {adopt.offset} than the coordinator"
+        elif adopt.call_id != adopt.held and adopt.call_id in self._streams:
+            reason = f"{adopt.call_id} is another call that is held here"
+        else:
+            self._take_up(stream, adopt)
+            return stream
+        self.release((adopt.held,))
+        return CallFailed(call_id=adopt.call_id, reason=reason)
+
+    def _take_up(self, stream: HeldStream, adopt: Adopt) -> None:
+        del self._streams[adopt.held]
+        self._to_send.pop(adopt.held, None)
+        before = stream.num_held
+        stream.take_up(adopt.call_id, adopt.offset)
+        self._streams[adopt.call_id] = stream
+        self._count(stream.num_held - before)
+        self._schedule(stream)
+
+    def release(self, call_ids: Collection[str]) -> None:
+        """Forget calls that nobody wants."""
+        for call_id in call_ids:
+            if (stream := self._streams.get(call_id)) is not None:
+                self._forget(stream)
+
+    # -- sending ------------------------------------------------------------------------------------------------
+
+    def next_message(self) -> Decoded | CallFailed | None:
+        """Return what is to be sent next, each call in its turn; ``None`` when all is sent."""
+        while self._to_send:
+            call_id = next(iter(self._to_send))
+            del self._to_send[call_id]
+            if (stream := self._streams.get(call_id)) is not None and stream.can_send:
+                message = stream.next_message(MAX_MESSAGE_TOKENS)
+                self._schedule(stream)
+                return message
+        return None
+
+    def heartbeat_sent(self) -> None:
+        """Take note of a heartbeat: who answers it has what was sent before."""
+        self._endings_on_the_way.append(tuple(stream.call_id for stream in self if stream.has_sent_ending))
+
+    def heartbeat_answered(self) -> None:
+        """Forget the calls whose ending is known to have arrived, once their tokens are acknowledged."""
+        if not self._endings_on_the_way:
+            return
+        for call_id in self._endings_on_the_way.popleft():
+            if (stream := self._streams.get(call_id)) is not None:
+                stream.ending_arrived()
+                self._forget_when_over(stream)
+
+    def _schedule(self, stream: HeldStream) -> None:
+        if stream.can_send:
+            self._to_send[stream.call_id] = None
+
+    def _forget_when_over(self, stream: HeldStream) -> None:
+        if stream.is_over:
+            self._forget(stream)
+
+    def _forget(self, stream: HeldStream) -> None:
+        del self._streams[stream.call_id]
+        self._count(-stream.num_held)
+        self._forgotten[stream.call_id] = None
+        if len(self._forgotten) > _NUM_REMEMBERED:
+            self._forgotten.popitem(last=False)
+
+    def _count(self, change: int) -> None:
+        self.num_tokens += change
+        limit = self._max_tokens * (_ROOM_AGAIN if self._is_full else 1.0)
+        self._is_full = self.num_tokens >= max(1.0, limit)

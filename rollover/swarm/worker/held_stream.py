@@ -1,0 +1,233 @@
+"""The stream of one call as its worker holds it: decoded, sent, and not yet acknowledged, each token at its position.
+
+::
+
+    origin        start            sent             end
+      │ acknowledged │ sent, perhaps  │ to be sent    │
+      ▼  (let go)    ▼ lost           ▼               ▼
+      ─────────────────────────────────────────────────  ending: a finish reason or a failure, once there is one
+
+What it keeps true: a position has one token for ever; nothing between ``start`` and ``end`` is forgotten; the ending is
+sent behind the last token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, replace
+
+from rollover.engine.base import Chunk
+from rollover.swarm.wire.messages import (
+    Assign,
+    CallFailed,
+    Decoded,
+    HeldCall,
+    ProtocolError,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
+from rollover.types import FinishReason
+
+_BYTES = 4
+"""Of a packed token id, and of a packed log-prob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnding:
+    """The end of a call: for a reason, or with a failure of the engine.
+
+    Example: ``StreamEnding(reason=FinishReason.STOP, version=7)``
+    """
+
+    reason: FinishReason | None = None
+    failure: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldPiece:
+    """Tokens one behind the other, of the same versions."""
+
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    version: int
+    kv_version: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids) // _BYTES
+
+    def cut(self, start: int, end: int) -> _HeldPiece:
+        part = slice((start - self.start) * _BYTES, (end - self.start) * _BYTES)
+        return replace(self, start=start, token_ids=self.token_ids[part], logprobs=self.logprobs[part])
+
+    def joined(self, after: _HeldPiece) -> _HeldPiece | None:
+        """Return both as one; ``None`` when their versions differ."""
+        if (self.version, self.kv_version) != (after.version, after.kv_version):
+            return None
+        return replace(self, token_ids=self.token_ids + after.token_ids, logprobs=self.logprobs + after.logprobs)
+
+
+class HeldStream:
+    """The tokens of one call, from the first that is not acknowledged.
+
+    Args:
+        assign: the call, which decodes behind its ``response_ids``.
+
+    Example: a stream that has been given 300 tokens, of which 256 were acknowledged, offers ``HeldCall(call_id="c",
+    sample_key="g4.1.", start=256, end=300, is_running=True)``.
+    """
+
+    def __init__(self, assign: Assign) -> None:
+        self.call_id = assign.call_id
+        self.assign = assign
+        self.start = self.end = self.sent = len(assign.response_ids) // _BYTES
+        self.ending: StreamEnding | None = None
+        self.offered_s: float | None = None
+        """When it was offered to a coordinator that has not taken it up yet: until then nothing of it is sent."""
+        self._response = bytearray(assign.response_ids)
+        """The whole response, by which another can tell that theirs begins alike."""
+        self._pieces: deque[_HeldPiece] = deque()
+        self._origin = self.end
+        self._num_prefilled = 0
+        self._ending_sent_from: int | None = None
+        """Position of the first token in the message that held the ending, once it was sent."""
+        self._ending_has_arrived = False
+
+    @property
+    def num_held(self) -> int:
+        return self.end - self.start
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        return unpack_ids(bytes(self._response))
+
+    @property
+    def is_over(self) -> bool:
+        """All of it has arrived, and its tokens are journaled."""
+        return self.ending is not None and self._ending_has_arrived and self.start == self.end
+
+    @property
+    def has_sent_ending(self) -> bool:
+        return self._ending_sent_from is not None
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((piece.version for piece in self._pieces), default=None)
+
+    @property
+    def can_send(self) -> bool:
+        has_more = self.sent < self.end or (self.ending is not None and not self.has_sent_ending)
+        return has_more and self.offered_s is None
+
+    def listed(self) -> HeldCall:
+        return HeldCall(
+            call_id=self.call_id,
+            sample_key=self.assign.sample_key,
+            start=self.start,
+            end=self.end,
+            is_running=self.ending is None,
+        )
+
+    # -- from the engine ----------------------------------------------------------------------------------------
+
+    def decoded(self, chunk: Chunk) -> None:
+        """Take the tokens of a chunk; its finish reason is not looked at."""
+        assert self.ending is None
+        if self.end == self._origin:
+            self._num_prefilled += chunk.num_prefilled_tokens
+        if not chunk.token_ids:
+            return
+        packed = pack_ids(chunk.token_ids)
+        piece = _HeldPiece(self.end, packed, pack_logprobs(chunk.logprobs), chunk.policy_version, chunk.kv_version)
+        self._pieces.append(piece)
+        self._response += packed
+        self.end = piece.end
+
+    def ended(self, ending: StreamEnding) -> None:
+        assert self.ending is None
+        self.ending = ending
+
+    # -- from the coordinator -----------------------------------------------------------------------------------
+
+    def acked(self, offset: int) -> None:
+        """Let go of the tokens before ``offset``. An acknowledgement that comes late means nothing any more.
+
+        Raises ``ProtocolError`` for tokens that have not been decoded.
+        """
+        if offset > self.end:
+            raise ProtocolError(f"{offset} tokens of {self.call_id} are acknowledged, but {self.end} are decoded")
+        if self._ending_sent_from is not None and self._ending_sent_from < offset == self.end:
+            self._ending_has_arrived = True  # it came with the last of these tokens
+        while self._pieces and self._pieces[0].start < offset:
+            piece = self._pieces.popleft()
+            if piece.end > offset:
+                self._pieces.appendleft(piece.cut(offset, piece.end))
+        self.start = max(self.start, offset)
+        self.sent = max(self.sent, offset)
+
+    def ending_arrived(self) -> None:
+        """Take note that the coordinator has what was sent before now."""
+        self._ending_has_arrived = self.has_sent_ending
+
+    def prefix_digest(self, offset: int) -> str:
+        """Return the SHA-256 of the packed response before ``offset``."""
+        return hashlib.sha256(memoryview(self._response)[: offset * _BYTES]).hexdigest()
+
+    def offer(self, now_s: float) -> None:
+        """Wait until a new connection says from where to send, or that nobody wants it."""
+        self.offered_s = now_s
+        self._ending_sent_from, self._ending_has_arrived = None, False
+
+    def take_up(self, call_id: str, offset: int) -> None:
+        """Send from ``offset`` on, under a new id; a call that was stopped is not over any more."""
+        self.call_id, self.offered_s = call_id, None
+        self._ending_sent_from, self._ending_has_arrived = None, False  # also where it was not offered before
+        if self.ending is not None and self.ending.reason is FinishReason.ABORT:
+            self.ending = None
+        self.acked(offset)
+        self.sent = offset
+
+    def next_message(self, max_tokens: int) -> Decoded | CallFailed:
+        """Return the next message of a stream that ``can_send``, and take it as sent."""
+        assert self.can_send
+        first, ending = self.sent, self.ending
+        piece = self._next_piece(max_tokens)
+        if piece is None:
+            assert ending is not None
+            self._ending_sent_from = first
+            if ending.reason is None:
+                return CallFailed(call_id=self.call_id, reason=ending.failure)
+            piece = _HeldPiece(first, b"", b"", ending.version, ending.version)
+        self.sent = piece.end
+        reason = ending.reason if ending is not None and self.sent == self.end else None
+        if reason is not None:
+            self._ending_sent_from = first
+        return Decoded(
+            call_id=self.call_id,
+            offset=first,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            version=piece.version,
+            kv_version=piece.kv_version,
+            finish_reason=None if reason is None else reason.value,
+            num_prefilled_tokens=self._num_prefilled if first == self._origin else 0,
+        )
+
+    def _next_piece(self, max_tokens: int) -> _HeldPiece | None:
+        """Return what is to be sent next: at most so many tokens, of one version."""
+        found: _HeldPiece | None = None
+        for piece in self._pieces:
+            if piece.end <= self.sent:
+                continue
+            piece = piece.cut(max(piece.start, self.sent), piece.end)
+            joined = piece if found is None else found.joined(piece)
+            if joined is None:
+                break
+            found = joined
+            if found.end - found.start >= max_tokens:
+                return found.cut(found.start, found.start + max_tokens)
+        return found

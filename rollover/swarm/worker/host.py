@@ -1,0 +1,228 @@
+"""The worker's engine: opened on the first weights that are fetched, and given all later ones.
+
+What it keeps true: the engine samples from the version that ``serves`` says, whatever happens to a load; it goes on
+after every pause. An engine takes no weights back, so for an earlier version, which a run that began again at an older
+checkpoint asks for, it is opened anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+
+from rollover.clock import Clock, SystemClock
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.open import TrainedEngine, open_engine
+from rollover.engine.servers.config import ServerConfig
+from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.swarm.wire.messages import Head, Ready
+from rollover.swarm.worker.calls import WorkerCalls
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.fetching import Fetched
+from rollover.weights.base import WeightSource
+from rollover.weights.folders import untied
+from rollover.weights.sources import FolderWeights
+
+_KEPT = 2
+"""Copies that stay: the engine may still be reading the one before the newest."""
+OpenEngine = Callable[[Path], Awaitable[TrainedEngine]]
+"""Opens an engine on a model folder, whose weights it serves as version 0."""
+
+
+class EngineBroken(RolloverError):
+    """The worker's engine cannot be used any more, and so neither can the worker."""
+
+
+def opener(config: WorkerConfig, *, name: str, logs: Path) -> OpenEngine:
+    """Return how engines of ``config`` are opened. ``name``: the worker's, by which its servers know it."""
+
+    async def open_on(folder: Path) -> TrainedEngine:
+        opening = open_engine(
+            config.engine, folder, run=name, logs=logs, clock=SystemClock(), lockstep=config.deterministic
+        )
+        if isinstance(config.engine, EmbeddedConfig):  # it reads the weights without giving way to heartbeats
+            return await asyncio.to_thread(asyncio.run, opening)
+        return await opening
+
+    return open_on
+
+
+class EngineHost:
+    """Holds the engine and changes its weights.
+
+    Args:
+        work: a folder for model folders.
+        announce: called with what the engine now serves and the seconds of the pause, before a token that was sampled
+            from it could be sent.
+
+    Example: ``await host.take(fetched)`` returns when the engine samples from ``fetched``.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        calls: WorkerCalls,
+        clock: Clock,
+        *,
+        open_on: OpenEngine,
+        work: Path,
+        announce: Callable[[Fetched, float], None],
+    ) -> None:
+        self._config, self._calls, self._clock = config, calls, clock
+        self._open_on, self._work, self._announce = open_on, work, announce
+        self._probes = itertools.count()
+        self._copies: list[Path] = []
+        self.engine: TrainedEngine | None = None
+        self.serves: Head | None = None
+        self.is_switching = False
+        """The engine is being opened or given weights; heartbeats do not wait for it."""
+        self.holds_tokens_back = False
+        """Tokens may come from weights that have not been announced."""
+        self._must_reopen = False
+
+    async def probe(self) -> None:
+        """Return when the engine's loop has come round once more.
+
+        The embedded engine takes an abort, here of a call that nobody knows, between two iterations: a loop that hangs
+        does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in time.
+        While weights change there is nothing to see; that has a deadline of its own.
+
+        Raises ``EngineBroken`` when the engine does not answer by its own deadline, or all its calls fail.
+        """
+        if (broken := self._calls.health.broken) is not None:
+            raise EngineBroken(broken)
+        if self.engine is None or self.is_switching:
+            return
+        try:
+            await self.engine.abort((f"heartbeat~{next(self._probes)}.",))
+        except EngineError as e:
+            raise EngineBroken(f"the engine does not answer any more: {e}") from e
+
+    async def take(self, fetched: Fetched) -> None:
+        """Have the engine serve ``fetched``.
+
+        Raises:
+            EngineBroken: no engine can be opened on them, or it does not go on.
+            RolloverError: the weights do not fit, or were not loaded in time; the old ones are in force.
+        """
+        head = Head(version=fetched.version, manifest=fetched.digest)
+        self.is_switching = True
+        try:
+            source = await asyncio.to_thread(self._source_for_engine, fetched)
+            if self.engine is None or self._must_reopen or self._goes_back(head):
+                await self._reopen(head, fetched, source)
+            else:
+                await self._replace(head, fetched, source)
+        finally:
+            self.is_switching = self.holds_tokens_back = False
+
+    def ready(self) -> Ready | None:
+        """Return what the engine can do now; ``None`` while there is none that serves."""
+        if self.engine is None or self.serves is None:
+            return None
+        capabilities = self.engine.capabilities
+        return Ready(
+            max_running=capabilities.max_running,
+            max_context_tokens=capabilities.max_context_tokens,
+            seeded=capabilities.seeded,
+            number_format=capabilities.number_format,
+            cuts_logprobs=self._config.engine.declared.cuts_logprobs,
+        )
+
+    def _goes_back(self, head: Head) -> bool:
+        return self.serves is not None and head.version < self.serves.version
+
+    def forget(self) -> None:
+        """Serve nothing any more: the next weights are those of another run."""
+        self.serves, self._must_reopen = None, True
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            with suppress(EngineError):
+                await engine.close()
+
+    async def _replace(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
+        assert self.engine is not None
+        engine = self.engine
+        keeps_calls = engine.capabilities.in_flight_update
+        started_s = self._clock.now_s()
+        async with nullcontext() if keeps_calls else self._calls.stopped():
+            await self._load(engine, head, source)
+            self._served(engine, head, fetched, self._clock.now_s() - started_s)
+
+    async def _reopen(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
+        """Open the engine for the first time, or anew."""
+        if self.engine is not None:
+            self._calls.fail_all(f"the run went back to version {head.version}")
+            await self.close()
+        self.serves = None
+        try:
+            if (folder := source.folder) is None:
+                folder = await asyncio.to_thread(fetched.write_folder, self._work / "weights")
+            self.engine = engine = await self._open_on(folder)
+            self._must_reopen = False
+        except RolloverError as e:
+            raise EngineBroken(f"the engine cannot be opened: {e}") from e
+        started_s = self._clock.now_s()
+        if head.version > 0:
+            await self._load(engine, head, source)
+        self._served(engine, head, fetched, self._clock.now_s() - started_s)
+
+    async def _load(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
+        async with self._deadline(engine, head), _paused(engine):
+            await engine.load(head.version, source)
+            self.holds_tokens_back = True
+
+    def _served(self, engine: TrainedEngine, head: Head, fetched: Fetched, pause_s: float) -> None:
+        self.serves = head
+        self._announce(fetched, pause_s)
+        self.holds_tokens_back = False
+        self._calls.serve(engine, head.version)
+
+    @asynccontextmanager
+    async def _deadline(self, engine: TrainedEngine, head: Head) -> AsyncIterator[None]:
+        config = self._config
+        own_s = config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 0.0
+        timeout_s = max(config.update_timeout_s, own_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            raise EngineTimeout(
+                f"{engine!r} did not load weights version {head.version} within {timeout_s:g} s"
+            ) from None
+
+    def _source_for_engine(self, fetched: Fetched) -> WeightSource:
+        """Return the weights as the engine takes them: servers read a folder. Those on a CPU do not reload the output
+        side of a tied matrix, so servers that are started here get a copy of the model with two matrices."""
+        engine = self._config.engine
+        if not isinstance(engine, ServerConfig):
+            return fetched
+        folder = fetched.write_folder(self._work / "weights")
+        if not engine.launch or (copy := untied(folder, self._work / "untied" / folder.name)) == folder:
+            return fetched
+        self._copies = [*(other for other in self._copies if other != copy), copy]
+        for old in self._copies[:-_KEPT]:
+            with suppress(OSError):
+                shutil.rmtree(old)
+        del self._copies[:-_KEPT]
+        return FolderWeights(fetched.version, copy)
+
+
+@asynccontextmanager
+async def _paused(engine: TrainedEngine) -> AsyncIterator[None]:
+    try:
+        await engine.pause()
+        yield
+    finally:
+        try:
+            await engine.resume()
+        except EngineError as e:
+            raise EngineBroken(f"the engine stood still for new weights and does not go on: {e}") from e

@@ -1,0 +1,119 @@
+"""Everything that a worker needs, put together: its folder, its engine, its fetcher, its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from rollover.clock import SystemClock
+from rollover.errors import RunError
+from rollover.swarm.publication.blobs import BlobFolder
+from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.fetch import WeightFetcher
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.host import opener
+from rollover.swarm.worker.worker import SwarmWorker
+
+
+def default_cache(token: WorkerToken) -> Path:
+    """Return where a worker keeps what it fetches, when its user says nothing."""
+    return Path.home() / ".cache" / "rollover" / "workers" / token.name
+
+
+def join(
+    address: CoordinatorAddress,
+    token: WorkerToken,
+    config: WorkerConfig,
+    *,
+    cache: Path,
+    tls: ssl.SSLContext | None,
+    software: str,
+    say: Callable[[str], None],
+    started: Callable[[Callable[[str], None]], None],
+) -> None:
+    """Work for a coordinator until stopped.
+
+    Args:
+        cache: a folder for blobs and models; no other worker may use it meanwhile.
+        software: name and version of this program.
+        say: shows a line to the user.
+        started: given a function that stops the worker, which any thread and any signal handler may call.
+
+    Raises:
+        RolloverError: the coordinator does not want this worker, or its engine cannot be used.
+    """
+    with _own(cache):
+        asyncio.run(work_for(address, token, config, cache, tls, software, say, started))
+
+
+async def work_for(
+    address: CoordinatorAddress,
+    token: WorkerToken,
+    config: WorkerConfig,
+    cache: Path,
+    tls: ssl.SSLContext | None,
+    software: str,
+    say: Callable[[str], None],
+    started: Callable[[Callable[[str], None]], None],
+) -> None:
+    """Do the work of ``join`` on a running event loop."""
+
+    def open_fetcher(run_id: str) -> WeightFetcher:
+        folder = cache / "runs" / hashlib.sha256(run_id.encode()).hexdigest()[:32]
+        return WeightFetcher(folder, token.publisher_key, run_id=run_id, downloads=downloads)
+
+    def downloads(folder: BlobFolder) -> BlobDownloads:
+        bearer = {address.blob_url: f"Bearer {token.text}"}
+        return BlobDownloads(folder, verify=True if tls is None else tls, authorization=bearer)
+
+    work = cache / "engine"
+    await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+    worker = SwarmWorker(
+        address,
+        token,
+        config,
+        open_on=opener(config, name=f"worker-{token.name}", logs=cache / "logs"),
+        open_fetcher=open_fetcher,
+        clock=SystemClock(),
+        random=Random(secrets.randbits(64)),
+        say=say,
+        work=work,
+        software=software,
+        tls=tls,
+    )
+    loop = asyncio.get_running_loop()
+    started(lambda reason: _call(loop, worker, reason))
+    await worker.run()
+
+
+def _call(loop: asyncio.AbstractEventLoop, worker: SwarmWorker, reason: str) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(worker.stop, reason)
+
+
+@contextmanager
+def _own(cache: Path) -> Iterator[None]:
+    """Keep other workers out of the folder. Raises ``RunError`` when one is in it."""
+    cache.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(cache / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{cache} is in use by another worker: give this one a folder of its own with --cache"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,209 @@
+"""One session of a worker: from its ``Welcome`` to the end of the connection.
+
+====================  ==============================  ============================================================
+task                  waits for                       is unblocked by
+====================  ==============================  ============================================================
+receive               a message of the coordinator    a message; the end of the lease
+send                  something to send               ``wake``
+... the connection    the coordinator, to read        the end of the lease
+heartbeats            the next third of the lease     time
+... the engine        the engine's loop               its own deadline
+lease                 the end of the lease            an answered heartbeat puts it off
+====================  ==============================  ============================================================
+
+What it keeps true: a version is announced before a token of it is sent; a coordinator that does not answer for a lease
+is taken for gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from rollover.clock import Clock
+from rollover.errors import EngineError
+from rollover.swarm.wire.messages import (
+    Abort,
+    Ack,
+    Adopt,
+    Assign,
+    Beat,
+    FromCoordinator,
+    FromWorker,
+    Head,
+    Heartbeat,
+    Leaving,
+    ProtocolError,
+    Ready,
+    Release,
+)
+from rollover.swarm.worker.calls import WorkerCalls
+from rollover.swarm.worker.changes import Changes
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected
+from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.host import EngineHost
+from rollover.swarm.worker.lease import LeaseWatch
+
+
+class WorkerSession:
+    """Carries messages between a connection and the worker's parts.
+
+    Args:
+        spawn: starts a task that may outlive the session.
+        probe: returns when the engine has shown that it lives.
+        aim: called with every head.
+        ready: makes the ``Ready`` of the engine as it is now; ``None`` while there is none.
+
+    Example: ``await session.run()`` returns once ``leave`` has been called and all is handed over, and raises
+    ``Disconnected`` or ``Refused`` when the connection ends before.
+    """
+
+    def __init__(
+        self,
+        connection: CoordinatorConnection,
+        lease: LeaseWatch,
+        *,
+        held: HeldCalls,
+        calls: WorkerCalls,
+        host: EngineHost,
+        clock: Clock,
+        spawn: Callable[..., asyncio.Task[Any]],
+        probe: Callable[[], Awaitable[None]],
+        aim: Callable[[Head], None],
+        ready: Callable[[], Ready | None],
+    ) -> None:
+        self._connection, self._lease, self._clock = connection, lease, clock
+        self._held, self._calls, self._host = held, calls, host
+        self._spawn, self._probe, self._aim, self._make_ready = spawn, probe, aim, ready
+        self._queue: deque[FromWorker] = deque()
+        """Messages that go before all tokens; few, since each tells of an event."""
+        self._wake = asyncio.Event()
+        self._drained = Changes()
+        self._is_sending = False
+        self._ready: Ready | None = None
+        self._decoded_before = calls.num_decoded
+        self._beaten_s = clock.now_s()
+        self.has_been_answered = False
+        """A heartbeat was answered: the worker is a member indeed."""
+        self.has_handed_over = False
+        """The worker leaves, and all that it had decoded is sent."""
+
+    def post(self, message: FromWorker) -> None:
+        """Send a message before all tokens."""
+        self._queue.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for something to send."""
+        self._wake.set()
+
+    def post_ready(self) -> None:
+        """Tell what the engine can do, when that is not known yet, or has changed."""
+        ready = self._make_ready()
+        if ready is not None and ready != self._ready:
+            self._ready = ready
+            self.post(ready)
+
+    async def run(self, leaving: Coroutine[Any, Any, str], leave_timeout_s: float) -> None:
+        """Serve until the connection ends, or until ``leaving`` returns why the worker leaves."""
+        parts = (self._receive(), self._send(), self._beat(), self._watch(), self._leave(leaving, leave_timeout_s))
+        tasks = [asyncio.create_task(part) for part in parts]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if task in done:
+                task.result()
+
+    # -- the parts ----------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._connection.receive()
+            try:
+                self._handle(message)
+            except ProtocolError as e:
+                raise Disconnected(f"the coordinator does not keep to the protocol: {e}") from e
+
+    def _handle(self, message: FromCoordinator) -> None:
+        match message:
+            case Assign():
+                self._calls.assign(message)
+            case Adopt():
+                if (failed := self._calls.adopt(message)) is not None:
+                    self.post(failed)
+            case Abort():
+                self._spawn(self._calls.abort(message.call_ids))
+            case Ack():
+                self._calls.acked(message.call_id, message.offset)
+            case Release():
+                self._calls.release(message.call_ids)
+            case Head():
+                self._aim(message)
+            case Beat():
+                if self._lease.answered():
+                    self.has_been_answered = True
+                    self._calls.beaten(self._clock.now_s())
+                self._aim(message.head)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} came in the middle of a session")
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_sending = True
+            while (message := self._next()) is not None:
+                if isinstance(message, Heartbeat):
+                    self._lease.sent(self._clock.now_s())
+                    self._held.heartbeat_sent()
+                await self._connection.send(message)
+            self._is_sending = False
+            self._drained.notify()
+
+    def _next(self) -> FromWorker | None:
+        if self._queue:
+            return self._queue.popleft()
+        return None if self._host.holds_tokens_back else self._held.next_message()
+
+    async def _beat(self) -> None:
+        while True:
+            await self._clock.sleep(self._lease.interval_s)
+            await self._probe()
+            self.post_ready()
+            self.post(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        now_s, decoded = self._clock.now_s(), self._calls.num_decoded
+        elapsed_s = max(1e-9, now_s - self._beaten_s)
+        tokens_per_s = (decoded - self._decoded_before) / elapsed_s
+        self._beaten_s, self._decoded_before = now_s, decoded
+        return Heartbeat(num_running=self._calls.num_running, tokens_per_s=tokens_per_s, num_held=self._held.num_tokens)
+
+    async def _watch(self) -> None:
+        while (left_s := self._lease.ends_s - self._clock.now_s()) > 0:
+            await self._clock.sleep(left_s)
+        raise Disconnected("the coordinator has not answered for the length of a lease")
+
+    async def _leave(self, leaving: Coroutine[Any, Any, str], timeout_s: float) -> None:
+        """Stop all calls, hand over what they have, and say goodbye."""
+        reason = await leaving
+        with suppress(EngineError):  # what it does not hand over goes on elsewhere from what it has sent
+            await self._calls.abort_all()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_sent()
+                self.has_handed_over = True
+                self.post(Leaving(reason=reason))
+                await self._until_sent()
+        except TimeoutError:
+            raise Disconnected(f"the coordinator did not read within {timeout_s:g} s what was handed over") from None
+
+    async def _until_sent(self) -> None:
+        await self._drained.until(lambda: not (self._queue or self._is_sending or self._wake.is_set()))

@@ -1,1 +1,1 @@
-"""Weights on the way: blobs named by their content, signed manifests, and both ends that write and fetch them."""
+"""This room brings weights to workers: blobs named by their content, signed manifests, who writes and who fetches them."""

@@ -1,1 +1,1 @@
-"""What a coordinator and a worker say to each other: the messages, the address, the token."""
+"""This room holds what a coordinator and a worker say to each other: messages, addresses and tokens."""

@@ -1,1 +1,1 @@
-"""The worker's side: any engine of ours behind a connection that it opens itself."""
+"""This room is the worker's side: any engine of ours behind a connection that it opens itself."""

@@ -1,1 +1,1 @@
-"""This room brings weights to workers: blobs named by their content, signed manifests, who writes and who fetches them."""
+"""This room brings weights to workers: blobs named by their content, signed manifests, writing and fetching them."""

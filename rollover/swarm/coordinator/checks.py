@@ -1,0 +1,99 @@
+"""The log-prob checks of a swarm's members: one for each version that a member confirms, before it gets calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
+
+from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
+from rollover.engine.logprob_check import LogprobCheck
+from rollover.errors import EngineError, EngineMismatch
+from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.effects import Effect
+
+logger = logging.getLogger(__name__)
+
+
+class DirectedEngine(Engine, Protocol):
+    """An engine whose caller may say which member decodes a call."""
+
+    def generate(self, request: GenerateRequest, *, only: str | None = None) -> AsyncIterator[Chunk]: ...
+
+
+class MemberChecks:
+    """Runs the checks that the coordinator asks for and tells it how they ended.
+
+    Args:
+        swarm: decodes the few tokens of a check.
+        perform: carries out effects.
+
+    Example: ``checks.begin("laptop", 7)`` ends with ``coordinator.checked("laptop", 7)`` or with its ``distrust``.
+    """
+
+    def __init__(
+        self, swarm: DirectedEngine, coordinator: Coordinator, perform: Callable[[Iterable[Effect]], None]
+    ) -> None:
+        self._swarm, self._coordinator, self._perform = swarm, coordinator, perform
+        self._check: LogprobCheck | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def check_with(self, check: LogprobCheck) -> None:
+        """From now on a member gets calls under a version only once it has passed ``check``."""
+        self._check = check
+
+    def begin(self, name: str, version: int) -> None:
+        """Check a member under the version that it serves now; an earlier check of it is given up."""
+        if self._check is None:
+            return  # there will be one: ``begin_all`` is called then
+        if (running := self._running.pop(name, None)) is not None:
+            running.cancel()
+        self._running[name] = asyncio.create_task(self._run(self._check, name, version))
+
+    def begin_all(self) -> None:
+        """Check the members that wait for it."""
+        for name, member in self._coordinator.members.items():
+            if member.version is not None and member.checked_version != member.version:
+                self.begin(name, member.version)
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _run(self, check: LogprobCheck, name: str, version: int) -> None:
+        try:
+            await check(OneMember(self._swarm, name), version)
+        except EngineMismatch as e:
+            logger.warning("%s is sent away: %s", name, e)
+            self._perform(self._coordinator.distrust(name, str(e)))
+        except EngineError as e:  # it was lost, or nothing is known yet to compare it with
+            self._coordinator.members[name].last_error = str(e)
+        else:
+            self._perform(self._coordinator.checked(name, version))
+
+
+class OneMember:
+    """The swarm as an engine with one member.
+
+    Example: ``OneMember(swarm, "laptop").generate(request)`` is decoded by the laptop or by nobody.
+    """
+
+    def __init__(self, swarm: DirectedEngine, name: str) -> None:
+        self._swarm = swarm
+        self._name = name
+        self.stats, self.abort = swarm.stats, swarm.abort
+
+    def __repr__(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._swarm.capabilities
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self._swarm.generate(request, only=self._name)
+
+    async def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,168 @@
+"""The open calls of a swarm as their callers see them: chunks come out in order, unless all stands still.
+
+What it keeps true: a chunk is taken once; while calls are held, none but an end by error or abort comes out, and what
+has come in meanwhile comes out before anything later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import EngineError
+from rollover.swarm.coordinator.effects import Deliver
+from rollover.types import FinishReason
+
+
+class Outlet:
+    """The chunks that a caller has yet to take of its call.
+
+    Example: ``async for chunk in outlet`` ends behind the chunk that has a finish reason, and raises an ``EngineError``
+    that was put in.
+    """
+
+    def __init__(self, came_out: Callable[[Chunk], None]) -> None:
+        self._queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self._came_out = came_out
+        self._held: list[Chunk | EngineError] | None = None
+        self._is_taken = False
+        self.ended = asyncio.Event()
+        """The end has come out, though the caller may not have taken it yet."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_taken:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, EngineError):
+            raise item
+        self._is_taken = item.finish_reason is not None
+        return item
+
+    def put(self, item: Chunk | EngineError) -> None:
+        if isinstance(item, EngineError) or item.finish_reason is FinishReason.ABORT:
+            self.flow()
+        if self._held is not None:
+            self._held.append(item)
+            return
+        self._queue.put_nowait(item)
+        if isinstance(item, Chunk):
+            self._came_out(item)
+        if isinstance(item, EngineError) or item.finish_reason is not None:
+            self.ended.set()
+
+    def hold(self) -> None:
+        """Keep what comes from the caller."""
+        self._held = self._held or []
+
+    def flow(self) -> None:
+        """Let out what was kept, and all that comes."""
+        held, self._held = self._held, None
+        for item in held or ():
+            self.put(item)
+
+
+class Outlets:
+    """All open calls by id, and those that were opened while the engine stands still.
+
+    Example: after ``hold()``, ``open(request)`` keeps the request; ``flow()`` returns it, to be given to a member.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Outlet] = {}
+        self._used_ids: set[str] = set()
+        self._held_back: list[GenerateRequest] | None = None
+        """Calls that were opened while the engine stands still; ``None`` while it goes on."""
+        self.num_decoded = 0
+        self.num_reprefilled = 0
+
+    @property
+    def stands_still(self) -> bool:
+        """Return whether calls are held."""
+        return self._held_back is not None
+
+    @property
+    def num_held_back(self) -> int:
+        """Calls that wait for the engine to go on."""
+        return len(self._held_back or ())
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids of the open calls."""
+        return list(self._open)
+
+    def get(self, call_id: str) -> Outlet | None:
+        return self._open.get(call_id)
+
+    def open(self, request: GenerateRequest) -> Outlet:
+        """Begin a call. Raises ``EngineError`` for an id that was used before."""
+        call_id = request.request_id
+        if call_id in self._used_ids:
+            raise EngineError(f"request id {call_id!r} was used before; each generation call needs its own")
+        self._used_ids.add(call_id)
+        outlet = self._open[call_id] = Outlet(self._came_out)
+        return outlet
+
+    def close(self, request: GenerateRequest) -> bool:
+        """End a call for its caller. Returns whether it still runs, so that it has to be stopped."""
+        outlet = self._open.pop(request.request_id, None)
+        if outlet is None or outlet.ended.is_set():
+            return False
+        self._held_back = self._held_back and [r for r in self._held_back if r is not request]
+        return True
+
+    def hold(self) -> None:
+        """Stand still, as far as callers can see."""
+        if self._held_back is None:
+            self._held_back = []
+            for outlet in self._open.values():
+                outlet.hold()
+
+    def hold_back(self, request: GenerateRequest) -> bool:
+        """Keep a new call while all stands still. Returns whether it did."""
+        if self._held_back is None:
+            return False
+        self._held_back.append(request)
+        return True
+
+    def taken_back(self, call_ids: Collection[str]) -> list[GenerateRequest]:
+        """Let go of those of these calls that were held back, and return them."""
+        early = [request for request in self._held_back or () if request.request_id in call_ids]
+        if early:
+            self._held_back = [request for request in self._held_back or () if request.request_id not in call_ids]
+        return early
+
+    def flow(self) -> list[GenerateRequest]:
+        """Go on. Returns the calls that were held back."""
+        held_back, self._held_back = self._held_back, None
+        for outlet in self._open.values():
+            outlet.flow()
+        return held_back or []
+
+    def deliver(self, effect: Deliver) -> None:
+        """Put a piece of a response into the outlet of its call."""
+        piece = effect.piece
+        if (outlet := self._open.get(effect.call_id)) is not None:
+            outlet.put(
+                Chunk(
+                    token_ids=piece.token_ids,
+                    logprobs=piece.logprobs,
+                    policy_version=piece.version,
+                    kv_version=piece.kv_version,
+                    finish_reason=piece.finish_reason,
+                    num_prefilled_tokens=piece.num_prefilled_tokens,
+                    engine=effect.member,
+                )
+            )
+
+    def fail(self, call_id: str, reason: str) -> None:
+        """End a call with an error."""
+        if (outlet := self._open.get(call_id)) is not None:
+            outlet.put(EngineError(reason))
+
+    def _came_out(self, chunk: Chunk) -> None:
+        self.num_decoded += len(chunk.token_ids)
+        self.num_reprefilled += chunk.num_prefilled_tokens

@@ -26,7 +26,7 @@ def dry_run(config: RunConfig) -> list[str]:
 
     r = config.rollout
     lines = [f"model: {_model_line(config)}"]
-    check_engine(config)
+    lines += check_engine(config)
     if config.sft is not None:
         lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")
     lines += [

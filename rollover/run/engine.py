@@ -62,18 +62,25 @@ async def open_engine(
     return engine, folders
 
 
-def check_engine(config: RunConfig) -> None:
-    """Raise ``ModelError`` or ``ConfigError`` for a device that is missing, or a model that the embedded engine would
-    refuse. This needs no weights, and so comes before the warm-up."""
+def check_engine(config: RunConfig) -> list[str]:
+    """Return what a user should know of the engine. This needs no weights, and so comes before the warm-up.
+
+    Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
+    refuse, or an address or certificate that a swarm cannot use.
+    """
     if config.trainer.device not in ("auto", "cpu"):
         from rollover.trainer.models import pick_device
 
         pick_device(config.trainer.device)
-    if not isinstance(config.engine, EmbeddedConfig):
-        return
-    from rollover.engine.embedded.sizing import check
+    if isinstance(config.engine, SwarmConfig):
+        from rollover.swarm.coordinator.listening import check_listening
 
-    check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+        return [f"swarm: {line}" for line in check_listening(config.engine)]
+    if isinstance(config.engine, EmbeddedConfig):
+        from rollover.engine.embedded.sizing import check
+
+        check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+    return []
 
 
 def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:

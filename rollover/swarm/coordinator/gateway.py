@@ -32,6 +32,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.listening import open_listener
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, FromWorker, Hello, ProtocolError, decode_up
 
@@ -121,7 +122,7 @@ class Gateway:
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate is no
         good."""
-        self._socket = _bind(self._config)
+        self._socket = open_listener(self._config)
         routes = [
             WebSocketRoute("/v1/session", self._session),
             Route("/v1/blobs/{digest}", self._blob, methods=["GET"]),
@@ -232,21 +233,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _bind(config: SwarmConfig) -> socket.socket:
-    host, port = config.address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-        listener.setblocking(False)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(f"engine.listen = {config.listen!r} cannot be listened on: {e.strerror or e}") from e
-    return listener
 
 
 def _unauthorized() -> Response:

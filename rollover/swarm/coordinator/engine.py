@@ -34,9 +34,9 @@ from rollover.swarm.coordinator.checks import MemberChecks
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.gateway import Connection, Gateway
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
 from rollover.swarm.coordinator.status import StatusFile, swarm_status
+from rollover.swarm.coordinator.transport import Connection, Transport
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
 
@@ -51,7 +51,7 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers`` and the gateway's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers`` and a transport's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
@@ -81,7 +81,7 @@ class SwarmEngine:
         self._publish = publish
         self._is_member = is_member
         self._status = status
-        self.gateway: Gateway | None = None
+        self.gateway: Transport | None = None
         """Opened with the first publication, closed with the engine."""
         self._clock = clock
         self._number_format = number_format

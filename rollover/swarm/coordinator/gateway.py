@@ -7,7 +7,7 @@ route                 answers                                       refuses
 ``GET /v1/blobs/..``  a blob by its digest, with ``Range``          without a valid token; names that are no digest
 ====================  ============================================  ==================================================
 
-It decides nothing: connections and frames go to the coordinator's shell, which answers through ``Connection``.
+It is a ``Transport``, and decides nothing.
 
 What it keeps true: nobody without a token of this run gets further than the refusal; a frame of a connection is handed
 on only after those before it; a worker that does not read what it is sent is disconnected, not waited for.
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,60 +31,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.listening import open_listener
+from rollover.swarm.coordinator.transport import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
 from rollover.swarm.publication.manifest import DIGEST
-from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, FromWorker, Hello, ProtocolError, decode_up
-
-logger = logging.getLogger(__name__)
-
-_HELLO_TIMEOUT_S = 10.0
-_MAX_UNSENT_BYTES = 64 * 2**20
-"""A worker that leaves so much unread is disconnected; it comes back and goes on."""
-
-
-class Sessions(Protocol):
-    """The coordinator's shell, as the gateway sees it.
-
-    Example: ``connected("laptop", hello, connection)`` returns the lease under which its messages are then
-    ``received``.
-    """
-
-    def connected(self, name: str, hello: Hello, connection: Connection) -> int: ...
-
-    def received(self, lease: int, message: FromWorker) -> None: ...
-
-    def disconnected(self, lease: int) -> None: ...
-
-
-class Connection:
-    """The sending side of one worker's connection.
-
-    Example: ``connection.send(frame)`` returns at once; ``connection.close()`` ends it behind what was sent.
-    """
-
-    def __init__(self) -> None:
-        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._num_unsent_bytes = 0
-        self._is_closed = False
-
-    def send(self, frame: bytes) -> None:
-        if self._is_closed:
-            return
-        self._num_unsent_bytes += len(frame)
-        if self._num_unsent_bytes > _MAX_UNSENT_BYTES:
-            self.close()
-            return
-        self._frames.put_nowait(frame)
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._frames.put_nowait(None)
-
-    async def relay(self, websocket: WebSocket) -> None:
-        """Send what comes until the connection is closed."""
-        while (frame := await self._frames.get()) is not None:
-            await websocket.send_bytes(frame)
-            self._num_unsent_bytes -= len(frame)
+from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
 
 
 class Gateway:
@@ -106,7 +53,7 @@ class Gateway:
         self._sessions = sessions
         self._member_of = member_of
         self._blobs = blobs
-        self._connections: set[Connection] = set()
+        self._connections: set[QueuedConnection] = set()
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -175,47 +122,20 @@ class Gateway:
             await websocket.send_denial_response(PlainTextResponse(text, status_code=426))
             return
         await websocket.accept(subprotocol=SUBPROTOCOL)
-        connection = Connection()
+        connection = QueuedConnection()
         self._connections.add(connection)
-        sending = asyncio.create_task(connection.relay(websocket))
+        sending = asyncio.create_task(connection.relay(websocket.send_bytes))
+        conversation = WorkerConversation(name, self._sessions, connection)
         try:
-            await self._converse(websocket, name, connection, sending)
+            await _converse(websocket, conversation, sending)
         finally:
+            conversation.ended()
             self._connections.discard(connection)
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
             if websocket.application_state is WebSocketState.CONNECTED:
                 with contextlib.suppress(RuntimeError, WebSocketDisconnect):
                     await websocket.close()
-
-    async def _converse(
-        self, websocket: WebSocket, name: str, connection: Connection, sending: asyncio.Task[None]
-    ) -> None:
-        """Hand on the frames of one connection until one side ends it."""
-        lease: int | None = None
-        try:
-            while not sending.done():
-                receiving = asyncio.ensure_future(websocket.receive_bytes())
-                limit_s = _HELLO_TIMEOUT_S if lease is None else None
-                await asyncio.wait([receiving, sending], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():
-                    receiving.cancel()
-                    await asyncio.gather(receiving, return_exceptions=True)
-                    return
-                message = decode_up(receiving.result())
-                if lease is not None:
-                    self._sessions.received(message.lease, message.message)
-                elif isinstance(message.message, Hello):
-                    lease = self._sessions.connected(name, message.message, connection)
-                else:
-                    raise ProtocolError("the first message of a connection must be a hello")
-        except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
-            pass
-        except ProtocolError as e:
-            logger.warning("%s broke the protocol and was disconnected: %s", name, e)
-        finally:
-            if lease is not None:
-                self._sessions.disconnected(lease)
 
     async def _blob(self, request: Request) -> Response:
         if self._member_of(request.headers.get("authorization")) is None:
@@ -225,6 +145,26 @@ class Gateway:
         if not DIGEST.fullmatch(digest) or not path.is_file():
             return PlainTextResponse("there is no such blob\n", status_code=404)
         return FileResponse(path, media_type="application/octet-stream", headers={"etag": f'"{digest}"'})
+
+
+async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
+    """Hand on the frames of one connection until one side ends it."""
+    while not sending.done():
+        receiving = asyncio.ensure_future(websocket.receive_bytes())
+        limit_s = None if conversation.has_begun else HELLO_TIMEOUT_S
+        await asyncio.wait([receiving, sending], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            return
+        try:
+            frame = receiving.result()
+        except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
+            return
+        try:
+            conversation.took(frame)
+        except ProtocolError:
+            return
 
 
 class _Server(uvicorn.Server):

@@ -56,6 +56,11 @@ class CoordinatorAddress:
         """The URL below which the coordinator itself serves blobs."""
         return f"{'https' if self.is_encrypted else 'http'}://{self.netloc}{self.path}{BLOBS_PATH}"
 
+    @property
+    def blob_urls(self) -> tuple[str, ...]:
+        """The places where the coordinator itself serves blobs, to be tried behind those that it names."""
+        return (self.blob_url,)
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.netloc}{self.path}"
 

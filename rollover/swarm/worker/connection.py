@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus
@@ -47,45 +48,81 @@ class Disconnected(EngineError):
     """There is no connection now; the next attempt may succeed."""
 
 
+class FrameLink(Protocol):
+    """Carries frames to a coordinator and back, in order, until it ends; then every call raises ``Disconnected``.
+
+    Example: ``await link.send(frame)`` waits while the coordinator does not read.
+    """
+
+    async def send(self, frame: bytes) -> None: ...
+
+    async def receive(self) -> bytes: ...
+
+    async def close(self) -> None: ...
+
+
 class CoordinatorConnection:
-    """A connection whose frames are messages, under the lease of its ``Welcome``.
+    """A link whose frames are messages, under the lease of its ``Welcome``.
+
+    Args:
+        where: the coordinator, as messages to the user name it.
 
     Example: ``await connection.send(Hello(...))``, then ``await connection.receive()`` is a ``Welcome``.
     """
 
-    def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
-        self._socket = socket
-        self._address = address
+    def __init__(self, link: FrameLink, where: object) -> None:
+        self._link = link
+        self._where = where
         self._lease = 0
 
     async def send(self, message: FromWorker) -> None:
         """Send a message; waits while the coordinator does not read. Raises ``Disconnected``."""
-        try:
-            await self._socket.send(encode(self._lease, message))
-        except (ConnectionClosed, OSError) as e:
-            raise Disconnected(_closed(self._address, e)) from e
+        await self._link.send(encode(self._lease, message))
 
     async def receive(self) -> FromCoordinator:
         """Return the next message. Raises ``Disconnected``, also for what the protocol does not allow, and ``Refused``
         when the coordinator says goodbye for good."""
+        frame = await self._link.receive()
         try:
-            frame = await self._socket.recv()
-        except (ConnectionClosed, OSError) as e:
-            raise Disconnected(_closed(self._address, e)) from e
-        try:
-            if isinstance(frame, str):
-                raise ProtocolError(f"a text frame of {len(frame):,} characters came where all frames are binary")
             envelope = decode_down(frame)
             message = envelope.message
             if isinstance(message, Goodbye):
-                raise _goodbye(self._address, message)
+                raise _goodbye(self._where, message)
             if isinstance(message, Welcome) and self._lease == 0:
                 self._lease = envelope.lease
             if envelope.lease != self._lease:
                 raise ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
         except ProtocolError as e:
-            raise Disconnected(f"{self._address} does not keep to the protocol: {e}") from e
+            raise Disconnected(f"{self._where} does not keep to the protocol: {e}") from e
         return message
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+class _WebSocketLink:
+    """A ``FrameLink`` over a WebSocket."""
+
+    def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
+        self._socket, self._address = socket, address
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._socket.send(frame)
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
+
+    async def receive(self) -> bytes:
+        try:
+            frame = await self._socket.recv()
+        except (ConnectionClosed, OSError) as e:
+            raise Disconnected(_closed(self._address, e)) from e
+        if isinstance(frame, str):
+            raise Disconnected(
+                f"{self._address} does not keep to the protocol: a text frame of {len(frame):,} characters came where"
+                " all frames are binary"
+            )
+        return frame
 
     async def close(self) -> None:
         await self._socket.close()
@@ -119,7 +156,7 @@ async def open_connection(
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
             raise Refused(f"{address} speaks {spoken}, this worker {SUBPROTOCOL}; {_SAME_VERSION}")
-        yield CoordinatorConnection(socket, address)
+        yield CoordinatorConnection(_WebSocketLink(socket, address), address)
     finally:
         await socket.close()
 
@@ -175,8 +212,8 @@ def _closed(address: CoordinatorAddress, error: Exception) -> str:
     return f"the connection to {address} ended: {redacted_text(str(error))[:_MAX_REASON]}"
 
 
-def _goodbye(address: CoordinatorAddress, goodbye: Goodbye) -> EngineError:
+def _goodbye(where: object, goodbye: Goodbye) -> EngineError:
     reason = redacted_text(goodbye.reason[:_MAX_REASON])
     if goodbye.is_final:
-        return Refused(f"{address} does not want this worker: {reason}")
-    return Disconnected(f"{address} ended the connection: {reason}")
+        return Refused(f"{where} does not want this worker: {reason}")
+    return Disconnected(f"{where} ended the connection: {reason}")

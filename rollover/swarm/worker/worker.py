@@ -213,7 +213,7 @@ class SwarmWorker:
         if relation is Since.SAME_EPOCH and self._welcome is not None and self._welcome.blob_urls == welcome.blob_urls:
             self._follower.aim(welcome.head)
         else:
-            self._follower.begin(welcome, self._fetcher, (*welcome.blob_urls, self._address.blob_url))
+            self._follower.begin(welcome, self._fetcher, (*welcome.blob_urls, *self._address.blob_urls))
         self._welcome = welcome
         self._held.connected(self._clock.now_s())
 

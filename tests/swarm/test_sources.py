@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rollover.swarm.publication.sources import BlobSources
 
-A, B = "http://a", "http://b"
+A, B, HOME = "http://a", "http://b", "http://home"
+MB = 10**6
 
 
 class Clock:
@@ -18,45 +19,87 @@ class Clock:
         return self.now_s
 
 
-def download(sources: BlobSources, url: str, bytes_per_s: float, *, well: bool = True) -> None:
+def download(sources: BlobSources, url: str, bytes_per_s: float, *, elapsed_s: float = 1.0, well: bool = True) -> None:
     sources.started(url)
-    sources.ended(url, int(bytes_per_s), 1.0, well=well)
+    sources.ended(url, int(bytes_per_s * elapsed_s), elapsed_s, well=well)
 
 
 def test_the_first_listed_is_asked_first_then_the_unknown_then_the_fastest() -> None:
-    sources = BlobSources([A, B], clock=Clock())
+    sources = BlobSources([A, B, HOME], clock=Clock())
     assert sources.best() == A
-    download(sources, A, 1000)
-    assert sources.best() == B
-    download(sources, B, 10)
-    assert sources.best() == A and sources.best(avoid=[A]) == B and sources.best(avoid=[A, B]) is None
+    download(sources, A, 10 * MB)
+    download(sources, B, 20 * MB)
+    assert sources.best() == B and sources.best(avoid=[B]) == A and sources.best(avoid=[A, B]) == HOME
+    assert sources.best(avoid=[A, B, HOME]) is None
+
+
+def test_the_last_source_is_everybodys_and_is_spared_unless_it_is_worth_four_times_as_much() -> None:
+    sources = BlobSources([A, HOME], clock=Clock())
+    download(sources, A, 10 * MB)
+    download(sources, HOME, 39 * MB)
+    assert sources.best() == A
+    download(sources, A, 0, well=False)
+    assert sources.best() == HOME
+    assert BlobSources([HOME], clock=Clock()).best() == HOME
 
 
 def test_downloads_under_way_share_a_bandwidth() -> None:
-    sources = BlobSources([A, B], clock=Clock())
-    download(sources, A, 300)
-    download(sources, B, 200)
+    sources = BlobSources([A, B, HOME], clock=Clock())
+    download(sources, A, 30 * MB)
+    download(sources, B, 20 * MB)
     sources.started(A)
-    assert sources.best() == B  # half of 300 against 200
+    assert sources.best() == B  # half of 30 against 20
     sources.started(B)
     assert sources.best() == A
+
+
+def test_a_bandwidth_is_that_of_all_downloads_together() -> None:
+    sources = BlobSources([A, HOME], clock=Clock())
+    for _ in range(4):
+        sources.started(A)
+    sources.ended(A, MB, 1.0, well=True)
+    assert sources.estimate(A).bytes_per_s == 4 * MB
+
+
+def test_a_small_and_quick_download_says_nothing_of_the_bandwidth() -> None:
+    """It takes as long as the way there and back: the manifest would make each relay look slow."""
+    sources = BlobSources([A, HOME], clock=Clock())
+    download(sources, A, 20_000, elapsed_s=0.1)
+    assert sources.estimate(A).bytes_per_s is None and sources.best() == A
+    download(sources, A, 2000, elapsed_s=10.0)
+    assert sources.estimate(A).bytes_per_s == 2000 and sources.best() == HOME
+
+
+def test_a_source_that_nobody_knows_is_tried_once_and_again_after_ten_minutes() -> None:
+    clock = Clock()
+    sources = BlobSources([A, HOME], clock=clock)
+    assert sources.untried() == HOME
+    sources.started(HOME)
+    assert sources.untried() is None  # somebody is trying it
+    sources.ended(HOME, MB, 1.0, well=True)
+    assert sources.untried() is None
+    download(sources, A, 10 * MB)
+    clock.now_s = 601.0
+    assert sources.untried() == HOME and sources.untried(avoid=[HOME]) is None
+    download(sources, HOME, 0, well=False)
+    assert sources.untried() is None
 
 
 def test_a_failure_halves_the_success_and_five_minutes_bring_back_63_percent() -> None:
     clock = Clock()
     sources = BlobSources([A], clock=clock)
-    download(sources, A, 100)
+    download(sources, A, MB)
     download(sources, A, 0, well=False)
-    assert (sources.estimate(A).success, sources.estimate(A).bytes_per_s) == (0.5, 100.0)
+    assert (sources.estimate(A).success, sources.estimate(A).bytes_per_s) == (0.5, MB)
     clock.now_s = 300.0
     assert sources.estimate(A).success == pytest.approx(0.816, abs=0.001)
 
 
 def test_a_source_that_fails_is_tried_again_when_it_has_healed() -> None:
     clock = Clock()
-    sources = BlobSources([A, B], clock=clock)
-    download(sources, A, 1000)
-    download(sources, B, 400)
+    sources = BlobSources([A, B, HOME], clock=clock)
+    download(sources, A, 10 * MB)
+    download(sources, B, 4 * MB)
     for _ in range(2):
         download(sources, A, 0, well=False)
     assert sources.best() == B
@@ -66,18 +109,18 @@ def test_a_source_that_fails_is_tried_again_when_it_has_healed() -> None:
 
 def test_the_newest_bandwidth_counts_for_three_tenths() -> None:
     sources = BlobSources([A], clock=Clock())
-    download(sources, A, 1000)
-    download(sources, A, 2000)
-    assert sources.estimate(A).bytes_per_s == pytest.approx(1300.0)
+    download(sources, A, 10 * MB)
+    download(sources, A, 20 * MB)
+    assert sources.estimate(A).bytes_per_s == pytest.approx(13 * MB)
 
 
 def test_what_is_known_of_a_source_outlives_its_absence_from_the_list() -> None:
     sources = BlobSources([f"{A}/"], clock=Clock())
-    download(sources, A, 100)
+    download(sources, A, MB)
     sources.use([B])
     assert sources.urls == (B,) and sources.best(avoid=[B]) is None
     sources.use([B, A, A])
-    assert sources.urls == (B, A) and sources.estimate(A).bytes_per_s == 100.0
+    assert sources.urls == (B, A) and sources.estimate(A).bytes_per_s == MB
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), st.floats(0, 1e9), st.booleans(), st.floats(0, 1000)), max_size=30))

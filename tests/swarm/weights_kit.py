@@ -95,6 +95,9 @@ class BlobServer:
     url: str = ""
     asked: list[tuple[str, int]] = field(default_factory=list)
     authorized: list[str | None] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each request, by name in small letters."""
+    queries: list[str] = field(default_factory=list)
     fault: Answer | None = None
     gate: threading.Event | None = None
     """Answers wait for it."""
@@ -104,14 +107,14 @@ class BlobServer:
         return len(self.asked)
 
 
-def whole(content: bytes, start: int = 0) -> tuple[int, dict[str, str], bytes]:
-    if not start:
-        return 200, {"Content-Length": str(len(content))}, content
-    headers = {
-        "Content-Length": str(len(content) - start),
-        "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}",
-    }
-    return 206, headers, content[start:]
+def whole(content: bytes, start: int = 0, end: int | None = None) -> tuple[int, dict[str, str], bytes]:
+    """The answer with the bytes of a blob from ``start`` on, before ``end`` if there is one."""
+    part = content[start:end]
+    if not start and end is None:
+        return 200, {"Content-Length": str(len(part))}, part
+    last = start + len(part) - 1
+    headers = {"Content-Length": str(len(part)), "Content-Range": f"bytes {start}-{last}/{len(content)}"}
+    return 206, headers, part
 
 
 @contextmanager
@@ -122,9 +125,12 @@ def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | N
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            digest = self.path.rsplit("/", 1)[-1]
-            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+            digest = self.path.partition("?")[0].rsplit("/", 1)[-1]
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            start, end = int(first), int(last) + 1 if last else None
             blobs.asked.append((digest, start))
+            blobs.headers.append({name.lower(): value for name, value in self.headers.items()})
+            blobs.queries.append(self.path.partition("?")[2])
             blobs.authorized.append(self.headers.get("Authorization"))
             if blobs.gate is not None:
                 blobs.gate.wait(20)
@@ -132,7 +138,7 @@ def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | N
             content = path.read_bytes() if path.exists() else None
             answer = blobs.fault(blobs, digest, content or b"", start) if blobs.fault is not None else None
             if answer is None:
-                answer = (404, {"Content-Length": "0"}, b"") if content is None else whole(content, start)
+                answer = (404, {"Content-Length": "0"}, b"") if content is None else whole(content, start, end)
             status, headers, body = answer
             try:
                 self.send_response(status)

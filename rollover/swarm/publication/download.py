@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from random import Random
 
 import httpx
 
@@ -27,6 +28,9 @@ _MISSING_ROUNDS = 3
 """When so many times in a row each source has said that it has no such blob, there is none."""
 _SLOW = 4
 """A download is continued elsewhere when so many times its bandwidth is to be had there."""
+_TRY_BYTES = 2**20
+_TRY_IN_BYTES = 4 * 2**20
+"""So much of a blob comes from a source whose bandwidth is not known, where the blob is at least so large."""
 
 
 class BlobMissing(PublicationError):
@@ -36,9 +40,9 @@ class BlobMissing(PublicationError):
 class _Failed(Exception):
     """One download did not work out."""
 
-    def __init__(self, reason: str, *, is_missing: bool = False) -> None:
+    def __init__(self, reason: str, *, is_missing: bool = False, is_damaged: bool = False) -> None:
         super().__init__(reason)
-        self.is_missing = is_missing
+        self.is_missing, self.is_damaged = is_missing, is_damaged
 
 
 class BlobDownloads:
@@ -46,6 +50,7 @@ class BlobDownloads:
 
     Args:
         authorization: the header of that name for sources that want one, by base URL.
+        random: shuffles the blobs, so that workers who begin together ask for different ones.
         patience_s: a download is judged slow after so much time, and not before.
         backoff_s: pause after all sources have failed, doubled each time.
     """
@@ -60,6 +65,7 @@ class BlobDownloads:
         patience_s: float = 2.0,
         backoff_s: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
+        random: Random | None = None,
     ) -> None:
         self.sources = BlobSources(clock=clock)
         self.wire_bytes = 0
@@ -69,7 +75,12 @@ class BlobDownloads:
         self._max_parallel, self._patience_s, self._backoff_s = max_parallel, patience_s, backoff_s
         timeout = httpx.Timeout(_STALL_S, connect=_CONNECT_S, pool=None)
         self._client = httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False)
+        self._random = random or Random()
         self._waiting: dict[str, str] = {}
+        self._tags: dict[tuple[str, str], str] = {}
+        """What a source calls the content of a blob of which a part is there."""
+        self._damaged: set[tuple[str, str]] = set()
+        """Blobs that a source has sent with another content, perhaps from its cache."""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -94,8 +105,9 @@ class BlobDownloads:
         return self._folder.read(digest)
 
     async def get(self, blobs: Iterable[BlobRef]) -> None:
-        """Fetch those blobs that the folder does not have. Raises ``BlobMissing``, ``ResourceError``."""
+        """Fetch those blobs that the folder does not have, in any order. Raises ``BlobMissing``, ``ResourceError``."""
         wanted = list({blob.digest: blob for blob in blobs}.values())
+        self._random.shuffle(wanted)
         turn = asyncio.Semaphore(self._max_parallel)
 
         async def one(blob: BlobRef) -> None:
@@ -116,7 +128,8 @@ class BlobDownloads:
             is_missing = await self._ask_each(digest, num_bytes)
             num_missing = num_missing + 1 if is_missing else 0
             if num_missing == _MISSING_ROUNDS:
-                raise BlobMissing(f"no source has blob {digest}: {', '.join(self.sources.urls) or 'there is none'}")
+                asked = ", ".join(map(shown, self.sources.urls)) or "there is none"
+                raise BlobMissing(f"no source has blob {digest}: {asked}")
             if digest not in self._folder:
                 await asyncio.sleep(min(_MAX_BACKOFF_S, self._backoff_s * 2**num_rounds))
                 num_rounds += 1
@@ -125,31 +138,47 @@ class BlobDownloads:
     async def _ask_each(self, digest: str, num_bytes: int | None) -> bool:
         """Ask the sources one after the other until one gives the blob; say whether none has it."""
         failures: dict[str, _Failed] = {}
+        await self._try(digest, num_bytes, failures)
         while (url := self.sources.best(avoid=failures)) is not None:
-            said = "; ".join(f"{source}: {failure}" for source, failure in failures.items())
-            self._waiting[digest] = f"from {url}" + (f" ({said})" if said else "")
+            self._waiting[digest] = f"from {shown(url)}" + (f" ({_said(failures)})" if failures else "")
             try:
                 await self._download(url, digest, num_bytes)
                 return False
             except _Failed as failure:
-                failures[url] = failure
+                if not failure.is_damaged or (url, digest) in self._damaged:
+                    failures[url] = failure
+                else:  # where it is still the best one, it is asked once more, past its cache
+                    self._damaged.add((url, digest))
         if failures:
-            said = "; ".join(f"{source}: {failure}" for source, failure in failures.items())
-            self._waiting[digest] = f"from any source ({said})"
+            self._waiting[digest] = f"from any source ({_said(failures)})"
         return all(failure.is_missing for failure in failures.values())
 
-    async def _download(self, url: str, digest: str, num_bytes: int | None) -> None:
-        """Download a blob from one source, or go on with it. Raises ``_Failed``."""
+    async def _try(self, digest: str, num_bytes: int | None, failures: dict[str, _Failed]) -> None:
+        """Take the beginning of a large blob from a source whose bandwidth is not known."""
+        if num_bytes is None or num_bytes < _TRY_IN_BYTES or self._folder.partial(digest).exists():
+            return
+        if (url := self.sources.untried()) is None:
+            return
+        self._waiting[digest] = f"from {shown(url)}"
+        try:
+            await self._download(url, digest, num_bytes, most=_TRY_BYTES)
+        except _Failed as failure:
+            failures[url] = failure
+
+    async def _download(self, url: str, digest: str, num_bytes: int | None, *, most: int | None = None) -> None:
+        """Download a blob from one source, or go on with it; ``most`` bytes of it, at most. Raises ``_Failed``."""
         start_s, well, progress = self._clock(), False, _Progress()
         self.sources.started(url)
         try:
-            await self._receive(url, digest, num_bytes, progress)
-            await asyncio.to_thread(self._folder.accept, digest)
+            if await self._receive(url, digest, num_bytes, progress, most):
+                await asyncio.to_thread(self._folder.accept, digest)
+                self._tags.pop((url, digest), None)
+                self._damaged.discard((url, digest))
             well = True
         except httpx.HTTPError as error:
             raise _Failed(str(error) or type(error).__name__) from None
         except PublicationError as error:
-            raise _Failed(str(error)) from None
+            raise _Failed(str(error), is_damaged=True) from None
         except ResourceError:
             well = True  # no fault of the source's
             self._folder.partial(digest).unlink(missing_ok=True)
@@ -160,20 +189,24 @@ class BlobDownloads:
         finally:
             self.sources.ended(url, progress.num_bytes, self._clock() - start_s, well=well)
 
-    async def _receive(self, url: str, digest: str, num_bytes: int | None, progress: _Progress) -> None:
+    async def _receive(
+        self, url: str, digest: str, num_bytes: int | None, progress: _Progress, most: int | None
+    ) -> bool:
+        """Write what a source sends behind what is there; return whether the blob is whole, as far as sizes tell."""
         partial = self._folder.partial(digest)
         have = partial.stat().st_size if num_bytes is not None and partial.exists() else 0
         if num_bytes is not None and have >= num_bytes > 0:
-            return
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-        if (authorization := self._authorization.get(url)) is not None:
-            headers["Authorization"] = authorization
+            return True
+        headers = self._headers(url, digest, have, None if most is None else have + most)
         limit = MAX_MANIFEST_BYTES if num_bytes is None else num_bytes
-        async with self._client.stream("GET", f"{url}/{digest}", headers=headers) as response:
+        async with self._client.stream("GET", blob_url(url, digest), headers=headers) as response:
             if response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 partial.unlink(missing_ok=True)
             have = _first_byte(response, have)
-            _refuse_size(response, have, num_bytes)
+            if response.status_code == HTTPStatus.OK:
+                most = None
+            _refuse_size(response, have, num_bytes if most is None else have + most)
+            self._note_tag(url, digest, response)
             start_s = self._clock()
             with (
                 space_on(self._folder.root, f"blob {digest}"),
@@ -186,12 +219,31 @@ class BlobDownloads:
                     have += len(chunk)
                     if have > limit:
                         file.truncate(0)
-                        raise _Failed(f"sends more than the {limit:,} bytes of the blob")
+                        raise _Failed(f"sends more than the {limit:,} bytes of the blob", is_damaged=True)
                     file.write(chunk)
                     if have != num_bytes:
                         self._refuse_slow(url, progress.num_bytes, self._clock() - start_s)
-        if num_bytes is not None and have < num_bytes:
+        if num_bytes is not None and have < num_bytes and most is None:
             raise _Failed(f"ended after {have:,} of {num_bytes:,} bytes")
+        return most is None or have == num_bytes
+
+    def _headers(self, url: str, digest: str, have: int, end: int | None) -> dict[str, str]:
+        """Return the headers of a request for the bytes of a blob from ``have`` on, up to ``end`` if there is one."""
+        headers = {"Accept-Encoding": "identity"}
+        if have or end is not None:
+            headers["Range"] = f"bytes={have}-{'' if end is None else end - 1}"
+        if have and (tag := self._tags.get((url, digest))) is not None:
+            headers["If-Range"] = tag  # a file that was replaced meanwhile comes whole
+        if (url, digest) in self._damaged:
+            headers["Cache-Control"] = "no-cache"
+        if (authorization := self._authorization.get(url)) is not None:
+            headers["Authorization"] = authorization
+        return headers
+
+    def _note_tag(self, url: str, digest: str, response: httpx.Response) -> None:
+        self._tags.pop((url, digest), None)
+        if (tag := response.headers.get("ETag", "")).startswith('"'):  # a weak one promises no equal bytes
+            self._tags[url, digest] = tag
 
     def _refuse_slow(self, url: str, num_bytes: int, elapsed_s: float) -> None:
         if elapsed_s > self._patience_s and _SLOW * num_bytes / elapsed_s < self.sources.bandwidth_elsewhere(url):
@@ -220,4 +272,22 @@ def _refuse_size(response: httpx.Response, have: int, num_bytes: int | None) -> 
     """Refuse a body that says that it does not end where the blob does."""
     length = response.headers.get("Content-Length", "")
     if num_bytes is not None and length.isdecimal() and have + int(length) != num_bytes:
-        raise _Failed(f"has {have + int(length):,} bytes, the blob {num_bytes:,}")
+        raise _Failed(f"has {have + int(length):,} bytes, the blob {num_bytes:,}", is_damaged=True)
+
+
+def blob_url(url: str, digest: str) -> str:
+    """Return where a source has a blob; a query, such as a signature, stays behind.
+
+    Example: ``blob_url("https://a/b?sig=x", "9c1e...")`` is ``"https://a/b/9c1e...?sig=x"``.
+    """
+    base, mark, query = url.partition("?")
+    return f"{base.rstrip('/')}/{digest}{mark}{query}"
+
+
+def shown(url: str) -> str:
+    """Return a source's URL as it may be shown: a query is a secret."""
+    return url.partition("?")[0]
+
+
+def _said(failures: Mapping[str, _Failed]) -> str:
+    return "; ".join(f"{shown(source)}: {failure}" for source, failure in failures.items())

@@ -3,6 +3,9 @@
 Pure bookkeeping; whoever downloads says what happened. A source is worth its success times its bandwidth, shared among
 the downloads that are under way there. A failure halves its success at once and time heals it slowly, so that a source
 that has recovered is found out about, and one that has not costs little.
+
+The last source listed is the home of the blobs, which all workers share, so it is asked only where it is worth four
+times as much as any other. What it would give is known from short tries, since the relays before it may be bad.
 """
 
 from __future__ import annotations
@@ -16,6 +19,14 @@ _HEAL_S = 300.0
 """In so much time a source gets back 63 % of what failures took from its success."""
 _NEW_SHARE = 0.3
 """Weight of the newest measurement of a bandwidth."""
+_SPARED = 4
+"""So many times as much the last source must be worth."""
+_MEASURED_FROM_BYTES, _MEASURED_FROM_S = 2**18, 1.0
+"""A download that is smaller and quicker shows how far a source is away, and not its bandwidth."""
+_ASSUMED_BYTES_PER_S = 1e6
+"""What a source gives at least, as long as nobody knows."""
+_OLD_S = 600.0
+"""A bandwidth that was measured so long ago is tried anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +40,11 @@ class SourceEstimate:
     success: float = 1.0
     """Between 0 and 1: how likely it is to answer as it should, as of ``updated_s``."""
     bytes_per_s: float | None = None
-    """``None`` before the first download."""
+    """Of all downloads together; ``None`` before the first that shows it."""
     num_active: int = 0
     updated_s: float = 0.0
+    tried_s: float = -math.inf
+    """When a download has measured it, or failed, last."""
 
 
 class BlobSources:
@@ -48,7 +61,7 @@ class BlobSources:
 
     def use(self, urls: Sequence[str]) -> None:
         """Take these from now on; what is known of them stays known."""
-        self._urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+        self._urls = tuple(dict.fromkeys(url if "?" in url else url.rstrip("/") for url in urls))
         for url in self._urls:
             self._known.setdefault(url, SourceEstimate(updated_s=self._clock()))
 
@@ -67,10 +80,18 @@ class BlobSources:
         candidates = [url for url in self._urls if url not in avoid]
         return max(candidates, key=self._worth, default=None)
 
+    def untried(self, avoid: Collection[str] = ()) -> str | None:
+        """Return a source that would not be asked now, although nobody knows, or no longer, how fast it is."""
+        now_s, best = self._clock(), self.best(avoid)
+        for url in self._urls:
+            known = self._known[url]
+            if url != best and url not in avoid and not known.num_active and now_s - known.tried_s > _OLD_S:
+                return url
+        return None
+
     def bandwidth_elsewhere(self, url: str) -> float:
-        """Return the bytes per second to be expected of the best other source; 0 when none is known."""
-        others = (self.estimate(other) for other in self._urls if other != url)
-        return max((other.success * (other.bytes_per_s or 0.0) for other in others), default=0.0)
+        """Return the bytes per second that are worth leaving ``url`` for; 0 when no other source is known."""
+        return max((self._worth(o) for o in self._urls if o != url and self._known[o].bytes_per_s), default=0.0)
 
     def started(self, url: str) -> None:
         """Note that a download from the source has begun; ``ended`` follows."""
@@ -81,18 +102,22 @@ class BlobSources:
         """Note what a download has shown of the source."""
         known = self.estimate(url)
         bandwidth = known.bytes_per_s
-        if num_bytes:
-            measured = num_bytes / max(elapsed_s, 1e-6)
+        is_measure = num_bytes >= _MEASURED_FROM_BYTES or (num_bytes > 0 and elapsed_s >= _MEASURED_FROM_S)
+        if is_measure:
+            measured = known.num_active * num_bytes / max(elapsed_s, 1e-6)
             bandwidth = measured if bandwidth is None else (1 - _NEW_SHARE) * bandwidth + _NEW_SHARE * measured
         self._known[url] = replace(
             known,
             success=known.success if well else known.success / 2,
             bytes_per_s=bandwidth,
+            tried_s=known.tried_s if well and not is_measure else known.updated_s,
             num_active=known.num_active - 1,
         )
 
     def _worth(self, url: str) -> float:
+        """Return the bytes per second to be expected of one more download; the last source's count for a quarter."""
         known = self.estimate(url)
         fastest = max((other.bytes_per_s or 0.0 for other in self._known.values()), default=0.0)
-        bandwidth = 2 * fastest or 1.0 if known.bytes_per_s is None else known.bytes_per_s  # the unknown is tried
-        return known.success * bandwidth / (1 + known.num_active)
+        bandwidth = max(fastest, _ASSUMED_BYTES_PER_S) if known.bytes_per_s is None else known.bytes_per_s
+        spared = _SPARED if len(self._urls) > 1 and url == self._urls[-1] else 1
+        return known.success * bandwidth / (1 + known.num_active) / spared

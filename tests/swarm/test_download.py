@@ -1,0 +1,142 @@
+"""Blobs come whole from caches, large and small, and from several sources at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.swarm.publication.blobs import BlobFolder
+from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.manifest import BlobRef
+from tests.swarm.weights_kit import BlobServer, serving, whole
+
+LARGE = random.Random(5).randbytes(6 * 2**20)
+
+
+@asynccontextmanager
+async def open_downloads(folder: Path, *urls: str, **options: Any) -> AsyncIterator[BlobDownloads]:
+    downloads = BlobDownloads(BlobFolder(folder), backoff_s=0.001, **options)
+    downloads.use(urls)
+    try:
+        yield downloads
+    finally:
+        await downloads.close()
+
+
+def store_blobs(folder: Path, *contents: bytes) -> list[BlobRef]:
+    blobs = BlobFolder(folder)
+    return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
+
+
+def test_a_damaged_answer_is_asked_for_again_past_the_cache_that_may_hold_it(tmp_path: Path) -> None:
+    """A caching proxy that has a flipped bit on its disk would send it to every worker for ever."""
+    (blob,) = store_blobs(tmp_path / "blobs", b"weights")
+    cache = {blob.digest: b"wejghts"}
+
+    def cached(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if server.headers[-1].get("cache-control") == "no-cache":
+            cache[digest] = content
+        return whole(cache[digest], start)
+
+    async def scenario() -> None:
+        for name in ("first", "second"):
+            async with open_downloads(tmp_path / name, server.url) as downloads:
+                await downloads.get([blob])
+                assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
+                expected = {"first": 0.5, "second": 1.0}[name]
+                assert downloads.sources.estimate(server.url).success == pytest.approx(expected, abs=0.01)
+
+    with serving(tmp_path / "blobs", cached) as server:
+        asyncio.run(scenario())
+    assert [h.get("cache-control") for h in server.headers] == [None, "no-cache", None]
+
+
+def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_path: Path) -> None:
+    (blob,) = store_blobs(tmp_path / "blobs", b"weights")
+
+    def other(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return whole(b"wejghts", start)
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
+            await downloads.get([blob])
+            assert downloads.sources.estimate(bad.url).success == pytest.approx(0.25, abs=0.01)
+
+    with serving(tmp_path / "blobs", other) as bad, serving(tmp_path / "blobs") as good:
+        asyncio.run(scenario())
+    assert bad.num_asked == 2 and good.num_asked == 1
+
+
+def test_a_file_that_was_replaced_while_it_was_fetched_comes_whole(tmp_path: Path) -> None:
+    """The server had half of another file under this name, and has the blob by now."""
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
+
+    def replaced(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        if server.num_asked == 1:
+            return 200, {"Content-Length": str(len(content)), "ETag": '"old"'}, b"x" * 1000
+        assert (start, server.headers[-1].get("if-range")) == (1000, '"old"')
+        return 200, {"Content-Length": str(len(content)), "ETag": '"new"'}, content
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", server.url) as downloads:
+            await downloads.get([blob])
+            assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
+
+    with serving(tmp_path / "blobs", replaced) as server:
+        asyncio.run(scenario())
+    assert server.num_asked == 2
+
+
+def test_what_one_source_began_another_goes_on_with_whatever_it_calls_the_file(tmp_path: Path) -> None:
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
+
+    def breaks_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return 200, {"Content-Length": str(len(content)), "ETag": '"a"'}, content[:1000]
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", first.url, second.url) as downloads:
+            downloads.sources.started(second.url)  # so that it is not tried
+            await downloads.get([blob])
+
+    with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
+        asyncio.run(scenario())
+    assert [start for _, start in second.asked] == [1000] and "if-range" not in second.headers[0]
+
+
+def test_the_home_of_the_blobs_gives_a_little_of_a_large_one_and_the_relay_the_rest(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", LARGE, LARGE[::-1], LARGE[1:])
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", relay.url, home.url, max_parallel=1) as downloads:
+            await downloads.get(blobs)
+            assert {*downloads.sources._known} == {relay.url, home.url}
+            assert downloads.sources.estimate(home.url).bytes_per_s
+
+    with serving(tmp_path / "blobs") as relay, serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert [h["range"] for h in home.headers] == ["bytes=0-1048575"]
+    assert sorted(start for _, start in relay.asked) == [0, 0, 2**20]
+    for blob in blobs:
+        assert hashlib.sha256((tmp_path / "worker" / blob.digest).read_bytes()).hexdigest() == blob.digest
+
+
+def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", *(bytes([n]) for n in range(30)))
+
+    async def scenario() -> None:
+        for seed in (1, 2, 1):
+            options: dict[str, Any] = {"random": random.Random(seed), "max_parallel": 1}
+            async with open_downloads(tmp_path / f"worker{server.num_asked}", server.url, **options) as downloads:
+                await downloads.get(blobs)
+
+    with serving(tmp_path / "blobs") as server:
+        asyncio.run(scenario())
+    first, second, third = (server.asked[30 * n : 30 * (n + 1)] for n in range(3))
+    assert first == third and {*first} == {*second} and first[:4] != second[:4]

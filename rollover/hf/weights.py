@@ -33,12 +33,14 @@ _MAX_HEADER_BYTES = 1 << 27
 class TensorInfo:
     """Shape, number format and place of one tensor in a safetensors file.
 
-    Example: ``TensorInfo(shape=(896,), dtype="bfloat16", num_bytes=1792, file=Path("model.safetensors"))``.
+    Example: ``TensorInfo(shape=(896,), dtype="bfloat16", start=4096, num_bytes=1792, file=Path("model.safetensors"))``.
     """
 
     shape: tuple[int, ...]
     dtype: str
     """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
+    start: int
+    """Where its bytes begin in the file; they are little-endian, row by row."""
     num_bytes: int
     file: Path
 
@@ -84,6 +86,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         name: TensorInfo(
             shape=tuple(entry["shape"]),
             dtype=DTYPES.get(entry["dtype"], entry["dtype"]),
+            start=8 + size + entry["data_offsets"][0],
             num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             file=file,
         )

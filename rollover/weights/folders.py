@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from rollover.hf.companions import read_companions, write_companions
 from rollover.hf.config import read_config
 from rollover.hf.folder import PARTIAL, write_folder
+from rollover.hf.raw_tensors import read_raw_tensors, write_raw_tensors
 from rollover.hf.weights import EMBEDDING, HEAD
 from rollover.weights.formats import ServedFormats
-from rollover.weights.sources import FolderWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,23 +71,22 @@ def untied(model: Path, target: Path) -> Path:
     """Return a folder with the model of ``model`` and an output matrix of its own.
 
     It is ``model`` itself when its config says so, else a copy in ``target``, with one matrix twice where there is one.
+    Needs no torch.
     """
     config = read_config(model)
     if not config.get("tie_word_embeddings"):
         return model
 
     def write(partial: Path) -> None:
-        from safetensors.torch import save_file
-
         shutil.copytree(
             model, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"), dirs_exist_ok=True
         )
         (partial / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
-        tensors = dict(FolderWeights(0, model).tensors())
+        tensors = read_raw_tensors(model)
         for name, twin in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if name not in tensors:
-                tensors[name] = tensors[twin].clone()
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+                tensors[name] = tensors[twin]
+        write_raw_tensors(partial / "model.safetensors", tensors)
 
     write_folder(target, write, mend="make room, or set engine.weights_dir to a place on another disk")
     return target

@@ -16,9 +16,10 @@ from rollover.hf.weights import INDEX_FILE, TensorInfo, read_weight_infos, weigh
 def test_a_header_gives_shape_number_format_size_and_file(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(3, 2, dtype=torch.bfloat16), "i": torch.zeros(2, dtype=torch.int64)}, file)
+    data = file.stat().st_size - 28  # where the header ends; the wider numbers come first
     assert read_weight_infos(tmp_path) == {
-        "w": TensorInfo(shape=(3, 2), dtype="bfloat16", num_bytes=12, file=file),
-        "i": TensorInfo(shape=(2,), dtype="I64", num_bytes=16, file=file),
+        "w": TensorInfo(shape=(3, 2), dtype="bfloat16", start=data + 16, num_bytes=12, file=file),
+        "i": TensorInfo(shape=(2,), dtype="I64", start=data, num_bytes=16, file=file),
     }
 
 

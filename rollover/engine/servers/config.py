@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import urlsplit
 
 from rollover.settings.changes import Changeable
@@ -76,6 +77,10 @@ class ServerConfig:
     of it their connections are closed."""
     load_timeout_s: Changeable[float] = 300.0
     """Longest wait for weights to load."""
+    read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
+    """When the digests that a server computes of its tensors are compared with the weights that it was given: `always`
+    after each load; `auto` after each load of a model up to 1 GiB, and after the first of a larger one, since it takes
+    a second per GiB, in which nothing is decoded."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. Measured on a few tokens of each server at the start, after each weight update and before one rejoins,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollover.hf.companions import write_companions
 from rollover.hf.folder import PARTIAL, write_folder
+from rollover.hf.raw_tensors import RawTensor, write_raw_tensors
 from rollover.swarm.publication.manifest import PublicationManifest
 from rollover.swarm.publication.materialise import TensorBytes
 from rollover.weights.base import Manifest, TensorSpec
@@ -94,7 +95,9 @@ class FetchedWeights:
         return folder
 
     def _fill(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
         write_companions(self.files, folder)
-        save_file(self._tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        raw = {
+            t.name: RawTensor(shape=t.shape, dtype=t.dtype, content=self.contents[t.name])
+            for t in self.publication.tensors
+        }
+        write_raw_tensors(folder / "model.safetensors", raw)

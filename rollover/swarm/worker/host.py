@@ -133,6 +133,13 @@ class EngineHost:
             cuts_logprobs=self._config.engine.declared.cuts_logprobs,
         )
 
+    @property
+    def _folders(self) -> Path:
+        """The folder of model folders, which servers on other machines must see under the same path."""
+        engine = self._config.engine
+        shared = engine.weights_dir if isinstance(engine, ServerConfig) else None
+        return Path(shared) if shared is not None else self._work / "weights"
+
     def _goes_back(self, head: Head) -> bool:
         return self.serves is not None and head.version < self.serves.version
 
@@ -163,7 +170,7 @@ class EngineHost:
         self.serves = None
         try:
             if (folder := source.folder) is None:
-                folder = await asyncio.to_thread(fetched.write_folder, self._work / "weights")
+                folder = await asyncio.to_thread(fetched.write_folder, self._folders)
             self.engine = engine = await self._open_on(folder)
             self._must_reopen = False
         except RolloverError as e:
@@ -205,7 +212,7 @@ class EngineHost:
         engine = self._config.engine
         if not isinstance(engine, ServerConfig):
             return fetched
-        folder = fetched.write_folder(self._work / "weights")
+        folder = fetched.write_folder(self._folders)
         if not engine.launch or (copy := untied(folder, self._work / "untied" / folder.name)) == folder:
             return fetched
         self._copies = [*(other for other in self._copies if other != copy), copy]

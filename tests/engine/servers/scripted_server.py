@@ -246,6 +246,10 @@ class ScriptedVLLM(ScriptedServer):
         self.reload_error: str | None = None
         self.checksums: Callable[[str], str] | None = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
         """Digest of weights; absent in a release that computes none."""
+        self.tensor = "w"
+        """The tensor that it is of."""
+        self.is_stuck = False
+        """It answers "loaded" and keeps the weights that it has."""
         self.num_workers = 2
         self.group: Meeting | None = None
         """Where its workers meet the client."""
@@ -297,14 +301,15 @@ class ScriptedVLLM(ScriptedServer):
         if self.reload_error is not None:
             self.weights = "broken"
             return Answer(500, {"error": {"message": self.reload_error}})
-        self.weights = body["kwargs"]["weights_path"]
+        if not self.is_stuck:
+            self.weights = body["kwargs"]["weights_path"]
         return Answer(body={"results": [None]})
 
     async def _post_weight_checker(self, query: dict[str, str], body: Any) -> Answer:
         assert body == {"action": "checksum"}
         if self.checksums is None:
             return Answer(404, {"detail": "Not Found"})
-        return Answer(body={"checksums": {"dp0:pp0:pcp0:tp0:w": self.checksums(self.weights)}})
+        return Answer(body={"checksums": {f"dp0:pp0:pcp0:tp0:{self.tensor}": self.checksums(self.weights)}})
 
     # -- weights through a process group ---------------------------------------------------------------------
 

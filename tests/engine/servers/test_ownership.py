@@ -8,11 +8,13 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rollover.clock import SystemClock
 from rollover.engine.servers.engine import ServerEngine
@@ -233,7 +235,43 @@ def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checks
         run(main(spoil=True))
 
 
-def test_a_release_without_checksums_is_taken_at_its_label(folder: Path) -> None:
+def digest_of(folder: str) -> str:
+    return sha256(load_file(Path(folder) / "model.safetensors")["lm_head.weight"].tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("read_back", ["auto", "never"])
+def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
+    folder: Path, tmp_path: Path, read_back: str
+) -> None:
+    new = vllm_kit.model_folder(tmp_path / "new")
+    tensors = load_file(new / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, new / "model.safetensors")
+
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.tensor, server.checksums = "lm_head.weight", digest_of
+        async with vllm_kit.opened(server, folder, read_back=read_back) as engine:
+            server.is_stuck = True
+            await engine.pause()
+            if read_back == "never":
+                await engine.load(1, FolderWeights(1, new))
+                assert all(path != "/weight_checker" for _, path, _, _ in server.log)
+                return
+            message = r"did not load weights version 1: .* holds other weights: 1 of 1 .* 'lm_head\.weight'"
+            with pytest.raises(EngineError, match=message):
+                await engine.load(1, FolderWeights(1, new))
+            await engine.resume()
+            assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {0}
+            server.is_stuck = False
+            await engine.pause()
+            await engine.load(1, FolderWeights(1, new))
+            await engine.resume()
+            assert {chunk.policy_version for chunk in await collect(engine, request("b"))} == {1}
+
+    run(main())
+
+
+def test_a_release_without_checksums_is_taken_at_its_label(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         server = ScriptedVLLM()
         server.checksums = None
@@ -245,3 +283,5 @@ def test_a_release_without_checksums_is_taken_at_its_label(folder: Path) -> None
         assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
 
     run(main())
+    (said,) = [record.getMessage() for record in caplog.records if "which weights it holds" in record.getMessage()]
+    assert said.startswith("http://one cannot show which weights it holds: it computes no checksums of them")

@@ -240,6 +240,7 @@ def test_a_lost_server_is_one_line_however_many_calls_it_had(
     async def main() -> None:
         fleet = Fleet(kind, model_folder(tmp_path / "v0"))
         await fleet.open()
+        caplog.clear()
         calls = [
             asyncio.create_task(collect(fleet.pool, request(f"r{i}", prompt_ids=(i + 1,), max_new_tokens=400)))
             for i in range(40)

@@ -5,36 +5,47 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
   hit a block that other weights have computed, whatever a reset of the cache could not free.
 * Over NCCL the weights follow one by one, in the order in which they were announced.
-* A label says what a server was told, a checksum what it has. Servers with the same number formats and the same
-  division over workers must agree to the last bit; where the divisions differ there is nothing to compare.
+* A label says what a server was told, a checksum what it has: the SHA-256 of each tensor of each worker. It is compared
+  with the folder (``read_back``), and with the other servers: those with the same number formats and the same division
+  over workers must agree to the last bit. On a CPU the weights of most matrices are packed away after a load, and have
+  no checksum any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
+from rollover.engine.servers.read_back import Confirmation, FolderDigests, HeldTensor, ReadBack
 from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
 from rollover.engine.servers.vllm.answers import Checksums, Success, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError, EngineTimeout, ModelError
+
+logger = logging.getLogger(__name__)
 
 _RESET_RETRY_S = 0.05
 _MAX_CHECKED_BYTES = 1 << 30
-"""Models up to this size are confirmed at every load, larger ones at the first alone: a server hashes a gigabyte in
-about a second, in which it decodes nothing."""
+"""Models up to this size are confirmed at every load, larger ones at the first alone, unless the config says
+otherwise: a server hashes a gigabyte in about a second, in which it decodes nothing."""
+_HASHED_AT_ONCE = 1 << 20
+"""Bytes that take less than a millisecond, for which no thread is needed."""
+_KEY = re.compile(r"(?P<replica>dp\d+:pp\d+:pcp\d+):tp(?P<part>\d+):(?P<name>.+)", re.DOTALL)
 
 
 class ChecksumRecord:
-    """The checksums of the first server to load a folder, to compare the others with. One for all servers of a
-    pool."""
+    """The checksums of the first server to load a folder, to compare the others with, and those of the folder itself.
+    One for all servers of a pool."""
 
     def __init__(self) -> None:
+        self.folders = FolderDigests()
         self._folder: Path | None = None
         self._server = ""
         self._expected: Mapping[str, str] = {}
@@ -66,8 +77,10 @@ class VLLMWeights:
         self._client = client
         self._config = config
         self._checksums = checksums
-        self._is_large = sum(info.num_bytes for info in model.weights.values()) > _MAX_CHECKED_BYTES
-        self._has_checksums = True
+        self._read_back = ReadBack(checksums.folders)
+        self._num_bytes = sum(info.num_bytes for info in model.weights.values())
+        self._is_confirmed_once = config.read_back == "auto" and self._num_bytes > _MAX_CHECKED_BYTES
+        self._has_checksums = config.read_back != "never"
         """Until the server says that it has none."""
         self._was_confirmed = False
 
@@ -121,16 +134,46 @@ class VLLMWeights:
             await asyncio.sleep(_RESET_RETRY_S)
 
     async def _confirm(self, source: Path) -> None:
-        """Compare checksums with those of the other servers; of a large model after the first load only."""
-        if not self._has_checksums or (self._is_large and self._was_confirmed):
+        """Compare the server's checksums with the folder and with the other servers."""
+        if not self._has_checksums or (self._is_confirmed_once and self._was_confirmed):
             return
         body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
         try:
             found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
         except EngineTimeout:
             raise
-        except EngineError:
-            self._has_checksums = False  # an older release, or weights that it cannot hash
+        except EngineError as e:  # an older release, or weights that it cannot hash
+            self._has_checksums = False
+            self._say_unconfirmed(f"it computes no checksums of them ({e})")
             return
         self._checksums.compare(source, repr(self._client), found.checksums)
+        if self._num_bytes <= _HASHED_AT_ONCE:
+            confirmed = self._compare(source, found.checksums)
+        else:
+            confirmed = await asyncio.to_thread(self._compare, source, found.checksums)
+        if confirmed.says_nothing and not self._was_confirmed:
+            self._say_unconfirmed("it reports checksums of none of the folder's tensors")
         self._was_confirmed = True
+
+    def _compare(self, source: Path, checksums: Mapping[str, str]) -> Confirmation:
+        try:
+            return self._read_back.check(source, dict(_places(checksums)), server=repr(self._client))
+        except ModelError as e:
+            raise EngineError(f"{self._client}: its weights cannot be compared with those it was given: {e}") from e
+
+    def _say_unconfirmed(self, why: str) -> None:
+        logger.warning(
+            "%s cannot show which weights it holds: %s; the log-prob check alone can tell", self._client, why
+        )
+
+
+def _places(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
+    """Yield the tensor that each checksum is of."""
+    parsed = {key: _KEY.fullmatch(key) for key in checksums}
+    num_parts = 1 + max((int(m["part"]) for m in parsed.values() if m is not None), default=0)
+    for key, match in parsed.items():
+        if match is not None:
+            place = HeldTensor(
+                name=match["name"], part=int(match["part"]), num_parts=num_parts, replica=match["replica"]
+            )
+            yield place, checksums[key]

@@ -1,0 +1,73 @@
+"""Tensors of safetensors files as bytes, read and written without torch.
+
+Bytes are little-endian and row by row. A file is mapped into memory: what nobody looks at is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollover.errors import ModelError
+from rollover.hf.weights import DTYPES, read_weight_infos
+
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawTensor:
+    """The bytes of a tensor, which nobody writes into.
+
+    Example: ``RawTensor(shape=(896,), dtype="bfloat16", content=np.zeros(1792, np.uint8))``
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
+    content: NDArray[np.uint8]
+
+
+def read_raw_tensors(folder: Path) -> dict[str, RawTensor]:
+    """Map every tensor of a folder's safetensors files, by name. Raises ``ModelError`` when they cannot be read."""
+    tensors, files = {}, dict[Path, NDArray[np.uint8]]()
+    for name, info in read_weight_infos(folder).items():
+        try:
+            if info.file not in files:
+                files[info.file] = np.memmap(info.file, dtype=np.uint8, mode="r")
+            content = files[info.file][info.start : info.start + info.num_bytes]
+        except (OSError, ValueError) as e:
+            raise ModelError(f"{info.file} cannot be read: {e}") from e
+        if content.nbytes != info.num_bytes:
+            raise ModelError(f"{info.file} ends before its tensor {name!r} does")
+        tensors[name] = RawTensor(shape=info.shape, dtype=info.dtype, content=content)
+    return tensors
+
+
+def write_raw_tensors(file: Path, tensors: Mapping[str, RawTensor]) -> None:
+    """Write a safetensors file, which transformers reads as one of torch's."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    # The widest numbers first, so that each tensor begins at a multiple of the width of its numbers.
+    ordered = sorted(tensors.items(), key=lambda named: (-_width(named[1]), named[0]))
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.content.nbytes
+        dtype = _WORDS.get(tensor.dtype, tensor.dtype)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            stream.write(tensor.content.data)
+
+
+def _width(tensor: RawTensor) -> int:
+    """Return the bytes of one number."""
+    num_elements = int(np.prod(tensor.shape, dtype=np.int64))
+    return tensor.content.nbytes // num_elements if num_elements else 1

@@ -196,6 +196,15 @@ class CallPlacement(Protocol):
         """Have ``listener`` called whenever a sample that was to wait may be placed."""
         ...
 
+    def on_distrust(self, listener: Callable[[str], None]) -> None:
+        """Have ``listener`` called with the name of each member that is found not to sample as it says, at any time:
+        what it has sampled is not to be trained."""
+        ...
+
     def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
         """Say that the first so many tokens of these samples, by sample key, are written down."""
+        ...
+
+    def run_ended(self) -> None:
+        """Say that the run is over: no call will come any more, and members need not come back."""
         ...

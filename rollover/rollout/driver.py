@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Protocol
@@ -149,9 +149,14 @@ class RolloutDriver:
         self._retries = Retries(limits.max_retries)
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
+        self._unwritten_tokens: dict[SampleId, int] = {}
+        """How many tokens a sample has with its segments among them."""
+        self._distrusted: list[str] = []
+        """Members whose tokens have yet to be dropped."""
         self._placement = placement
         if placement is not None:
             placement.on_change(self._act_soon)
+            placement.on_distrust(self.distrust)
 
     # -- what the loop calls ---------------------------------------------------------------------------------
 
@@ -173,7 +178,10 @@ class RolloutDriver:
                 self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
-        await self._until(self._can_consume)
+        await self._until(lambda: bool(self._distrusted) or self._can_consume())
+        while self._distrusted:
+            await self.drop_tokens_of(self._distrusted.pop(), lambda: None)
+            await self._until(lambda: bool(self._distrusted) or self._can_consume())
         if self._broken is not None:
             raise self._broken
         self._batch_is_due = False
@@ -210,6 +218,9 @@ class RolloutDriver:
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
                 await self._abort_running()
+                for name in self._distrusted:
+                    self._scheduler.drop_tokens_of(name, self._clock.now_s(), since=0)
+                self._distrusted.clear()
         finally:
             pending = [*self._tasks.values(), *self._scoring.values()]
             if pending:
@@ -218,19 +229,18 @@ class RolloutDriver:
                 await asyncio.wait(pending, timeout=self._limits.abort_timeout_s)
             self.flush()
 
+    def run_ended(self) -> None:
+        """Let the members of the engine go: the run is over."""
+        if self._placement is not None:
+            self._placement.run_ended()
+
     def flush(self) -> None:
         """Make every event so far durable."""
         if self._unwritten and self._journal is not None:
             self._journal.append(self._unwritten)  # a failure keeps them: the journal has no holes
-            written, self._unwritten = self._unwritten, []
+            tokens, self._unwritten, self._unwritten_tokens = self._unwritten_tokens, [], {}
             if self._placement is not None:
-                self._placement.journaled(self._durable(written))
-
-    def _durable(self, written: Sequence[Event]) -> Iterator[tuple[str, int]]:
-        """Yield how many tokens of each sample with a segment among ``written`` the journal has now, by sample key."""
-        for sample_id in {event.sample_id for event in written if isinstance(event, SegmentEnded)}:
-            if sample_id.group in self.ledger.groups:
-                yield sample_key(sample_id), self.ledger.sample(sample_id).num_tokens
+                self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
 
     def record(self, event: Event) -> None:
         """Enter an event of the loop (a saved checkpoint) and make it durable."""
@@ -259,6 +269,12 @@ class RolloutDriver:
                 case ConsumeBatch():
                     self._batch_is_due = True
                     self._changed.set()
+
+    def distrust(self, name: str) -> None:
+        """See to it that no token of a member of the engine is handed out from now on, where none is open with it any
+        more. May be called at any time."""
+        self._distrusted.append(name)
+        self._changed.set()
 
     def _act_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._act)
@@ -422,6 +438,8 @@ class RolloutDriver:
             if not self._unwritten:
                 asyncio.get_running_loop().call_soon(self._flush_later)
             self._unwritten.append(event)
+            if isinstance(event, SegmentEnded):  # its group may be gone from the ledger when it is written
+                self._unwritten_tokens[event.sample_id] = self.ledger.sample(event.sample_id).num_tokens
         self._observer(event)
 
     def _flush_later(self) -> None:

@@ -33,6 +33,7 @@ from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
+from rollover.swarm.config import SwarmConfig
 from rollover.types import Drift
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class Trust:
         """Mean distance of log-probs in nats that is taken for rounding."""
         self._remedy = "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
         """What a user can do about an engine beyond the tolerance."""
+        if isinstance(config.engine, SwarmConfig):
+            self._remedy = (
+                f"whoever runs this worker must see to it that it computes in {number_format} and without quantisation"
+                " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that nobody else"
+                " loads weights into its engine; it can then join again with a token of another name"
+            )
         if isinstance(config.engine, ServerConfig):
             self._remedy = (
                 f"it must serve this run's model with --dtype {number_format}, without quantisation, and no other run"

@@ -44,6 +44,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             await interrupt.unless(_evaluate_when_due(session))
         await session.driver.stop()
         session.checkpoints.save()
+        if session.version >= session.config.steps:
+            session.driver.run_ended()
 
 
 async def _train(session: Session, batch: Batch) -> TrainedStep:

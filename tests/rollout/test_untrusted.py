@@ -92,3 +92,44 @@ def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
         await with_stop(rig, asyncio.sleep(0))
 
     run(work())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("while_training", [True, False])
+def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(name: str, while_training: bool) -> None:
+    async def work() -> None:
+        rig = make_two(name)
+        before = await rig.train(2, train_s=2.0)
+        assert any(s.engine == "b" for b in before.values() for t in b.trajectories for s in t.segments)
+
+        def find_out() -> None:
+            rig.engine.has_b = False  # type: ignore[attr-defined]
+            rig.driver.distrust("b")
+
+        if while_training:
+            find_out()
+        else:
+            asyncio.get_running_loop().call_later(0.5, find_out)
+        step = rig.ledger.next_step
+        later = await with_stop(rig, rig.train(6, train_s=2.0))
+        assert_trainable(before | later, rig)
+        first_clean = step if while_training else step + 1  # one may have been handed out before
+        for batch in later.values():
+            if batch.step >= first_clean:
+                assert all(s.engine != "b" for t in batch.trajectories for s in t.segments if s.token_ids)
+        drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
+        assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
+
+    run(work())
+
+
+def test_what_a_member_found_out_at_the_end_has_sampled_does_not_wait_for_the_next_start() -> None:
+    async def work() -> None:
+        rig = make_two("april")
+        await rig.train(2, train_s=2.0)
+        assert versions_of("b", rig.ledger)
+        rig.driver.distrust("b")
+        await with_stop(rig, asyncio.sleep(0))
+        assert not versions_of("b", rig.ledger) and rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] > 0
+
+    run(work())

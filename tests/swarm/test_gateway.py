@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import websockets
+from msgspec import structs
 
 from rollover.clock import SystemClock
 from rollover.engine.base import Chunk
@@ -22,7 +23,7 @@ from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Welcome, decode_down, encode
+from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Goodbye, Welcome, decode_down, encode
 from rollover.types import FinishReason
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
 
@@ -40,11 +41,20 @@ def run(law: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
+async def swarm(
+    folder: Path, *, is_member: Callable[[str], bool] = lambda name: True, **changes: Any
+) -> AsyncIterator[SwarmEngine]:
     config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=config.mode == "pull", checks=False)
-    engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")
+    engine = SwarmEngine(
+        config,
+        hub,
+        lambda version, source: head(version),
+        SystemClock(),
+        number_format="float32",
+        is_member=is_member,
+    )
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
     engine.gateway = Gateway(config, engine, member_of=lambda header: names.get(header or ""), blobs=folder)
@@ -224,6 +234,70 @@ def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:
             assert (await http.get(base + DIGEST)).status_code == 401
             for name in ("0" * 64, "..%2f" + DIGEST, DIGEST.upper()):
                 assert (await http.get(base + name, headers=member)).status_code == 404
+
+    run(law)
+
+
+def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            told: list[str] = []
+            engine.on_distrust(told.append)
+            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.hear()
+            await wire.decode("g0.0#0.", 10)
+            engine.coordinator.published(head(1))  # it is told of a version, and claims it before it has it
+            wire.worker.decode("g0.0#0.", 10)
+            for piece in wire.worker.send("g0.0#0."):
+                await wire.say(structs.replace(piece, version=1))
+            bye = await wire.hear()
+            assert isinstance(bye, Goodbye) and bye.is_final
+            assert "tokens of version 1, which it was not confirmed to serve" in bye.reason
+            with pytest.raises(EngineError, match="a is not trusted any more"):
+                await call
+            assert told == ["a"]
+            async with dial(engine, "a") as socket:
+                await socket.send(encode(0, wire.worker.hello()))
+                again = decode_down(await socket.recv()).message
+                assert isinstance(again, Goodbye) and again.is_final
+
+    run(law)
+
+
+def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(tmp_path: Path) -> None:
+    async def law() -> None:
+        valid = {"a"}
+        async with swarm(tmp_path, is_member=valid.__contains__, lease_s=600.0) as engine:
+            told: list[str] = []
+            engine.on_distrust(told.append)
+            async with joined(engine, ModelWorker("a")) as wire:
+                call = asyncio.create_task(collect(engine, "g0.0"))
+                await wire.hear()
+                before_s = asyncio.get_running_loop().time()
+                valid.clear()
+                bye = await wire.hear()
+                assert asyncio.get_running_loop().time() - before_s < 5.0
+                assert isinstance(bye, Goodbye) and bye.is_final and bye.reason == "the token of 'a' was revoked"
+                with pytest.raises(EngineError, match="was revoked"):
+                    await call
+            assert not told
+            valid.add("a")  # a token that was made out anew
+            async with joined(engine, ModelWorker("a")):
+                pass
+
+    run(law)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_only_the_end_of_the_run_lets_workers_go_for_good(tmp_path: Path, is_over: bool) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            if is_over:
+                engine.run_ended()
+            closing = asyncio.create_task(engine.close())
+            bye = await wire.hear()
+            assert isinstance(bye, Goodbye) and (bye.is_final, bye.has_ended) == (is_over, is_over)
+            await closing
 
     run(law)
 

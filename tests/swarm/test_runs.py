@@ -130,6 +130,11 @@ def test_pull_mode_is_the_co_located_run_token_for_token_with_any_number_of_work
         for name in ("a", "b"):
             it.join(name)
         it.finish()
+        for name in ("a", "b"):
+            assert it.processes[name].wait(DEADLINE_S) == 0, it.logs()
+            assert "left the swarm: the run has ended" in (experiment / f"{name}.log").read_text()
+        workers = StatusFile(it.run / "swarm" / "status.json").read().workers
+        assert {(w.state, w.num_held) for w in workers} == {("away", 0)}
     assert tokens(it.run) == tokens(experiment / "alone")
     ours, theirs = (load(runs.weights(run, 3)) for run in (it.run, experiment / "alone"))
     for name, tensor in theirs.items():  # log-probs are rounded by what is decoded beside them

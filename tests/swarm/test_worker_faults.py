@@ -353,6 +353,19 @@ def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(tmp_path: Path
     run(main())
 
 
+def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
+            assert bench.running is not None
+            await bench.running
+        assert bench.lines[-1] == "left the swarm: the run has ended"
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("status", "text", "message"),
     [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
+from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
@@ -14,6 +16,11 @@ from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.effects import Effect
 
 logger = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_S = 300.0
+"""How long a member may take to answer a check: its few tokens wait behind what it decodes already."""
+AGAIN_S = 30.0
+"""Time after which a member that has not answered is asked again."""
 
 
 class DirectedEngine(Engine, Protocol):
@@ -25,6 +32,8 @@ class DirectedEngine(Engine, Protocol):
 class MemberChecks:
     """Runs the checks that the coordinator asks for and tells it how they ended.
 
+    A member that does not answer is asked again, and its ``last_error`` says so; it gets no call meanwhile.
+
     Args:
         swarm: decodes the few tokens of a check.
         perform: carries out effects.
@@ -33,9 +42,13 @@ class MemberChecks:
     """
 
     def __init__(
-        self, swarm: DirectedEngine, coordinator: Coordinator, perform: Callable[[Iterable[Effect]], None]
+        self,
+        swarm: DirectedEngine,
+        coordinator: Coordinator,
+        perform: Callable[[Iterable[Effect]], None],
+        clock: Clock,
     ) -> None:
-        self._swarm, self._coordinator, self._perform = swarm, coordinator, perform
+        self._swarm, self._coordinator, self._perform, self._clock = swarm, coordinator, perform, clock
         self._check: LogprobCheck | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -63,15 +76,26 @@ class MemberChecks:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def _run(self, check: LogprobCheck, name: str, version: int) -> None:
-        try:
-            await check(OneMember(self._swarm, name), version)
-        except EngineMismatch as e:
-            logger.warning("%s is sent away: %s", name, e)
-            self._perform(self._coordinator.distrust(name, str(e)))
-        except EngineError as e:  # it was lost, or nothing is known yet to compare it with
-            self._coordinator.members[name].last_error = str(e)
-        else:
-            self._perform(self._coordinator.checked(name, version))
+        member = self._coordinator.members[name]
+        for attempt in itertools.count(1):
+            try:
+                async with asyncio.timeout(CHECK_TIMEOUT_S):
+                    await check(OneMember(self._swarm, name), version)
+            except EngineMismatch as e:
+                self._perform(self._coordinator.distrust(name, str(e)))
+                return
+            except EngineError as e:  # it was lost, or nothing is known yet to compare it with
+                problem = str(e)
+            except TimeoutError:
+                problem = f"{name} has not answered within {CHECK_TIMEOUT_S:g} s"
+            else:
+                self._perform(self._coordinator.checked(name, version))
+                return
+            if member.version != version:
+                return  # it is gone, or serves other weights by now: these are checked when it says so
+            member.last_error = f"log-prob check of version {version}, attempt {attempt}: {problem}"
+            logger.warning("%s gets no call: %s", name, member.last_error)
+            await self._clock.sleep(AGAIN_S)
 
 
 class OneMember:

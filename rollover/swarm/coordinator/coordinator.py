@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.dispatch import Candidate, Work, choose, drain_s
-from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send, SentAway
 from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.remaining import RemainingTokens
 from rollover.swarm.coordinator.swarm_call import SwarmCall, checked_piece
@@ -117,7 +117,7 @@ class Coordinator:
             self._leases[member.lease] = member
             return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         self._leases[member.lease] = member
-        member.is_connected, member.heard_s = True, now_s
+        member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.ready = member.version = member.checked_version = None
         effects.append(Send(member.lease, self._welcome(member)))
         return effects + self._take_up(member, hello)
@@ -314,7 +314,16 @@ class Coordinator:
         self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
         lease = member.lease
         bye = self._goodbye(lease, f"{name!r} is not trusted any more: {reason}", is_final=True) if lease else []
-        return [*bye, *self._ended(member, f"{name} is not trusted any more: {reason}")]
+        return [*bye, SentAway(name, reason), *self._ended(member, f"{name} is not trusted any more: {reason}")]
+
+    def revoked(self, name: str) -> list[Effect]:
+        """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""
+        member = self.members.get(name)
+        if member is None or member.is_revoked or not member.lease:
+            return []
+        member.is_revoked = True
+        reason = f"the token of {name!r} was revoked"
+        return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
 
     # -- calls ------------------------------------------------------------------------------------------------
 

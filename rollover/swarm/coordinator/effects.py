@@ -64,6 +64,17 @@ class CheckLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SentAway:
+    """A member is not trusted any more: what it has sampled and nobody has trained yet is not to be trained.
+
+    Example: ``SentAway("laptop", "token 70000, where the vocabulary has 50257")``
+    """
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """Members, versions or room have changed: calls that could not be placed may be now.
 
@@ -73,4 +84,4 @@ class Changed:
     what: str
 
 
-Effect = Send | Close | Deliver | Fail | CheckLogprobs | Changed
+Effect = Send | Close | Deliver | Fail | CheckLogprobs | SentAway | Changed

@@ -12,6 +12,7 @@ task                  waits for                 is unblocked by
 ``generate``          its next chunk            tokens; its member's lease ended; an abort
 ``abort``             the calls' ends           their last tokens; ``abort_timeout_s``, then they are cut off
 ``_keep``             the next end of a lease   time
+``_watch_tokens``     the next look at them     time
 gateway               connections, frames       workers
 ====================  ========================  ==============================================================
 
@@ -33,7 +34,7 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.checks import MemberChecks
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send, SentAway
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
 from rollover.swarm.coordinator.status import StatusFile, swarm_status
 from rollover.swarm.coordinator.transport import Connection, Transport
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _PROMISE_S = 60.0
 """How long a place is kept for a call that was announced."""
+_REVOCATION_S = 0.25
+"""How soon the worker of a revoked token is sent away."""
 
 
 Publish = Callable[[int, WeightSource], Head]
@@ -88,10 +91,13 @@ class SwarmEngine:
         self._check_source = check_source
         self._connections = Connections()
         self._outlets = Outlets()
-        self._checks = MemberChecks(self, coordinator, self._perform)
+        self._checks = MemberChecks(self, coordinator, self._perform, clock)
         self._listeners: list[Callable[[], None]] = []
-        self._expiring: asyncio.Task[None] | None = None
+        self._distrust_listeners: list[Callable[[str], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
+        self._has_ended = False
+        """The run is over, not only this process of it."""
 
     def __repr__(self) -> str:
         members = self.coordinator.members.values()
@@ -110,8 +116,8 @@ class SwarmEngine:
 
     async def start(self) -> None:
         """Let workers dial in, and end leases in time."""
-        if self._expiring is None:
-            self._expiring = asyncio.create_task(self._keep())
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._watch_tokens())]
             if self.gateway is not None:
                 await self.gateway.serve()
 
@@ -122,12 +128,15 @@ class SwarmEngine:
         self._flow()
         self._perform(self.coordinator.cut(self._outlets.ids))
         await self._checks.close()
-        if self._expiring is not None:
-            self._expiring.cancel()
-            await asyncio.gather(self._expiring, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.gateway is not None:
-            self._connections.say_goodbye(Goodbye(reason="the run has ended or was stopped", is_final=False))
+            stopped = Goodbye(reason="the run was stopped; it may go on later", is_final=False)
+            ended = Goodbye(reason="the run has ended", is_final=True, has_ended=True)
+            self._connections.say_goodbye(ended if self._has_ended else stopped)
             await self.gateway.close()
+            self._write_status()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -246,6 +255,17 @@ class SwarmEngine:
         """Have ``listener`` called whenever a call that could not be placed may be now."""
         self._listeners.append(listener)
 
+    def on_distrust(self, listener: Callable[[str], None]) -> None:
+        """See ``CallPlacement.on_distrust``. Members that ``distrust`` sends away are not among them: its caller
+        knows."""
+        self._distrust_listeners.append(listener)
+
+    def run_ended(self) -> None:
+        """Have ``close`` say to the workers that they need not come back."""
+        self._has_ended = True
+        for member in self.coordinator.members.values():
+            member.num_held = 0  # what they hold is of no use to anybody
+
     def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
         """The caller has written down the first so many tokens of these samples, by sample key."""
         for sample_key, num_tokens in tokens:
@@ -267,17 +287,25 @@ class SwarmEngine:
         self._connections.forget(lease)
         self._perform(self.coordinator.disconnected(lease, self._clock.now_s()))
 
+    async def _watch_tokens(self) -> None:
+        """Send away those whose token was revoked."""
+        while True:
+            for name, member in list(self.coordinator.members.items()):
+                if member.lease and not self._is_member(name):
+                    self._perform(self.coordinator.revoked(name))
+            await self._clock.sleep(_REVOCATION_S)
+
+    def _write_status(self) -> None:
+        if self._status is not None:
+            self._status.write(swarm_status(self.coordinator, self.url))
+
     async def _keep(self) -> None:
-        """End leases in time, send away those whose token was revoked, and say how things are."""
+        """End leases in time, and say how things are."""
         while True:
             self._perform(self.coordinator.expire(self._clock.now_s()))
             for listener in self._listeners:  # time alone may change who should get a call
                 listener()
-            for name, member in self.coordinator.members.items():
-                if member.is_connected and not self._is_member(name):
-                    self._perform(self.coordinator.distrust(name, "its token was revoked"))
-            if self._status is not None:
-                self._status.write(swarm_status(self.coordinator, self.url))
+            self._write_status()
             await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
     # -- which members sample what they say -------------------------------------------------------------------
@@ -297,7 +325,8 @@ class SwarmEngine:
 
     def distrust(self, name: str, reason: str) -> None:
         """Send a member away for good. Raises ``EngineMismatch`` when no other is left."""
-        self._perform(self.coordinator.distrust(name, reason))
+        effects = self.coordinator.distrust(name, reason)
+        self._perform(effect for effect in effects if not isinstance(effect, SentAway))
         members = self.coordinator.members.values()
         if members and all(member.distrust for member in members):
             reasons = "; ".join(f"{member.name}: {member.distrust}" for member in members)
@@ -319,6 +348,10 @@ class SwarmEngine:
                     self._outlets.fail(call_id, reason)
                 case CheckLogprobs(name, version):
                     self._checks.begin(name, version)
+                case SentAway(name, reason):
+                    logger.warning("%s is sent away: %s", name, reason)
+                    for tell in self._distrust_listeners:
+                        tell(name)
                 case Changed(what):
                     logger.info("%s", what)
                     changed = True

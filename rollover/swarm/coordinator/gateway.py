@@ -176,5 +176,5 @@ class _Server(uvicorn.Server):
 
 
 def _unauthorized() -> Response:
-    text = "the worker's token is not one of this run, or was revoked\n"
+    text = "it is not one of this run, or was revoked\n"
     return PlainTextResponse(text, status_code=401, headers={"www-authenticate": "Bearer"})

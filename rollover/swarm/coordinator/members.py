@@ -61,6 +61,8 @@ class SwarmMember:
     num_decoded: int = 0
     distrust: str = ""
     """Why it gets no call any more."""
+    is_revoked: bool = False
+    """Its token was revoked; one that is made out anew for the same name may join again."""
     last_error: str = ""
 
     @property

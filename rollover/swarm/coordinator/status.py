@@ -70,7 +70,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
     for name, member in sorted(coordinator.members.items()):
         serving = member.serves(checked=coordinator.checks)
         state = (
-            "sent away" if member.distrust else
+            "sent away" if member.distrust or member.is_revoked else
             "ready" if serving is not None else
             "loading" if member.is_connected else
             "away"

@@ -293,6 +293,8 @@ class Goodbye(_Message, frozen=True, kw_only=True):
     reason: str
     is_final: bool
     """There is no use in coming back: the worker exits with code 2. Otherwise it tries again."""
+    has_ended: bool = False
+    """The run is over: the worker exits with code 0."""
 
 
 FromCoordinator = Welcome | Head | Assign | Adopt | Abort | Ack | Release | Beat | Goodbye

@@ -48,6 +48,10 @@ class Disconnected(EngineError):
     """There is no connection now; the next attempt may succeed."""
 
 
+class RunEnded(EngineError):
+    """The run is over, and nobody needs this worker any more."""
+
+
 class FrameLink(Protocol):
     """Carries frames to a coordinator and back, in order, until it ends; then every call raises ``Disconnected``.
 
@@ -80,8 +84,8 @@ class CoordinatorConnection:
         await self._link.send(encode(self._lease, message))
 
     async def receive(self) -> FromCoordinator:
-        """Return the next message. Raises ``Disconnected``, also for what the protocol does not allow, and ``Refused``
-        when the coordinator says goodbye for good."""
+        """Return the next message. Raises ``Disconnected``, also for what the protocol does not allow, ``Refused`` when
+        the coordinator says goodbye for good, and ``RunEnded``."""
         frame = await self._link.receive()
         try:
             envelope = decode_down(frame)
@@ -187,8 +191,7 @@ def _not_opened(
         said = redacted_text(f": {body}") if body else ""
         if status in _REFUSALS:
             return Refused(
-                f"{address} refuses the token of {token.name!r} (HTTP {status}){said}; it may have been revoked, or"
-                " made out by another coordinator: ask for a new one"
+                f"{address} refuses the token of {token.name!r} (HTTP {status}){said}; ask its owner for a new one"
             )
         if status == _OTHER_PROTOCOL:
             return Refused(f"{address} does not speak this worker's protocol{said}; {_SAME_VERSION}")
@@ -214,6 +217,8 @@ def _closed(address: CoordinatorAddress, error: Exception) -> str:
 
 def _goodbye(where: object, goodbye: Goodbye) -> EngineError:
     reason = redacted_text(goodbye.reason[:_MAX_REASON])
+    if goodbye.has_ended:
+        return RunEnded(reason)
     if goodbye.is_final:
         return Refused(f"{where} does not want this worker: {reason}")
     return Disconnected(f"{where} ended the connection: {reason}")

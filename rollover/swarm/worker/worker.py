@@ -29,7 +29,7 @@ from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, open_connection
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, RunEnded, open_connection
 from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.greeting import Since, greet, since
 from rollover.swarm.worker.held import HeldCalls
@@ -54,8 +54,8 @@ class SwarmWorker:
         work: a folder of the worker's own.
         software: its name and version, for the coordinator.
 
-    Example: ``await worker.run()`` returns after ``worker.stop("stopped by its user")``, and raises ``Refused`` when
-    the coordinator does not want it.
+    Example: ``await worker.run()`` returns after ``worker.stop("stopped by its user")`` or at the end of the run, and
+    raises ``Refused`` when the coordinator does not want it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SwarmWorker:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until stopped.
+        """Serve until stopped, or until the run has ended.
 
         Raises:
             Refused: the coordinator does not want this worker.
@@ -144,6 +144,9 @@ class SwarmWorker:
             try:
                 await self._unless_stopped(self._connect())
                 num_failures = 0
+            except RunEnded as e:
+                self._say(f"left the swarm: {e}")
+                return
             except Disconnected as e:
                 num_failures = 1 if self._was_member else num_failures + 1
                 if self._stopping.is_set():

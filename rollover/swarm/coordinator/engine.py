@@ -135,8 +135,9 @@ class SwarmEngine:
             stopped = Goodbye(reason="the run was stopped; it may go on later", is_final=False)
             ended = Goodbye(reason="the run has ended", is_final=True, has_ended=True)
             self._connections.say_goodbye(ended if self._has_ended else stopped)
+            url = self.url
             await self.gateway.close()
-            self._write_status()
+            self._write_status(url)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -295,9 +296,9 @@ class SwarmEngine:
                     self._perform(self.coordinator.revoked(name))
             await self._clock.sleep(_REVOCATION_S)
 
-    def _write_status(self) -> None:
+    def _write_status(self, url: str) -> None:
         if self._status is not None:
-            self._status.write(swarm_status(self.coordinator, self.url))
+            self._status.write(swarm_status(self.coordinator, url))
 
     async def _keep(self) -> None:
         """End leases in time, and say how things are."""
@@ -305,7 +306,7 @@ class SwarmEngine:
             self._perform(self.coordinator.expire(self._clock.now_s()))
             for listener in self._listeners:  # time alone may change who should get a call
                 listener()
-            self._write_status()
+            self._write_status(self.url)
             await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
     # -- which members sample what they say -------------------------------------------------------------------

@@ -49,7 +49,6 @@ from rollover.types import FinishReason
 NUM_SERVED = 64
 """Versions of a member that are remembered."""
 
-
 _TWICE = "another process has joined with the token of {!r}, and took its place: each worker needs a token of its own"
 
 
@@ -113,7 +112,7 @@ class Coordinator:
         self._leases.pop(member.lease, None)
         self.last_lease += 1
         member.lease = self.last_lease
-        if refusal := self._refusal(member, hello):
+        if refusal := member.refusal(hello):
             self._leases[member.lease] = member
             return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         self._leases[member.lease] = member
@@ -121,12 +120,6 @@ class Coordinator:
         member.ready = member.version = member.checked_version = None
         effects.append(Send(member.lease, self._welcome(member)))
         return effects + self._take_up(member, hello)
-
-    def _refusal(self, member: SwarmMember, hello: Hello) -> str:
-        if PROTOCOL not in hello.protocols:
-            spoken = ", ".join(map(str, hello.protocols)) or "none"
-            return f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}"
-        return f"{member.name!r} is not trusted any more: {member.distrust}" if member.distrust else ""
 
     def _welcome(self, member: SwarmMember) -> Welcome:
         return Welcome(
@@ -312,9 +305,9 @@ class Coordinator:
             return []
         member.distrust = reason
         self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
-        lease = member.lease
-        bye = self._goodbye(lease, f"{name!r} is not trusted any more: {reason}", is_final=True) if lease else []
-        return [*bye, SentAway(name, reason), *self._ended(member, f"{name} is not trusted any more: {reason}")]
+        said = f"{name} is not trusted any more: {reason}"
+        bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
+        return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
     def revoked(self, name: str) -> list[Effect]:
         """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from rollover.swarm.coordinator.dispatch import Candidate
-from rollover.swarm.wire.messages import HeldCall, Ready
+from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready
 
 _SMOOTHING = 0.3
 """Weight of the newest measurement of a member's speed."""
@@ -64,6 +64,13 @@ class SwarmMember:
     is_revoked: bool = False
     """Its token was revoked; one that is made out anew for the same name may join again."""
     last_error: str = ""
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a worker that says this of itself is refused; empty when it is not."""
+        if PROTOCOL not in hello.protocols:
+            spoken = ", ".join(map(str, hello.protocols)) or "none"
+            return f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}"
+        return f"{self.name!r} is not trusted any more: {self.distrust}" if self.distrust else ""
 
     @property
     def num_running(self) -> int:

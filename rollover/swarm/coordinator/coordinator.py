@@ -311,8 +311,7 @@ class Coordinator:
 
     def revoked(self, name: str) -> list[Effect]:
         """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""
-        member = self.members.get(name)
-        if member is None or member.is_revoked or not member.lease:
+        if (member := self.members.get(name)) is None or not member.lease:
             return []
         member.is_revoked = True
         reason = f"the token of {name!r} was revoked"

@@ -86,6 +86,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "report": ("plotly", "tensorboard"),
     "plan": ("scipy", "huggingface_hub"),
     "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
+    "lora": ("peft",),
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

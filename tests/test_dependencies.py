@@ -56,6 +56,6 @@ def test_the_message_about_a_missing_module_names_the_extra_that_brings_it() -> 
     assert {*EXTRAS, "all", "test", "docs", "dev"} == {*PROJECT["optional-dependencies"]}
 
 
-def test_all_holds_what_the_five_parts_need() -> None:
+def test_all_holds_what_the_six_parts_need() -> None:
     (everything,) = map(Requirement, PROJECT["optional-dependencies"]["all"])
-    assert everything.extras == {"train", "tasks", "report", "plan", "swarm"}
+    assert everything.extras == {"train", "tasks", "report", "plan", "swarm", "lora"}

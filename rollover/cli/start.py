@@ -76,16 +76,17 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's config with its newest checkpoint as the model."""
-    from rollover.errors import RunError
+    """Return the run's config with its newest checkpoint as the model; adapters are merged for it once."""
     from rollover.run import directory
-    from rollover.trainer.checkpoint import latest_checkpoint
+    from rollover.run.export import export, find_checkpoint, holds_adapters
 
-    checkpoint = latest_checkpoint(run / "checkpoints")
-    if checkpoint is None:
-        raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
-    model = ["--model.path", str(checkpoint), "--model.scratch", "none", "--sft", "none"]
-    return directory.derived_config(run, [*model, *overrides])
+    model = checkpoint = find_checkpoint(run)
+    if holds_adapters(checkpoint):
+        model = run / "merged" / checkpoint.name
+        if not model.is_dir():
+            export(run, model)
+    path = ["--model.path", str(model), "--model.scratch", "none", "--sft", "none"]
+    return directory.derived_config(run, [*path, *overrides])
 
 
 def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:

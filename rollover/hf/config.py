@@ -23,6 +23,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder if folder.is_file() else folder / "config.json"
     if not folder.exists():
         raise ModelError(f"model folder {str(folder)!r} does not exist")
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(folder)!r} holds adapters, which are no model by themselves: rollover export RUN FOLDER merges those"
+            " of a run into its model"
+        )
     if not path.is_file():
         raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
     try:

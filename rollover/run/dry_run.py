@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.algorithms.config import resolve
+from rollover.errors import require
 from rollover.run.config import RunConfig, check_context
 
 
@@ -35,6 +36,9 @@ def dry_run(config: RunConfig) -> list[str]:
         f"strategy {r.strategy.kind}: {r.strategy.describe(r)}, staleness at most {r.staleness_bound} versions",
         f"algorithm {config.algorithm.name}; log-probs at temperature {r.temperature}",
     ]
+    if (lora := config.trainer.lora) is not None:
+        require("peft", purpose="[trainer.lora]")
+        lines.append(f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}; the model's own weights stay")
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
     if r.strategy.sorts_by_length and resolve(config.algorithm).advantage == "whitened":

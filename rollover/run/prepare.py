@@ -60,7 +60,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
 
 def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
     """Check that ``folder`` holds the model that the run began with; a run that begins records it. Once there is a
-    checkpoint, the weights in it are needed for the algorithm's reference only.
+    checkpoint, the weights in it are needed for the algorithm's reference and beside adapters only.
 
     Raises ``ModelError`` naming what is different.
     """

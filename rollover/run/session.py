@@ -85,7 +85,8 @@ async def open_session(
         resuming = run.journal.exists()
         run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
         folder = initial_policy(config, run.model, progress, metrics)
-        check_model(run, folder, needs_weights=checkpoint is None or algorithm.needs_ref)
+        needs_base = algorithm.needs_ref or config.trainer.lora is not None
+        check_model(run, folder, needs_weights=checkpoint is None or needs_base)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         trainer = _open_trainer(config, folder, checkpoint, progress)

@@ -173,7 +173,7 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
     generators = {n: tensors.pop(n) for n in list(tensors) if n.split("/")[0].endswith("_generator")}
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if tensors:
         _check_moments(path, tensors, parameters)
         for name, parameter in parameters.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
@@ -70,6 +70,32 @@ class StepConfig:
                 raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""All matrices of the layers that are supported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the matrices of the model stay as they are, in the number format of
+    its folder, and products of two thin matrices are trained beside them. Needs `rollover[lora]`.
+
+    Example: rank 16 beside a matrix of 4096 x 4096 trains 131,072 values instead of 16.8 million.
+    """
+
+    rank: int = 16
+    """The inner dimension of each product."""
+    alpha: float = 32.0
+    """Products are scaled by ``alpha / rank``."""
+    targets: tuple[str, ...] = LORA_TARGETS
+    """The matrices that get one, by the last part of their names. All of the layers when left out: adapters beside
+    attention alone learn less."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "rank", self.rank, "at least 1")
+        _require(self.alpha > 0, "alpha", self.alpha, "above 0")
+        _require(len(self.targets) > 0, "targets", list(self.targets), "one matrix at least")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig(StepConfig):
     """The policy-gradient trainer."""
@@ -77,6 +103,8 @@ class TrainerConfig(StepConfig):
     mini_batches: int = 1
     """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the
     start of the batch, so the clip bounds the movement of the whole step."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the model's own weights."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
@@ -85,7 +113,8 @@ class TrainerConfig(StepConfig):
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
         hints = get_type_hints(type(self), include_extras=True)
-        return {f.name: getattr(self, f.name) for f in fields(self) if said_by(hints[f.name]) is None}
+        kept = {f.name for f in fields(self) if said_by(hints[f.name]) is None}
+        return {name: value for name, value in asdict(self).items() if name in kept}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,10 @@ from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError, RolloverError
 from rollover.hf.companions import read_companions
-from rollover.hf.config import check_same_architecture, read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.checkpoint import (
     CheckpointManifest,
-    DamagedCheckpoint,
     check_identity,
     read_manifest,
     read_state,
@@ -41,9 +39,10 @@ from rollover.trainer.drift import measured_drift
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, deal, split
-from rollover.trainer.models import load_policy, named_weights, pick_device, save_model
+from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample, pack
+from rollover.trainer.policy import check_kind, open_policy
 from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
@@ -96,22 +95,19 @@ class LocalTrainer:
         """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
         self._companions = read_companions(initial)
-        folder = resume_from or initial
         if resume_from is not None:
             self._version = self._check_resumable(resume_from, initial)
         with reporting_out_of_memory(config):
-            try:
-                self._model = load_policy(
-                    folder, device=self._device, gradient_checkpointing=config.gradient_checkpointing
-                )
-            except ModelError as error:
-                if resume_from is None:
-                    raise
-                raise DamagedCheckpoint(resume_from, str(error)) from error
+            self._policy = open_policy(
+                config,
+                initial,
+                checkpoint=resume_from,
+                needs_ref=algorithm.needs_ref,
+                device=self._device,
+                seed=seed,
+            )
+            self._model = self._policy.model
             self._optimizer = build_optimizer(self._model, config)
-            self._ref_model = None
-            if algorithm.needs_ref:
-                self._ref_model = load_policy(initial, device=self._device).requires_grad_(False)
             if resume_from is not None:
                 read_state(resume_from, self._model, self._optimizer)
 
@@ -126,11 +122,12 @@ class LocalTrainer:
         return int(self._model.lm_head.out_features)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the parameters by Hugging Face name, float32 views that the next step changes; a tied matrix once."""
-        return named_weights(self._model)
+        """Return what engines serve, by Hugging Face name: views that the next step changes, or, where adapters are
+        trained, the merged tensors; a tied matrix once."""
+        return self._policy.weights()
 
     def weight_source(self) -> WeightSource:
-        """See ``Trainer.weight_source``: the tensors are those that are trained, not copies."""
+        """See ``Trainer.weight_source``: tensors that are trained are passed on themselves, not as copies."""
         return MemoryWeights(self._version, self.weights())
 
     def step(self, batch: Batch) -> TrainedStep:
@@ -210,7 +207,7 @@ class LocalTrainer:
         )
 
         def write(partial: Path) -> None:
-            save_model(self._model, partial, companions=self._companions)
+            self._policy.write(partial, companions=self._companions)
             write_state(partial, self._model, self._optimizer, manifest)
 
         write_folder(folder, write)
@@ -226,11 +223,7 @@ class LocalTrainer:
                 f"now there are {torch.get_num_threads()}: set OMP_NUM_THREADS={manifest.num_threads}, "
                 "or deterministic = false"
             )
-        try:
-            read_model_config(checkpoint)
-        except ModelError as error:
-            raise DamagedCheckpoint(checkpoint, str(error)) from error
-        check_same_architecture(checkpoint, initial)
+        check_kind(self._config, checkpoint, initial)
         return manifest.version
 
     def _identity(self) -> dict[str, Any]:
@@ -257,8 +250,10 @@ class LocalTrainer:
             rows = [row for mini in chosen for row in mini.rows]
             return all_logprobs(model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast)
 
-        proximal_T = forward(self._model, late)
-        ref_T = None if self._ref_model is None else forward(self._ref_model, minis)
+        proximal_T, ref_T = forward(self._model, late), None
+        if self._algorithm.needs_ref:
+            with self._policy.reference() as reference:
+                ref_T = forward(reference, minis)
         rewards_B = shaped_rewards(
             self._algorithm,
             rewards_B=data.rewards_B,

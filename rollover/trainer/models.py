@@ -92,10 +92,15 @@ def named_weights(model: Any) -> Mapping[str, Tensor]:
 def save_model(model: Any, folder: Path, *, companions: Companions) -> None:
     """Write ``config.json`` and ``model.safetensors``, and beside them the tokenizer and generation files among
     ``companions``."""
+    save_weights(model, named_weights(model), folder, companions=companions)
+
+
+def save_weights(model: Any, weights: Mapping[str, Tensor], folder: Path, *, companions: Companions) -> None:
+    """Write a folder as ``save_model`` does, with ``weights`` instead of the model's own."""
     write_companions(without_own_files(companions), folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    tensors = {name: weight.contiguous() for name, weight in named_weights(model).items()}
+    tensors = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -26,8 +26,8 @@ def learning_rate(config: StepConfig, step: int, num_steps: int) -> float:
 
 
 def build_optimizer(model: Any, config: StepConfig) -> AdamW:
-    """AdamW over all parameters; matrices decay, norms and biases do not."""
-    parameters = list(model.parameters())
+    """AdamW over all parameters with a gradient; matrices decay, norms and biases do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

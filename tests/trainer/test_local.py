@@ -54,7 +54,7 @@ def of_batch(batch: Batch) -> list[TrainingSample]:
 def test_any_split_of_the_batch_gives_the_same_gradient(folder: Path, algorithm: str) -> None:
     def run(budget: int, exact: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
         trainer = make_trainer(folder, algorithm=algorithm, micro_batch_tokens=budget, max_grad_norm=0)
-        for model in (trainer._model, trainer._ref_model):
+        for model in (trainer._model, trainer._policy._ref_model):
             if exact and model is not None:
                 to_float64(model)
         metrics = trainer.step(make_batch()).metrics
@@ -159,7 +159,7 @@ def test_reference_logprobs_stay_those_of_the_initial_policy(folder: Path, seen:
 
 
 def test_no_reference_model_is_loaded_without_a_kl_term(folder: Path) -> None:
-    assert make_trainer(folder)._ref_model is None
+    assert make_trainer(folder)._policy._ref_model is None
 
 
 def test_truncated_samples_are_masked_and_still_counted(folder: Path, seen: list[Any]) -> None:

@@ -1,0 +1,28 @@
+"""``rollover export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollover.errors import require
+
+
+@click.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Take the checkpoint after so many steps, not the newest.")
+def command(run: Path, folder: Path, step: int | None) -> None:
+    """Write the model of RUN to FOLDER, as any Hugging Face tool reads it.
+
+    Optimizer state is left out, and adapters (trainer.lora) are merged into the model that the run began with.
+
+    \b
+    rollover export runs/quickstart-20260101-120000 my-model
+    """
+    require("torch", purpose="rollover export")
+    from rollover.run.export import export
+
+    checkpoint = export(run, folder, step=step)
+    click.echo(f"model: {folder} ({checkpoint.name})")

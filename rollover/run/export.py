@@ -1,0 +1,81 @@
+"""The model of a run as an ordinary Hugging Face folder: a checkpoint without what only training needs.
+
+Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rollover.errors import ModelError, RunError
+from rollover.hf.companions import read_companions
+from rollover.hf.folder import write_folder
+from rollover.hf.hub import resolve_model
+from rollover.run import directory
+from rollover.run.config import RunConfig
+
+
+def export(run: Path, target: Path, *, step: int | None = None) -> Path:
+    """Write the model of a run's checkpoint to the folder ``target``, adapters merged, and return the checkpoint.
+
+    Args:
+        step: of the checkpoint; the newest when left out.
+
+    Raises:
+        RunError: there is no such run or checkpoint, or ``target`` exists.
+        ModelError: the checkpoint is damaged, or the model it began with is gone.
+        ResourceError: the disk is full.
+    """
+    from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER, read_manifest, verify_files
+
+    config = directory.derived_config(run)
+    checkpoint = find_checkpoint(run, step)
+    if target.exists():
+        raise RunError(f"{target} exists: name a folder that is yet to be made")
+    verify_files(checkpoint, read_manifest(checkpoint))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if holds_adapters(checkpoint):
+        from rollover.trainer.lora import merge
+
+        base = _base(config, run)
+        merge(checkpoint, target, base=base, companions=read_companions(base))
+    else:
+        own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])
+
+        def write(partial: Path) -> None:
+            shutil.copytree(checkpoint, partial, ignore=own, dirs_exist_ok=True)
+
+        write_folder(target, write)
+    return checkpoint
+
+
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
+    """Return the checkpoint after ``step`` steps, or the newest. Raises ``RunError`` when it is not there."""
+    from rollover.trainer.checkpoint import checkpoint_path, list_checkpoints
+
+    found = list_checkpoints(run / "checkpoints")
+    if not found:
+        raise RunError(f"{run} has no checkpoint yet: name a model with a config and --model.path")
+    if step is None:
+        return found[-1]
+    if (wanted := checkpoint_path(run / "checkpoints", step)) not in found:
+        kept = ", ".join(path.name.removeprefix("step_") for path in found)
+        raise RunError(f"{run} has no checkpoint after step {step}; it keeps those after: {kept}")
+    return wanted
+
+
+def holds_adapters(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds adapters, which are no model by themselves."""
+    return (checkpoint / "adapter_config.json").is_file()
+
+
+def _base(config: RunConfig, run: Path) -> Path:
+    """Return the folder of the model that a run began with."""
+    if config.model.scratch is None and config.sft is None:
+        assert config.model.path is not None
+        return resolve_model(config.model.path)
+    made = run / "model" if config.sft is not None else run / "model-untrained"
+    if not made.is_dir():
+        raise ModelError(f"{made} is gone: the adapters of {run} are of use beside that model alone")
+    return made

@@ -1,0 +1,198 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: what is trained where a model's own weights stay as they are.
+
+The forward pass of a matrix ``W`` with an adapter is ``W x + (alpha / rank) B A x``; ``A`` begins with noise and ``B``
+with zeros, so that training begins with the model itself. Engines are given ``W + (alpha / rank) B A``, in the number
+format of ``W``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rollover.errors import ConfigError, ModelError, require
+from rollover.hf.companions import Companions, without_own_files, write_companions
+from rollover.hf.folder import write_folder
+from rollover.hf.hub import resolve_model
+from rollover.hf.weights import read_weight_infos
+from rollover.trainer.checkpoint import DamagedCheckpoint
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.models import load_policy, save_weights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""peft's name for the file."""
+_ADAPTER = "default"
+"""peft's name for the only adapter of a model."""
+_PREFIX = "base_model.model."
+"""How names begin in peft's files."""
+
+
+class LoraPolicy:
+    """Adapters are trained, in float32, beside a frozen base in the number format of its folder. Implements ``Policy``.
+
+    Args:
+        base: the model that the run began with.
+        checkpoint: a checkpoint whose adapters training goes on with.
+        seed: of the first values of ``A``.
+
+    Example: before the first step ``weights()`` are those of ``base``, since every ``B`` is 0.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        base: Path,
+        *,
+        checkpoint: Path | None = None,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        require("peft", purpose="[trainer.lora]")
+        assert config.lora is not None
+        model = load_policy(
+            base, dtype=_number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
+        )
+        self._settings = _settings(model, config.lora, base)
+        self.model: Any = _with_adapters(model, self._settings, seed=seed)
+        if checkpoint is not None:
+            _load(model, checkpoint)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return MergedWeights(self.model)
+
+    @contextmanager
+    def reference(self) -> Iterator[Any]:
+        layers = [module for module in self.model.modules() if hasattr(module, "base_layer")]
+        try:
+            for layer in layers:
+                layer.enable_adapters(False)
+            yield self.model
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def write(self, folder: Path, *, companions: Companions) -> None:
+        """Write the adapters as peft does, and the tokenizer's files beside them."""
+        write_companions(without_own_files(companions), folder)
+        self._settings.save_pretrained(str(folder))
+        save_file(_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of a model with its adapters merged, by the names that it has without them. A tensor is made
+    when it is asked for.
+
+    Example: of a model with an adapter on ``q_proj`` alone, every other tensor is the model's own, not a copy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+        frozen = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+        self._own = {name.replace(".base_layer.", "."): tensor for name, tensor in frozen.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight, (path, _, kind) = self._own[name], name.rpartition(".")
+        layer: Any = self._layers.get(path)
+        if layer is None or kind != "weight":
+            return weight
+        with torch.no_grad():
+            return (weight.float() + layer.get_delta_weight(_ADAPTER).float()).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Companions) -> None:
+    """Write the model ``base`` with the adapters of ``checkpoint`` merged into it as a model folder.
+
+    Raises:
+        ModelError: one of them cannot be read, or the adapters are not of this model.
+        ResourceError: the disk is full.
+    """
+    require("peft", purpose="merging adapters")
+    from peft import LoraConfig as PeftConfig
+
+    folder = resolve_model(base)
+    model = load_policy(folder, dtype=_number_format(folder))
+    try:
+        _with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCheckpoint(checkpoint, f"its adapters do not fit {str(folder)!r}: {error}") from error
+    _load(model, checkpoint)
+    write_folder(target, lambda partial: save_weights(model, MergedWeights(model), partial, companions=companions))
+
+
+def _settings(model: nn.Module, config: LoraConfig, base: Path) -> PeftConfig:
+    """Return peft's settings of the adapters. Raises ``ConfigError`` when a target is no matrix of the model."""
+    from peft import LoraConfig as PeftConfig
+
+    matrices = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if unknown := [name for name in config.targets if name not in matrices]:
+        known = ", ".join(dict.fromkeys(matrices))
+        raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}, which the model has not; its matrices: {known}")
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a number of either kind
+        target_modules=list(config.targets),
+        base_model_name_or_path=str(base),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
+    """Put adapters beside the matrices of ``model`` itself, and freeze the rest."""
+    from peft import inject_adapter_in_model
+
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # small, and updates to them would be rounded away in half precision
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the adapters by the names that peft's files have."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" in name}
+    return {f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": tensor.contiguous() for name, tensor in found.items()}
+
+
+def _load(model: nn.Module, checkpoint: Path) -> None:
+    """Take the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they are not those of the model."""
+    path = checkpoint / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(checkpoint, f"{path} cannot be read ({error})") from error
+    own = _adapters(model)
+    for name in sorted(own.keys() | tensors.keys()):
+        wanted, found = (tuple(t[name].shape) if name in t else "absent" for t in (own, tensors))
+        if wanted != found:
+            raise DamagedCheckpoint(checkpoint, f"{path} does not fit the model: {name} is {found}, not {wanted}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def _number_format(folder: Path) -> torch.dtype:
+    """Return the number format of most tensors in a model folder."""
+    formats = [info.dtype for info in read_weight_infos(folder).values()]
+    if not formats:
+        raise ModelError(f"model folder {str(folder)!r} has no weights")
+    found = getattr(torch, max(set(formats), key=formats.count))
+    assert isinstance(found, torch.dtype)
+    return found

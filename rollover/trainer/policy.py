@@ -1,0 +1,126 @@
+"""The policy that is trained: its model, the weights that it publishes, and what a checkpoint holds of it.
+
+``FullPolicy`` trains all weights of a model; ``lora.LoraPolicy`` adapters beside weights that stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollover.errors import ModelError
+from rollover.hf.companions import Companions
+from rollover.hf.config import check_same_architecture, read_model_config
+from rollover.trainer.checkpoint import DamagedCheckpoint
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.models import load_policy, named_weights, save_model
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a checkpoint of adapters, by peft's name; a checkpoint of full weights has none."""
+
+
+class Policy(Protocol):
+    """A model in training, whatever part of it is trained.
+
+    Example: under LoRA ``model`` has adapters beside its matrices, ``weights()`` has them merged, ``reference()`` has
+    them switched off, and ``write`` writes them alone.
+    """
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that gives log-probs; parameters without ``requires_grad`` stay as they are."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights that engines serve, by Hugging Face name, without gradient; a tied matrix appears once."""
+        ...
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """Return the frozen policy that training began with, as a model, within a context."""
+        ...
+
+    def write(self, folder: Path, *, companions: Companions) -> None:
+        """Write what has been trained into a checkpoint's folder."""
+        ...
+
+
+class FullPolicy:
+    """All weights are trained, in float32. Implements ``Policy``.
+
+    Args:
+        folder: the model or checkpoint to begin from.
+        initial: the model that the run began with, of which a frozen copy is kept when ``needs_ref``.
+
+    Example: ``FullPolicy(config, folder, initial=folder, needs_ref=False, device=cpu).weights()`` are the folder's.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, folder: Path, *, initial: Path, needs_ref: bool, device: torch.device
+    ) -> None:
+        self.model = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
+        self._ref_model = load_policy(initial, device=device).requires_grad_(False) if needs_ref else None
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return named_weights(self.model)
+
+    def reference(self) -> AbstractContextManager[Any]:
+        assert self._ref_model is not None, "the algorithm said that it needs one"
+        return nullcontext(self._ref_model)
+
+    def write(self, folder: Path, *, companions: Companions) -> None:
+        save_model(self.model, folder, companions=companions)
+
+
+def open_policy(
+    config: TrainerConfig,
+    initial: Path,
+    *,
+    checkpoint: Path | None = None,
+    needs_ref: bool,
+    device: torch.device,
+    seed: int,
+) -> Policy:
+    """Load the policy of a run that begins with the model ``initial`` or goes on from ``checkpoint``.
+
+    Args:
+        needs_ref: ``reference`` will be asked for.
+        seed: of the first values of adapters.
+
+    Raises:
+        ModelError: the model cannot be trained, or the checkpoint is of another kind.
+        DamagedCheckpoint: the checkpoint is not what was written.
+    """
+    if config.lora is not None:
+        from rollover.trainer.lora import LoraPolicy
+
+        return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, seed=seed)
+    try:
+        return FullPolicy(config, checkpoint or initial, initial=initial, needs_ref=needs_ref, device=device)
+    except ModelError as error:
+        if checkpoint is None:
+            raise
+        raise DamagedCheckpoint(checkpoint, str(error)) from error
+
+
+def check_kind(config: TrainerConfig, checkpoint: Path, initial: Path) -> None:
+    """Raise ``ModelError`` when a checkpoint holds something else than ``config`` trains, or is not of the model
+    ``initial``."""
+    holds_adapters = (checkpoint / ADAPTER_CONFIG).is_file()
+    if holds_adapters != (config.lora is not None):
+        found, wanted = ("adapters", "not set") if holds_adapters else ("full weights", "set")
+        raise ModelError(
+            f"checkpoint {str(checkpoint)!r} holds {found}, but [trainer.lora] is {wanted}: restore the setting, or"
+            " start a new run"
+        )
+    if holds_adapters:
+        return
+    try:
+        read_model_config(checkpoint)
+    except ModelError as error:
+        raise DamagedCheckpoint(checkpoint, str(error)) from error
+    check_same_architecture(checkpoint, initial)

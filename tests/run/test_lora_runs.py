@@ -1,0 +1,95 @@
+"""Runs that train adapters, from the command line to an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollover import cli
+from rollover.run.export import export
+from rollover.trainer.checkpoint import list_checkpoints
+from rollover.trainer.logprobs import all_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from tests import runs
+
+pytestmark = pytest.mark.slow
+
+LORA = ("--trainer.lora.rank", "4", "--trainer.learning_rate", "0.01", "--checkpoint.every_steps", "2")
+
+
+def train(*argv: str) -> int:
+    return cli.main(["train", *argv])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load_policy(folder).named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ["sync", "april"])
+def test_engines_sample_from_the_merged_weights(experiment: Path, strategy: str) -> None:
+    """Recorded log-probs are those of the merged model of the version that each token is labelled with."""
+    every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+    assert train("run.toml", "--run-dir", "out", "--rollout.strategy", strategy, *LORA, *every, "--steps", "4") == 0
+    trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
+    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
+    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
+    versions = versions_T.unique().tolist()
+    assert strategy == "april" or versions == [0, 1, 2, 3]
+    for version in versions:
+        folder = Path("model")
+        if version:
+            folder = Path(f"version-{version}")
+            export(Path("out"), folder, step=version)
+        logprobs_T = all_logprobs(load_policy(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+        distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
+        assert float(distance_T.max()) < 1e-4, version
+
+
+def test_a_resumed_run_ends_with_the_same_adapters(experiment: Path) -> None:
+    exact = (*LORA, "--deterministic", "true", "--rollout.strategy", "sync")
+    assert train("run.toml", "--run-dir", "straight", *exact, "--steps", "4") == 0
+    assert train("run.toml", "--run-dir", "stopped", *exact, "--steps", "2") == 0
+    assert train("--resume", "stopped", "--steps", "4") == 0
+    one, other = (export(Path(run), Path(f"{run}-model")) for run in ("straight", "stopped"))
+    assert one.name == other.name == "step_4"
+    ours, theirs = weights(Path("straight-model")), weights(Path("stopped-model"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_is_exported_and_evaluated(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
+    assert cli.main(["eval", "out", "--run-dir", "measured", "--eval.num_prompts", "4"]) == 0
+    assert cli.main(["export", "out", "exported"]) == 0
+    assert "step_2" in capsys.readouterr().out
+    initial = weights(Path("model"))
+    ours = AutoModelForCausalLM.from_pretrained("exported")
+    assert any(not torch.equal(initial[name], p) for name, p in ours.named_parameters())
+    assert cli.main(["export", "out", "exported"]) == 2
+    assert "exported exists" in capsys.readouterr().err
+    assert cli.main(["export", "out", "other", "--step", "7"]) == 2
+    assert "no checkpoint after step 7; it keeps those after: 2" in capsys.readouterr().err
+    checkpoint = list_checkpoints(Path("out/checkpoints"))[-1]
+    assert train("run.toml", "--model.path", str(checkpoint), "--steps", "1") == 2
+    assert "rollover export" in capsys.readouterr().err
+
+
+def test_a_full_checkpoint_is_exported_without_what_only_training_needs(experiment: Path) -> None:
+    assert train("run.toml", "--run-dir", "out", "--steps", "1") == 0
+    checkpoint = export(Path("out"), Path("exported"))
+    left_out = {path.name for path in checkpoint.iterdir()} - {path.name for path in Path("exported").iterdir()}
+    assert left_out == {"trainer", "trainer.json"}
+    ours, theirs = weights(Path("exported")), weights(checkpoint)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_adapters_are_refused_where_they_fit_nothing(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.toml", "--run-dir", "out", "--trainer.lora.targets", '["query"]', "--steps", "1") == 2
+    assert "trainer.lora.targets names 'query'" in capsys.readouterr().err
+    assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
+    assert train("--resume", "out", "--trainer.lora.rank", "8", "--steps", "3") == 2
+    assert "trainer.lora.rank" in capsys.readouterr().err

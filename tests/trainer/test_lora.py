@@ -1,0 +1,202 @@
+"""Adapters: what they compute, what is published of them, what a checkpoint holds; peft itself is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.errors import ConfigError, ModelError
+from rollover.hf.companions import read_companions
+from rollover.trainer.config import LoraConfig
+from rollover.trainer.local import LocalTrainer
+from rollover.trainer.lora import merge
+from rollover.trainer.models import load_policy
+from tests.trainer.builders import (
+    gradients,
+    make_batch,
+    make_folder,
+    make_model,
+    make_samples,
+    make_trainer,
+    separate_logprobs,
+)
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+def lora_trainer(folder: Path, **settings: Any) -> LocalTrainer:
+    return make_trainer(folder, **{"lora": LORA, "learning_rate": 1e-2, **settings})
+
+
+def trained(folder: Path, steps: int = 3, **settings: Any) -> LocalTrainer:
+    trainer = lora_trainer(folder, **settings)
+    for step in range(steps):
+        trainer.step(make_batch(step=step))
+    return trainer
+
+
+def copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def test_training_begins_with_the_model_itself(folder: Path) -> None:
+    published = lora_trainer(folder).weights()
+    expected = make_trainer(folder).weights()
+    assert list(published) == list(expected)
+    assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_base_stays_and_every_adapted_matrix_moves(folder: Path) -> None:
+    trainer = trained(folder)
+    before, after = make_trainer(folder).weights(), trainer.weights()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if name.split(".")[-2] in LORA.targets}
+    base = {n.replace(".base_layer", ""): p for n, p in trainer._model.named_parameters() if "lora_" not in n}
+    assert all(torch.equal(base[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_a_checkpoint_is_loaded_by_peft_and_merged_as_it_merges(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied)
+    trainer = trained(folder)
+    trainer.save(tmp_path / "step_3")
+    peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "step_3")
+    samples = make_samples(6)
+    theirs = separate_logprobs(peft, samples, 0.8)
+    merged = dict(peft.merge_and_unload().named_parameters())
+    ours = trainer.weights()
+    assert ours.keys() == merged.keys()
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, merged[name], atol=1e-6), name
+    model = make_model(family, tie_word_embeddings=tied)
+    model.load_state_dict(dict(ours), strict=False)
+    assert torch.allclose(separate_logprobs(model, samples, 0.8), theirs, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_product(folder: Path) -> None:
+    """With ``W' = W + s B A`` the chain rule gives ``dB = s G A'`` and ``dA = s B' G`` for the gradient ``G`` of the
+    full matrix."""
+    full = make_trainer(folder, learning_rate=1e-12, max_grad_norm=0.0)
+    full.step(make_batch())
+    trainer = lora_trainer(folder, learning_rate=1e-12, max_grad_norm=0.0)
+    trainer.step(make_batch())
+    parameters = dict(trainer._model.named_parameters())
+    for name, gradient in gradients(full).items():
+        path = name.removesuffix(".weight")
+        if path.split(".")[-1] not in LORA.targets:
+            continue
+        a, b = parameters[f"{path}.lora_A.default.weight"], parameters[f"{path}.lora_B.default.weight"]
+        assert b.grad is not None and a.grad is not None
+        assert torch.allclose(b.grad, LORA.alpha / LORA.rank * gradient @ a.detach().T, atol=1e-6), name
+        assert a.grad.abs().max() < 1e-6  # B is 0 before the first step
+
+
+def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
+    """No second model is loaded, and the penalty on the distance from it is 0 before the first step and not later."""
+    algorithm = resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))
+    assert algorithm.needs_ref
+    trainer = lora_trainer(folder, algorithm=algorithm)
+    assert sum(p.numel() for p in trainer._model.parameters() if not p.requires_grad) == sum(
+        p.numel() for p in load_policy(folder).parameters()
+    )
+    metrics = [trainer.step(make_batch(step=step)).metrics for step in range(3)]
+    full = make_trainer(folder, algorithm=algorithm, learning_rate=1e-12)
+    assert metrics[0]["kl/ref"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics[2]["kl/ref"] > 1e-4
+    assert metrics[0]["loss"] == pytest.approx(full.step(make_batch()).metrics["loss"], abs=1e-6)
+    with trainer._policy.reference() as reference:
+        samples = make_samples(3)
+        expected = separate_logprobs(make_model(), samples, 1.0)
+        prompts = [s.prompt_ids for s in samples]
+        assert reference is trainer._model
+        without = trainer.next_logits(prompts)
+    assert abs(without - make_trainer(folder).next_logits(prompts)).max() < 1e-5
+    assert abs(trainer.next_logits(prompts) - without).max() > 1e-3
+    assert len(expected) == sum(len(s.response_ids) for s in samples)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo"])
+def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, algorithm: str) -> None:
+    settings = {"algorithm": algorithm, "mini_batches": 2, "deterministic": True, "schedule": "cosine"}
+    straight = trained(folder, steps=2, **settings)
+    straight.save(tmp_path / "step_2")
+    resumed = lora_trainer(folder, **settings, resume_from=tmp_path / "step_2")
+    for step in (2, 3):
+        one, other = (t.step(make_batch(step=step)).metrics for t in (straight, resumed))
+        for name in one.keys() - {"time/step_s", "tokens/per_s"}:
+            assert one[name] == other[name], name
+    ours, theirs = copied(straight.weights()), copied(resumed.weights())
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_holds_adapters_alone(folder: Path, tmp_path: Path) -> None:
+    trained(folder).save(tmp_path / "step_3")
+    files = {str(path.relative_to(tmp_path / "step_3")) for path in (tmp_path / "step_3").rglob("*") if path.is_file()}
+    assert files == {
+        *("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"),
+        *("trainer.json", "trainer/optimizer.safetensors"),
+    }
+    tensors = load_file(tmp_path / "step_3" / "adapter_model.safetensors")
+    assert all(".lora_A." in name or ".lora_B." in name for name in tensors)
+
+
+def test_a_half_precision_base_stays_so_and_adapters_do_not(tmp_path: Path) -> None:
+    model = make_model().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    trainer = trained(tmp_path / "half", dtype="bfloat16")
+    formats = {p.requires_grad: p.dtype for p in trainer._model.parameters()}
+    assert formats == {True: torch.float32, False: torch.bfloat16}
+    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.bfloat16}
+    before = lora_trainer(tmp_path / "half").weights()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(trainer.weights()[name], before[name])
+
+
+def test_merging_writes_the_published_weights_as_a_model_folder(folder: Path, tmp_path: Path) -> None:
+    trainer = trained(folder)
+    trainer.save(tmp_path / "step_3")
+    merge(tmp_path / "step_3", tmp_path / "merged", base=folder, companions=read_companions(folder))
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    assert all(torch.equal(found[name].detach(), tensor) for name, tensor in trainer.weights().items())
+    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
+
+
+def test_targets_that_are_not_there_are_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets names 'qproj'.*q_proj, k_proj"):
+        lora_trainer(folder, lora=LoraConfig(targets=("q_proj", "qproj")))
+
+
+@pytest.mark.parametrize(("key", "value"), [("rank", 0), ("alpha", 0.0), ("targets", ())])
+def test_values_that_cannot_work_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=key):
+        LoraConfig(**{key: value})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(folder: Path, tmp_path: Path) -> None:
+    trained(folder, steps=1).save(tmp_path / "adapters" / "step_1")
+    full = make_trainer(folder)
+    full.step(make_batch())
+    full.save(tmp_path / "full" / "step_1")
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        make_trainer(folder, learning_rate=1e-2, resume_from=tmp_path / "adapters" / "step_1")
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        lora_trainer(folder, learning_rate=1e-3, resume_from=tmp_path / "full" / "step_1")
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        lora_trainer(folder, lora=LoraConfig(rank=8), resume_from=tmp_path / "adapters" / "step_1")

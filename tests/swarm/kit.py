@@ -148,10 +148,10 @@ class ModelWorker:
                 for call_id in call_ids:
                     if call_id in self.calls:
                         self.calls[call_id].is_aborted = True
-            case Ack(call_id=call_id, offset=offset):
+            case Ack(call_id=call_id, offset=offset, is_over=is_over):
                 if (call := self.calls.get(call_id)) is not None:
                     call.acked = max(call.acked, offset)
-                    if call.is_over and call.acked >= call.end:
+                    if is_over:
                         del self.calls[call_id]
             case Release(call_ids=call_ids):
                 for call_id in call_ids:

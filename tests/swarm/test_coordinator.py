@@ -51,6 +51,10 @@ def sent(effects: list[Effect], kind: type) -> list[Any]:
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
+def beat(number: int = 1, **fields: Any) -> Heartbeat:
+    return Heartbeat(**{"number": number, "num_running": 0, "tokens_per_s": 0.0, "num_held": 0, "calls": (), **fields})
+
+
 def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]:
     worker.decode(call_id, num_tokens)
     return worker.send(call_id)
@@ -91,13 +95,12 @@ def test_a_member_that_is_long_overdue_with_the_weights_keeps_nobody_waiting() -
     for worker, speed in ((slow, 1.0), (fast, 100.0)):
         join(hub, worker)
         hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=4.0), 0.0)
-        hub.received(worker.lease, Heartbeat(num_running=1, tokens_per_s=speed, num_held=0), 0.0)
+        hub.received(worker.lease, beat(num_running=1, tokens_per_s=speed), 0.0)
     hub.published(head(1))
     hub.received(slow.lease, slow.change(head(1)), 1.0)
     assert hub.opened(request("g0.0")) == [], "the fast one will have the weights in 3 s"
-    beat = Heartbeat(num_running=0, tokens_per_s=0.0, num_held=0)
-    assert sent(hub.received(slow.lease, beat, 8.9), Assign) == []
-    assert len(sent(hub.received(slow.lease, beat, 9.1), Assign)) == 1
+    assert sent(hub.received(slow.lease, beat(2), 8.9), Assign) == []
+    assert len(sent(hub.received(slow.lease, beat(3), 9.1), Assign)) == 1
 
 
 def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> None:
@@ -136,7 +139,7 @@ def test_silence_beyond_the_lease_fails_the_calls_and_fences_what_comes_later() 
 def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.received(worker.lease, Heartbeat(num_running=4, tokens_per_s=100.0, num_held=7), 10.0)
+    hub.received(worker.lease, beat(num_running=4, tokens_per_s=100.0, num_held=7), 10.0)
     assert hub.expire(20.0) == [] and hub.next_expiry_s == 10.0 + TTL_S
     assert hub.members["a"].call_tokens_per_s == 25.0 and hub.members["a"].num_held == 7
 
@@ -199,7 +202,7 @@ def test_the_last_tokens_of_a_call_are_acknowledged_however_many_notices_come() 
     (piece,) = decoded(worker, "g0.0#0.", LENGTH)
     hub.received(worker.lease, piece, 1.0)
     assert sent(hub.journaled("g0.0.", 10), Ack) == [Ack(call_id="g0.0#0.", offset=10)]
-    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH)]
+    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH, is_over=True)]
     assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [], "there is nothing left to acknowledge"
 
 
@@ -217,10 +220,10 @@ def test_tokens_are_acknowledged_when_they_are_journaled() -> None:
     worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
     (piece,) = decoded(worker, "g0.0#0.", LENGTH)
     assert sent(hub.received(worker.lease, piece, 1.0), Ack) == []
-    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH)]
+    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH, is_over=True)]
     worker.got(sent(hub.opened(request("e0", journaled=False)), Assign)[0])
     (piece,) = decoded(worker, "e0#0.", LENGTH)
-    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == [Ack(call_id="e0#0.", offset=LENGTH)]
+    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == [Ack(call_id="e0#0.", offset=LENGTH, is_over=True)]
 
 
 def test_an_abort_ends_at_once_what_no_member_has() -> None:
@@ -279,12 +282,22 @@ def test_what_cannot_be_true_ends_the_membership(lie: str) -> None:
     assert sent(again, Goodbye)[0].is_final and not sent(again, Welcome)
 
 
-def test_a_version_that_goes_back_or_was_never_published_is_refused() -> None:
+def test_a_version_that_was_never_published_is_refused() -> None:
     for version, manifest in ((0, head(5).manifest), (7, head(7).manifest)):
         hub, worker = coordinator(), ModelWorker("a")
         join(hub, worker)
         effects = hub.received(worker.lease, Serving(version=version, manifest=manifest), 1.0)
         assert sent(effects, Goodbye)[0].is_final
+
+
+def test_late_news_of_an_older_version_means_nothing() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(1))
+    old = worker.serving()
+    hub.received(worker.lease, worker.change(head(1)), 1.0)
+    assert hub.received(worker.lease, old, 2.0) == []
+    assert hub.members["a"].version == 1
 
 
 def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:

@@ -11,8 +11,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
+    MAX_REPORTED_CALLS,
     Adopt,
     CallFailed,
+    CallState,
     Decoded,
     ProtocolError,
     pack_ids,
@@ -150,16 +152,6 @@ class HeldMachine(RuleBasedStateMachine):
         call.acked = max(call.acked, offset)
         self.held.acked(call.call_id, offset)
 
-    @rule(num_answered=st.integers(0, 2))
-    def beaten(self, num_answered: int) -> None:
-        """A heartbeat goes behind what is on the wire, and is answered when all that has arrived."""
-        self.held.heartbeat_sent()
-        if num_answered:
-            for message in self.wire:
-                self.receive(message)
-            self.wire.clear()
-            self.held.heartbeat_answered()
-
     @rule(lost=st.sampled_from([0, 1, 2, 9]))
     def cut_and_back(self, lost: int) -> None:
         """The last messages are lost, and the next connection offers what is held."""
@@ -188,8 +180,9 @@ class HeldMachine(RuleBasedStateMachine):
         message = Adopt(held=call.call_id, call_id=call_id, offset=offset, prefix=prefix(tuple(call.received)))
         for _ in range(2):
             assert not isinstance(self.held.adopt(message), CallFailed)
+        if call_id != call.call_id:
+            call.acked = offset
         call.call_id, call.received_ending = call_id, None
-        call.acked = offset
         if call.ending is FinishReason.ABORT:
             call.ending = None
 
@@ -223,9 +216,7 @@ class HeldMachine(RuleBasedStateMachine):
         open_calls = [call for call in self.known if self.held.get(call.call_id) is not None]
         assert self.held.num_tokens == sum(len(call.decoded) - call.acked for call in open_calls)
         for call in self.known:
-            if self.held.get(call.call_id) is None and not call.is_released:
-                assert call.received == call.decoded, "forgotten before it had arrived"
-                assert call.received_ending == call.ending
+            assert call.is_released or self.held.get(call.call_id) is not None, "forgotten though nobody had said so"
 
     @invariant()
     def a_received_stream_is_the_beginning_of_the_decoded_one(self) -> None:
@@ -273,26 +264,62 @@ def test_the_ending_goes_with_the_last_tokens() -> None:
     held.ended(stream, StreamEnding(reason=FinishReason.STOP))
     message = held.next_message()
     assert isinstance(message, Decoded) and message.finish_reason == "stop"
-    held.acked("a", 2)
-    assert len(held) == 0  # who has journaled these tokens has their end
 
 
-def test_an_ending_without_tokens_is_held_until_a_heartbeat_behind_it_is_answered() -> None:
+def test_a_repeated_adoption_sends_again_and_starts_nothing() -> None:
     held = HeldCalls(100)
     stream = held.open(assign("a"))
     assert stream is not None
     held.decoded(stream, chunk((1, 2)))
-    held.next_message()
-    held.heartbeat_sent()
     held.ended(stream, StreamEnding(reason=FinishReason.ABORT))
+    first = held.next_message()
+    again = Adopt(held="a", call_id="a", offset=0, prefix=prefix(()))
+    assert held.adopt(again) is stream
+    assert held.next_message() == first and stream.num_held == 2
+    assert held.next_message() is None
+
+
+def test_an_adoption_that_is_older_than_an_acknowledgement_means_nothing() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk((1, 2, 3)))
     held.next_message()
     held.acked("a", 2)
-    assert len(held) == 1  # the acknowledgement may have crossed the ending
-    held.heartbeat_answered()
-    assert len(held) == 1  # that heartbeat was sent before it
-    held.heartbeat_sent()
-    held.heartbeat_answered()
-    assert len(held) == 0
+    assert held.adopt(Adopt(held="a", call_id="a", offset=1, prefix=prefix((1,)))) is stream
+    assert held.next_message() is None and (stream.start, stream.end) == (2, 3)
+
+
+def test_a_call_that_was_released_before_its_assignment_came_is_not_begun() -> None:
+    held = HeldCalls(100)
+    held.release(("a",))
+    assert held.open(assign("a")) is None
+
+
+def test_a_heartbeat_reports_all_calls_in_turns() -> None:
+    held = HeldCalls(100)
+    num = MAX_REPORTED_CALLS + 10
+    for i in range(num):
+        held.open(assign(f"c{i}"))
+    reports = [held.reported() for _ in range(2)]
+    assert [len(report) for report in reports] == [MAX_REPORTED_CALLS] * 2
+    assert len({state.call_id for report in reports for state in report}) == num
+
+
+def test_a_report_says_what_was_sent_and_whether_it_has_ended() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    assert stream is not None
+    held.decoded(stream, chunk((1, 2)))
+    assert held.reported() == (CallState(call_id="a", start=0, sent=0),)
+    held.next_message()
+    held.acked("a", 1)
+    assert held.reported() == (CallState(call_id="a", start=1, sent=2),)
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    held.next_message()
+    assert held.reported() == (CallState(call_id="a", start=1, sent=2, has_ended=True),)
+    held.connected(0.0)
+    assert held.reported() == (CallState(call_id="a", start=1, sent=2, is_offered=True),)
 
 
 def test_a_coordinator_cannot_acknowledge_what_was_never_decoded() -> None:
@@ -333,19 +360,3 @@ def test_what_is_acknowledged_is_not_sent_any_more() -> None:
     message = held.next_message()
     assert isinstance(message, Decoded)
     assert (message.offset, unpack_ids(message.token_ids)) == (4, (4, 5))
-
-
-def test_an_answer_of_the_next_connection_says_nothing_of_the_last_ones_endings() -> None:
-    held = HeldCalls(100)
-    stream = held.open(assign("a"))
-    assert stream is not None
-    held.ended(stream, StreamEnding(reason=FinishReason.ABORT))
-    held.next_message()
-    held.heartbeat_sent()
-    held.connected(0.0)
-    held.heartbeat_sent()
-    held.adopt(Adopt(held="a", call_id="a", offset=0, prefix=prefix(())))
-    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
-    held.next_message()
-    held.heartbeat_answered()
-    assert len(held) == 1

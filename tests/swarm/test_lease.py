@@ -9,16 +9,25 @@ def test_a_lease_counts_from_when_the_answered_message_was_sent() -> None:
     lease = LeaseWatch(15.0, 100.0)
     assert lease.interval_s == 5.0
     assert lease.ends_s == 115.0
-    lease.sent(105.0)
-    lease.sent(110.0)
+    lease.sent(1, 105.0)
+    lease.sent(2, 110.0)
     assert lease.ends_s == 115.0
-    assert lease.answered()
+    assert lease.answered(1)
     assert lease.ends_s == 120.0
-    assert lease.answered()
+    assert lease.answered(2)
     assert lease.ends_s == 125.0
 
 
 def test_an_answer_to_nothing_puts_nothing_off() -> None:
     lease = LeaseWatch(15.0, 100.0)
-    assert not lease.answered()
+    assert not lease.answered(1)
     assert lease.ends_s == 115.0
+
+
+def test_after_a_lost_heartbeat_the_next_answer_counts_for_its_own() -> None:
+    lease = LeaseWatch(15.0, 100.0)
+    for number, now_s in ((1, 105.0), (2, 110.0), (3, 115.0)):
+        lease.sent(number, now_s)
+    assert lease.answered(2) and lease.ends_s == 125.0
+    assert not lease.answered(1) and not lease.answered(2), "late, and twice"
+    assert lease.answered(3) and lease.ends_s == 130.0

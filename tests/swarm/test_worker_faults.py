@@ -16,6 +16,7 @@ from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
     Assign,
+    CallState,
     Decoded,
     Goodbye,
     Head,
@@ -236,11 +237,15 @@ def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(tmp_path: Pa
                 num = len(link.all(Heartbeat))
                 await bench.clock.move(10.0)
                 await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
-            assert link.all(Heartbeat) == [
-                Heartbeat(num_running=1, tokens_per_s=2.0, num_held=20),
-                Heartbeat(num_running=1, tokens_per_s=0.0, num_held=20),
-                Heartbeat(num_running=1, tokens_per_s=0.0, num_held=20),
+            beats = link.all(Heartbeat)
+            assert [(b.number, b.num_running, b.tokens_per_s, b.num_held) for b in beats] == [
+                (1, 1, 2.0, 20),
+                (2, 1, 0.0, 20),
+                (3, 1, 0.0, 20),
             ]
+            (ready,) = link.all(Ready)
+            assert all((b.ready, b.serving) == (ready, head(0)) for b in beats)
+            assert all(b.calls == (CallState(call_id="a", start=0, sent=20),) and b.has_all_calls for b in beats)
             assert not link.is_closed
 
     run(main())

@@ -190,7 +190,7 @@ class Link:
                 self.seen.append(envelope.message)
                 self.coordinator.take(envelope.message)
                 if isinstance(envelope.message, Heartbeat) and self.beats:
-                    await self.send(Beat(head=self.head))
+                    await self.send(Beat(number=envelope.message.number, head=self.head))
                 self._wake()
         except ConnectionClosed:
             pass

@@ -19,9 +19,11 @@ import math
 from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.calls import SwarmCalls
 from rollover.swarm.coordinator.dispatch import Candidate, Work, choose, drain_s
 from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send, SentAway
 from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.reconcile import confirmed, disagreements
 from rollover.swarm.coordinator.remaining import RemainingTokens
 from rollover.swarm.coordinator.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
@@ -88,13 +90,8 @@ class Coordinator:
         self._publications = {head.version: head.manifest}
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._calls: dict[str, SwarmCall] = {}
-        self._waiting: dict[str, None] = {}
-        """Calls without a member, in order of arrival."""
-        self._with: dict[str, tuple[str, str]] = {}
-        """Member and call id that hold the unacknowledged tokens of a sample, by sample key."""
-        self._ends: dict[str, int] = {}
-        """Position of the end of such a call, once it has ended."""
+        self._calls = SwarmCalls(self.members)
+        self._calls.newest = head.version
         self._remaining = RemainingTokens()
         self._num_to_come = 0
         self._now_s = 0.0
@@ -118,6 +115,7 @@ class Coordinator:
         self._leases[member.lease] = member
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.ready = member.version = member.checked_version = None
+        member.last_heartbeat, member.suspected = 0, {}
         effects.append(Send(member.lease, self._welcome(member)))
         return effects + self._take_up(member, hello)
 
@@ -136,7 +134,7 @@ class Coordinator:
     def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
         """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
         if hello.run_id != self.run.run_id:
-            return self._calls_failed(member, f"{member.name} was started anew", set(member.calls))
+            return self._calls.failed(member, f"{member.name} was started anew", set(member.calls))
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
         if any(head.version > self.head.version for head in hello.served):
@@ -144,18 +142,24 @@ class Coordinator:
             if held:
                 effects.append(Send(member.lease, Release(call_ids=tuple(held))))
             held = {}
-        for head in hello.served:
-            if self._publications.get(head.version, head.manifest) == head.manifest:
-                member.served[head.version] = head.manifest
-        effects += self._calls_failed(member, f"{member.name} was started anew", member.calls - held.keys())
+        self._confirm(member, hello.served)
+        effects += self._calls.failed(member, f"{member.name} was started anew", member.calls - held.keys())
         member.held = {}
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
             if call is not None and call.member == member.name:
-                effects.append(Send(member.lease, call.adoption(offer, call_id)))
-            else:
+                effects.append(Send(member.lease, call.adoption(call_id, call_id)))
+                if call.is_aborted:
+                    effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
+            elif self._calls.acknowledgements.get(call_id) is None:
                 member.held[offer.sample_key] = offer
         return effects
+
+    def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
+        """Tokens of a member may come from these publications."""
+        for head in heads:
+            if self._publications.get(head.version, head.manifest) == head.manifest:
+                member.served[head.version] = head.manifest
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
         """The connection of a lease is gone; the lease goes on until its time is over."""
@@ -188,7 +192,7 @@ class Coordinator:
         member.is_connected, member.lease, member.last_error = False, 0, reason
         member.ready = member.version = member.checked_version = None
         member.reserved, member.held = {}, {}
-        failed = self._calls_failed(member, reason, set(member.calls))
+        failed = self._calls.failed(member, reason, set(member.calls))
         return [*failed, Changed(reason)]
 
     def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> list[Effect]:
@@ -213,15 +217,13 @@ class Coordinator:
             case Decoded():
                 return self._decoded(member, message)
             case Heartbeat():
-                member.measured(message.tokens_per_s, message.num_running)
-                member.num_held = message.num_held
-                return [Send(member.lease, Beat(head=self.head)), *self._placed()]
+                return [*self._beaten(member, message), *self._placed()]
             case CallFailed(call_id=call_id, reason=reason):
-                return self._calls_failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
+                return self._calls.failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
             case Ready():
-                return self._is_ready(member, message)
+                return [*self._is_ready(member, message), *self._placed()]
             case Serving():
-                return self._serving(member, message)
+                return [*self._serving(member, message), *self._placed()]
             case NotServing(version=version, reason=reason):
                 member.last_error = f"version {version}: {reason}"
                 return []
@@ -241,29 +243,35 @@ class Coordinator:
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         member.ready = ready
-        return [Changed(f"{member.name} is ready"), *self._placed()]
+        return [Changed(f"{member.name} is ready")]
 
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
-        """Take note of a confirmed version. One that was never published, or that goes back, is a lie or a mix-up."""
+        """Take note of a confirmed version. One that was never published is a lie or a mix-up."""
         version, manifest = serving.version, serving.manifest
         if self._publications.get(version) != manifest:
             raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
         if member.version is not None and version < member.version:
-            raise ProtocolError(f"it says that it serves version {version} after {member.version}")
-        member.version, member.served[version] = version, manifest
+            return []  # the message is late
         member.prepare_s = serving.prepare_s or member.prepare_s
+        if version == member.version:
+            return []
+        member.version, member.served[version] = version, manifest
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
         effects: list[Effect] = [Changed(f"{member.name} serves version {version}")]
         if self.checks and member.checked_version != version:
             effects.append(CheckLogprobs(member.name, version))
-        return effects + self._placed()
+        return effects
 
     def _decoded(self, member: SwarmMember, message: Decoded) -> list[Effect]:
         call = self._calls.get(message.call_id)
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
-        piece = checked_piece(message, member, call, self.run.vocab_size)
+        piece = checked_piece(message, call, newest=self.head.version, vocab_size=self.run.vocab_size)
+        if piece.token_ids and piece.version not in member.served:
+            self.counters.unconfirmed_tokens += len(piece.token_ids)
+            call.unconfirmed = (piece.end, piece.version)
+            return []  # the news of that version was lost or is late: the heartbeats bring it, and the tokens again
         before = call.stream.position
         out = call.stream.arrived(piece)
         num_new = call.stream.position - before
@@ -273,13 +281,50 @@ class Coordinator:
         for each in out:
             call.came_out(each)
             effects.append(Deliver(message.call_id, each, member.name))
+        if out and not call.request.is_journaled:
+            ack = Ack(call_id=message.call_id, offset=call.stream.position, is_over=call.stream.is_over)
+            effects.append(Send(member.lease, ack))
         if call.stream.is_over:
             if out[-1].finish_reason is not FinishReason.ABORT:
                 self._remaining.ended(call.stream.position)
-            self._forget(message.call_id)
+                effects += self._withdrawn(call.request.sample_key)
+            self._calls.ended(message.call_id)
             effects += self._placed()
-        if out and not call.request.is_journaled:
-            effects += self._ack(member.name, message.call_id, call.stream.position)
+        return effects
+
+    def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
+        """Answer a heartbeat, and mend what it shows to have been lost."""
+        effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
+        if beat.number <= member.last_heartbeat:
+            return effects  # it is late, or came twice
+        member.last_heartbeat = beat.number
+        member.measured(beat.tokens_per_s, beat.num_running)
+        member.num_held = beat.num_held
+        self._confirm(member, (head for head in beat.served if head.version <= self.head.version))
+        if beat.serving is not None:
+            effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))
+        if beat.ready is not None and beat.ready != member.ready:
+            effects += self._is_ready(member, beat.ready)
+        self._check_refused(member, beat)
+        return effects + self._mended(member, beat)
+
+    def _check_refused(self, member: SwarmMember, beat: Heartbeat) -> None:
+        """Raise ``ProtocolError`` when a member has sent tokens of a version that it does not say it has served."""
+        sent = {state.call_id: state.sent for state in beat.calls}
+        for call_id, call in self._calls.of(member):
+            if call.unconfirmed is not None:
+                end, version = call.unconfirmed
+                if sent.get(call_id, -1) >= end and version not in member.served:
+                    raise ProtocolError(f"tokens of version {version}, which it was not confirmed to serve")
+
+    def _mended(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
+        offers = [offer.call_id for offer in member.held.values()]
+        found = disagreements(beat, self._calls.of(member), self._calls.acknowledgements, offers)
+        effects: list[Effect] = []
+        for call_id, each in confirmed(found, member.suspected):
+            effects += self._calls.mend(member, call_id, each)
+            self.counters.repairs[each.repair.value] = self.counters.repairs.get(each.repair.value, 0) + 1
+        member.suspected = found
         return effects
 
     # -- versions and trust -----------------------------------------------------------------------------------
@@ -287,7 +332,7 @@ class Coordinator:
     def published(self, head: Head) -> list[Effect]:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
-        self.head, self._published_s = head, self._now_s
+        self.head, self._published_s, self._calls.newest = head, self._now_s, head.version
         self._publications[head.version] = head.manifest
         connected = [member for member in self._leases.values() if member.is_connected]
         return [Send(member.lease, head) for member in connected]
@@ -327,11 +372,11 @@ class Coordinator:
     @property
     def num_running(self) -> int:
         """Calls that are with a member."""
-        return len(self._calls) - len(self._waiting)
+        return self._calls.num_running
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._calls.num_waiting
 
     def reserve(
         self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, until_s: float
@@ -351,12 +396,12 @@ class Coordinator:
         none, and then also before its log-probs are checked."""
         call_id = request.request_id
         call = SwarmCall(request, self._least(request.least_version))
-        self._calls[call_id] = call
+        self._calls.add(call_id, call)
         if only is not None:
             member = self.members[only]
             if member.serves(checked=False) is not None:
                 return self._assign(call_id, call, member)
-            self._forget(call_id)
+            self._calls.ended(call_id)
             return [Fail(call_id, f"{only} is gone: {member.last_error}")]
         effects = self._adopted(call_id, call)
         if call.member is not None:
@@ -364,81 +409,29 @@ class Coordinator:
         for member in self._leases.values():
             if member.reserved.pop(request.sample_key, None) is not None and self._can_serve(member, call):
                 return [*effects, *self._assign(call_id, call, member)]
-        self._waiting[call_id] = None
         return [*effects, *self._placed()]
 
     def aborted(self, call_ids: Collection[str]) -> list[Effect]:
         """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
-        effects: list[Effect] = []
-        by_member: dict[str, list[str]] = {}
-        for call_id in call_ids:
-            call = self._calls.get(call_id)
-            if call is None or call.is_aborted:
-                continue
-            call.is_aborted = True
-            member = self.members[call.member] if call.member is not None else None
-            if member is None or not member.is_connected:
-                effects.append(self._cut(call_id, call))
-            else:
-                by_member.setdefault(member.name, []).append(call_id)
-        effects += [Send(self.members[n].lease, Abort(call_ids=tuple(ids))) for n, ids in by_member.items()]
-        return effects
+        return self._calls.aborted(call_ids)
 
     def cut(self, call_ids: Iterable[str]) -> list[Effect]:
         """End calls with what has arrived, since their member does not answer; it is to forget the rest."""
-        effects: list[Effect] = []
-        for call_id in call_ids:
-            if (call := self._calls.get(call_id)) is not None:
-                member = self.members.get(call.member or "")
-                effects.append(self._cut(call_id, call))
-                if member is not None and member.is_connected:
-                    effects.append(Send(member.lease, Release(call_ids=(call_id,))))
-        return effects
+        return self._calls.cut(call_ids)
 
     def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
         """The first ``num_tokens`` of a sample's response are durable."""
-        if (where := self._with.get(sample_key)) is None:
-            return []
-        name, call_id = where
-        if num_tokens >= self._ends.get(call_id, math.inf):
-            del self._with[sample_key], self._ends[call_id]
-        return self._ack(name, call_id, num_tokens)
-
-    def _ack(self, name: str, call_id: str, offset: int) -> list[Effect]:
-        member = self.members[name]
-        return [Send(member.lease, Ack(call_id=call_id, offset=offset))] if member.is_connected else []
-
-    def _cut(self, call_id: str, call: SwarmCall) -> Effect:
-        end = call.ending(self.head.version)
-        self._forget(call_id)
-        return Deliver(call_id, end, call.member or "")
-
-    def _calls_failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
-        effects: list[Effect] = []
-        for call_id in sorted(call_ids):
-            call = self._calls[call_id]
-            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason))
-            self._forget(call_id)
-        return effects
-
-    def _forget(self, call_id: str) -> None:
-        if (call := self._calls.pop(call_id, None)) is not None:
-            self._waiting.pop(call_id, None)
-            if self._with.get(call.request.sample_key, ("", ""))[1] == call_id:
-                self._ends[call_id] = call.stream.position
-            if call.member is not None:
-                self.members[call.member].calls.discard(call_id)
+        return self._calls.durable(sample_key, num_tokens)
 
     # -- placing ----------------------------------------------------------------------------------------------
 
     def _placed(self) -> list[Effect]:
         """Give waiting calls to members as far as there is room."""
         effects: list[Effect] = []
-        for call_id in list(self._waiting):
+        for call_id, call in self._calls.waiting():
             candidates = self._candidates()
             if not any(c.room > 0 for c in candidates):
                 break
-            call = self._calls[call_id]
             effects += self._adopted(call_id, call)
             if call.member is None:
                 name = choose(candidates, self._work(call.least_version, call.stream.position, call.limit))
@@ -456,23 +449,19 @@ class Coordinator:
             del member.held[key]
             if not offer.start <= position <= offer.end:
                 return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
-            self._give(call_id, call, member)
+            self._calls.give(call_id, member, held_as=offer.call_id)
             self.counters.adopted_calls += 1
-            return [Send(member.lease, call.adoption(offer, call_id))]
+            return [Send(member.lease, call.adoption(offer.call_id, call_id))]
         return []
 
-    def _assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
-        self._give(call_id, call, member)
-        return [Send(member.lease, call.assignment(call_id))]
+    def _withdrawn(self, sample_key: str) -> list[Effect]:
+        """Let go of what members offer of a sample that is finished."""
+        offers = [(m, offer) for m in self._leases.values() if (offer := m.held.pop(sample_key, None)) is not None]
+        return [Send(member.lease, Release(call_ids=(offer.call_id,))) for member, offer in offers]
 
-    def _give(self, call_id: str, call: SwarmCall, member: SwarmMember) -> None:
-        self._waiting.pop(call_id, None)
-        call.member = member.name
-        member.calls.add(call_id)
-        if call.request.is_journaled:
-            key = call.request.sample_key
-            self._ends.pop(self._with.get(key, ("", ""))[1], None)
-            self._with[key] = (member.name, call_id)
+    def _assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
+        self._calls.give(call_id, member)
+        return [Send(member.lease, call.assignment(call_id))]
 
     def _serving_members(self) -> list[SwarmMember]:
         return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]

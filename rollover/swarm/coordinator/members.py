@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from rollover.swarm.coordinator.dispatch import Candidate
+from rollover.swarm.coordinator.reconcile import Disagreement
 from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready
 
 _SMOOTHING = 0.3
@@ -49,6 +50,10 @@ class SwarmMember:
     served: dict[int, str] = field(default_factory=dict)
     """Versions it has confirmed, with the digest of each manifest: what its tokens may claim."""
     calls: set[str] = field(default_factory=set)
+    last_heartbeat: int = 0
+    """The highest number of a heartbeat of this connection."""
+    suspected: dict[str, Disagreement] = field(default_factory=dict)
+    """What that heartbeat has shown for the first time, by call."""
     reserved: dict[str, float] = field(default_factory=dict)
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
@@ -120,5 +125,9 @@ class SwarmCounters:
     repeated_tokens: int = 0
     adopted_calls: int = 0
     expired_leases: int = 0
+    repairs: dict[str, int] = field(default_factory=dict)
+    """Messages that were lost and made good, by what was sent for them."""
+    unconfirmed_tokens: int = 0
+    """Tokens refused, since their member had not confirmed to serve their version."""
     refused: dict[str, int] = field(default_factory=dict)
     """Members sent away for breaking the protocol, by name."""

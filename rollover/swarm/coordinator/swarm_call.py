@@ -6,13 +6,11 @@ import hashlib
 import math
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.members import SwarmMember
 from rollover.swarm.coordinator.streams import Piece, TokenStream
 from rollover.swarm.wire.messages import (
     Adopt,
     Assign,
     Decoded,
-    HeldCall,
     ProtocolError,
     pack_ids,
     unpack_ids,
@@ -33,9 +31,16 @@ class SwarmCall:
     def __init__(self, request: GenerateRequest, least_version: int) -> None:
         self.request = request
         self.least_version = least_version
-        self.stream = TokenStream(len(request.response_ids))
+        self.start = len(request.response_ids)
+        self.stream = TokenStream(self.start)
         self.member: str | None = None
+        self.held_as = ""
+        """The id under which its member held it when it was told to go on with it; empty where it was assigned."""
         self.is_aborted = False
+        self.num_repairs = 0
+        """Repairs since its last token."""
+        self.unconfirmed: tuple[int, int] | None = None
+        """End and version of tokens that were refused, since the member had not confirmed that version."""
         self._prefix = hashlib.sha256(pack_ids(request.response_ids))
 
     @property
@@ -45,6 +50,7 @@ class SwarmCall:
 
     def came_out(self, piece: Piece) -> None:
         """Take note of tokens that were delivered."""
+        self.num_repairs, self.unconfirmed = 0, None
         self._prefix.update(pack_ids(piece.token_ids))
 
     def assignment(self, call_id: str) -> Assign:
@@ -66,10 +72,10 @@ class SwarmCall:
             least_version=self.least_version,
         )
 
-    def adoption(self, offer: HeldCall, call_id: str) -> Adopt:
-        """Return the message by which a member goes on with what it holds of the call."""
+    def adoption(self, held: str, call_id: str) -> Adopt:
+        """Return the message by which a member goes on with what it holds of the call, or sends it again."""
         prefix = self._prefix.copy().hexdigest()
-        return Adopt(held=offer.call_id, call_id=call_id, offset=self.stream.position, prefix=prefix)
+        return Adopt(held=held, call_id=call_id, offset=self.stream.position, prefix=prefix)
 
     def ending(self, version: int) -> Piece:
         """Return the end of a call that is cut off here."""
@@ -83,13 +89,14 @@ class SwarmCall:
         )
 
 
-def checked_piece(message: Decoded, member: SwarmMember, call: SwarmCall, vocab_size: int) -> Piece:
-    """Return the tokens that ``member`` has sent. Raises ``ProtocolError`` for what cannot be true."""
+def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size: int) -> Piece:
+    """Return the tokens of a message. ``newest``: the newest version. Raises ``ProtocolError`` for what cannot be
+    true."""
     ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
     if len(ids) != len(logprobs):
         raise ProtocolError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
-    if ids and message.version not in member.served:
-        raise ProtocolError(f"tokens of version {message.version}, which it was not confirmed to serve")
+    if ids and not 0 <= message.version <= newest:
+        raise ProtocolError(f"tokens of version {message.version}, where the newest is {newest}")
     if ids and message.version < call.least_version:
         raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
     if max(ids, default=0) >= vocab_size:

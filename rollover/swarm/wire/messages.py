@@ -27,6 +27,8 @@ SUBPROTOCOL = f"rollover.swarm.v{PROTOCOL}"
 """Negotiated when the WebSocket is opened."""
 MAX_FRAME_BYTES = 16 * 2**20
 """Largest frame, before and after decompression."""
+MAX_REPORTED_CALLS = 4096
+"""Most calls in one heartbeat."""
 _COMPRESS_ABOVE_BYTES = 512
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 
@@ -130,17 +132,48 @@ class NotServing(_Message, frozen=True, kw_only=True):
     reason: str
 
 
+class CallState(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a worker holds, as it is at the time of a heartbeat.
+
+    Example: ``CallState(call_id="8f3a.g4.1#7.", start=256, sent=300)`` has sent the tokens up to 299 and goes on.
+    """
+
+    call_id: str
+    start: int
+    """Position in the response of the first token held: those before were acknowledged."""
+    sent: int
+    """Position behind the last token that was sent."""
+    has_ended: bool = False
+    """Its end was sent."""
+    is_offered: bool = False
+    """It was offered in ``Hello``, and nobody has taken it up: nothing of it is sent."""
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
 
-    Example: ``Heartbeat(num_running=12, tokens_per_s=812.5, num_held=4096)``
+    It says all that the coordinator must know of the worker, so that a message which was lost is missed and mended.
+
+    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, num_held=4096, calls=(CallState(...), ...))``
     """
 
+    number: int
+    """Counts the heartbeats of a connection, from 1."""
     num_running: int
     tokens_per_s: float
     """Decoded tokens per second since the last heartbeat, over all calls."""
     num_held: int
     """Decoded that wait for an acknowledgement."""
+    calls: tuple[CallState, ...]
+    """The calls that it holds, running or not; at most ``MAX_REPORTED_CALLS`` of them, others the next time."""
+    has_all_calls: bool = True
+    """It holds no others."""
+    ready: Ready | None = None
+    """What its engine can do; ``None`` while it is not open."""
+    serving: Head | None = None
+    """The publication that its engine serves now; ``None`` while it serves none of this epoch."""
+    served: tuple[Head, ...] = ()
+    """Those that tokens which it holds were sampled from, oldest first."""
 
 
 class Decoded(_Message, frozen=True, kw_only=True):
@@ -230,7 +263,8 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Adopt(_Message, frozen=True, kw_only=True):
-    """Go on with a held call under an id, and send its tokens again from ``offset``. One that was stopped decodes on.
+    """Go on with a held call under an id, and send its tokens again from ``offset``. An offered one that was stopped
+    decodes on. Of a call that the worker has already under this id, only the sending is repeated.
 
     The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample went
     on elsewhere, answers ``CallFailed``.
@@ -263,6 +297,8 @@ class Ack(_Message, frozen=True, kw_only=True):
 
     call_id: str
     offset: int
+    is_over: bool = False
+    """The coordinator has its end as well, or does not wait for it: the worker may forget the call."""
 
 
 class Release(_Message, frozen=True, kw_only=True):
@@ -277,10 +313,12 @@ class Release(_Message, frozen=True, kw_only=True):
 class Beat(_Message, frozen=True, kw_only=True):
     """The answer to ``Heartbeat``: the lease goes on.
 
-    Example: ``Beat(head=Head(version=8, manifest="9c1e..."))`` repeats the newest publication, in case its notice was
-    lost.
+    Example: ``Beat(number=7, head=Head(version=8, manifest="9c1e..."))`` repeats the newest publication, in case its
+    notice was lost.
     """
 
+    number: int
+    """Of the heartbeat that is answered."""
     head: Head
 
 

@@ -98,11 +98,17 @@ class WorkerCalls:
         call.task = self._spawn(self._run(call))
 
     def adopt(self, adopt: Adopt) -> CallFailed | None:
-        """Go on with a held call under another id, also when it was stopped; or return why not."""
+        """Go on with an offered call under an id, also when it was stopped; or return why not. Of one that has this id
+        already and was not offered, only the sending is repeated."""
+        known = self._held.get(adopt.call_id)
+        is_repeated = known is not None and not known.is_offered
         answer = self._held.adopt(adopt)
         if isinstance(answer, CallFailed):
             self._cancel(adopt.held)
             return answer
+        if is_repeated:
+            self._notify()
+            return None
         if (call := self._calls.pop(adopt.held, None)) is not None:
             self._calls[adopt.call_id] = call
             if call.is_aborted:  # and wanted again before it had ended
@@ -143,8 +149,7 @@ class WorkerCalls:
         self._changes.notify()
 
     def beaten(self, now_s: float) -> None:
-        """Take note of an answered heartbeat; forget what nobody has taken up long after it was offered."""
-        self._held.heartbeat_answered()
+        """A heartbeat was answered: forget what nobody has taken up long after it was offered."""
         self.release(self._held.expired(now_s))
 
     def _cancel(self, call_id: str) -> None:

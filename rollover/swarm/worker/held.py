@@ -2,7 +2,8 @@
 
 A worker goes on decoding through an outage and holds what nobody has acknowledged. When it is back, its ``Hello``
 offers all that: the coordinator, the same or one that was started after it, adopts each call from the position that it
-has reached, or releases it. What nobody has taken up long after the offer is forgotten.
+has reached, or releases it. A call is forgotten when the coordinator says so, and when nobody has taken it up long
+after the offer.
 
 What it keeps true: whatever is cut, repeated or late, a receiver that puts each token at its position has exactly the
 decoded stream in the end; held tokens are bounded by making the worker stand still, never by dropping one that somebody
@@ -11,11 +12,19 @@ may still ask for.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from rollover.engine.base import Chunk
-from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, Decoded, HeldCall
+from rollover.swarm.wire.messages import (
+    MAX_REPORTED_CALLS,
+    Adopt,
+    Assign,
+    CallFailed,
+    CallState,
+    Decoded,
+    HeldCall,
+)
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 
 MAX_MESSAGE_TOKENS = 2**16
@@ -44,8 +53,8 @@ class HeldCalls:
         """Calls of which something can be sent, in the order of their turns."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """The last calls that are over: a repeated assignment of one starts nothing."""
-        self._endings_on_the_way: deque[tuple[str, ...]] = deque()
-        """For each heartbeat without an answer, the calls whose ending was sent before it."""
+        self._report_from = 0
+        """The first call of the next report, where not all fit into one."""
         self._is_full = False
         self.num_tokens = 0
 
@@ -72,6 +81,15 @@ class HeldCalls:
         """Return what a ``Hello`` offers."""
         return tuple(stream.listed() for stream in self)
 
+    def reported(self) -> tuple[CallState, ...]:
+        """Return what a heartbeat says of the calls. Where there are too many for one, each has its turn."""
+        streams = list(self)
+        if len(streams) > MAX_REPORTED_CALLS:
+            first = self._report_from % len(streams)
+            streams = [*streams[first:], *streams[:first]][:MAX_REPORTED_CALLS]
+            self._report_from = first + MAX_REPORTED_CALLS
+        return tuple(stream.state() for stream in streams)
+
     # -- from the engine ----------------------------------------------------------------------------------------
 
     def open(self, assign: Assign) -> HeldStream | None:
@@ -95,7 +113,6 @@ class HeldCalls:
     def connected(self, now_s: float) -> None:
         """Begin a connection, whose ``Hello`` has offered all that is held."""
         self._to_send.clear()
-        self._endings_on_the_way.clear()
         for stream in self:
             stream.offer(now_s)
 
@@ -110,7 +127,6 @@ class HeldCalls:
         before = stream.num_held
         stream.acked(offset)
         self._count(stream.num_held - before)
-        self._forget_when_over(stream)
 
     def adopt(self, adopt: Adopt) -> HeldStream | CallFailed:
         """Go on with a call under the id that it is given, from the offset that is asked for; or say why not, and
@@ -120,6 +136,8 @@ class HeldCalls:
             return stream  # the message came twice
         if stream is None:
             return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is not held here any more")
+        if adopt.call_id == adopt.held and not stream.is_offered and adopt.offset < stream.start:
+            return stream  # it is older than an acknowledgement
         if not stream.start <= adopt.offset <= stream.end:
             reason = f"{adopt.held} is held from {stream.start} to {stream.end}, not from {adopt.offset}"
         elif stream.prefix_digest(adopt.offset) != adopt.prefix:
@@ -142,10 +160,13 @@ class HeldCalls:
         self._schedule(stream)
 
     def release(self, call_ids: Collection[str]) -> None:
-        """Forget calls that nobody wants."""
+        """Forget calls that nobody wants, also one whose assignment is still on its way."""
         for call_id in call_ids:
-            if (stream := self._streams.get(call_id)) is not None:
-                self._forget(stream)
+            if (stream := self._streams.pop(call_id, None)) is not None:
+                self._count(-stream.num_held)
+            self._forgotten[call_id] = None
+            if len(self._forgotten) > _NUM_REMEMBERED:
+                self._forgotten.popitem(last=False)
 
     # -- sending ------------------------------------------------------------------------------------------------
 
@@ -160,33 +181,9 @@ class HeldCalls:
                 return message
         return None
 
-    def heartbeat_sent(self) -> None:
-        """Take note of a heartbeat: who answers it has what was sent before."""
-        self._endings_on_the_way.append(tuple(stream.call_id for stream in self if stream.has_sent_ending))
-
-    def heartbeat_answered(self) -> None:
-        """Forget the calls whose ending is known to have arrived, once their tokens are acknowledged."""
-        if not self._endings_on_the_way:
-            return
-        for call_id in self._endings_on_the_way.popleft():
-            if (stream := self._streams.get(call_id)) is not None:
-                stream.ending_arrived()
-                self._forget_when_over(stream)
-
     def _schedule(self, stream: HeldStream) -> None:
         if stream.can_send:
             self._to_send[stream.call_id] = None
-
-    def _forget_when_over(self, stream: HeldStream) -> None:
-        if stream.is_over:
-            self._forget(stream)
-
-    def _forget(self, stream: HeldStream) -> None:
-        del self._streams[stream.call_id]
-        self._count(-stream.num_held)
-        self._forgotten[stream.call_id] = None
-        if len(self._forgotten) > _NUM_REMEMBERED:
-            self._forgotten.popitem(last=False)
 
     def _count(self, change: int) -> None:
         self.num_tokens += change

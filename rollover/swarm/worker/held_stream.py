@@ -21,6 +21,7 @@ from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
     Assign,
     CallFailed,
+    CallState,
     Decoded,
     HeldCall,
     ProtocolError,
@@ -91,11 +92,9 @@ class HeldStream:
         self._response = bytearray(assign.response_ids)
         """The whole response, by which another can tell that theirs begins alike."""
         self._pieces: deque[_HeldPiece] = deque()
-        self._origin = self.end
+        self.origin = self.end
         self._num_prefilled = 0
-        self._ending_sent_from: int | None = None
-        """Position of the first token in the message that held the ending, once it was sent."""
-        self._ending_has_arrived = False
+        self.has_sent_ending = False
 
     @property
     def num_held(self) -> int:
@@ -106,22 +105,17 @@ class HeldStream:
         return unpack_ids(bytes(self._response))
 
     @property
-    def is_over(self) -> bool:
-        """All of it has arrived, and its tokens are journaled."""
-        return self.ending is not None and self._ending_has_arrived and self.start == self.end
-
-    @property
-    def has_sent_ending(self) -> bool:
-        return self._ending_sent_from is not None
-
-    @property
     def oldest_version(self) -> int | None:
         return min((piece.version for piece in self._pieces), default=None)
 
     @property
+    def is_offered(self) -> bool:
+        return self.offered_s is not None
+
+    @property
     def can_send(self) -> bool:
         has_more = self.sent < self.end or (self.ending is not None and not self.has_sent_ending)
-        return has_more and self.offered_s is None
+        return has_more and not self.is_offered
 
     def listed(self) -> HeldCall:
         return HeldCall(
@@ -132,12 +126,21 @@ class HeldStream:
             is_running=self.ending is None,
         )
 
+    def state(self) -> CallState:
+        return CallState(
+            call_id=self.call_id,
+            start=self.start,
+            sent=self.sent,
+            has_ended=self.has_sent_ending,
+            is_offered=self.is_offered,
+        )
+
     # -- from the engine ----------------------------------------------------------------------------------------
 
     def decoded(self, chunk: Chunk) -> None:
         """Take the tokens of a chunk; its finish reason is not looked at."""
         assert self.ending is None
-        if self.end == self._origin:
+        if self.end == self.origin:
             self._num_prefilled += chunk.num_prefilled_tokens
         if not chunk.token_ids:
             return
@@ -160,18 +163,12 @@ class HeldStream:
         """
         if offset > self.end:
             raise ProtocolError(f"{offset} tokens of {self.call_id} are acknowledged, but {self.end} are decoded")
-        if self._ending_sent_from is not None and self._ending_sent_from < offset == self.end:
-            self._ending_has_arrived = True  # it came with the last of these tokens
         while self._pieces and self._pieces[0].start < offset:
             piece = self._pieces.popleft()
             if piece.end > offset:
                 self._pieces.appendleft(piece.cut(offset, piece.end))
         self.start = max(self.start, offset)
         self.sent = max(self.sent, offset)
-
-    def ending_arrived(self) -> None:
-        """Take note that the coordinator has what was sent before now."""
-        self._ending_has_arrived = self.has_sent_ending
 
     def prefix_digest(self, offset: int) -> str:
         """Return the SHA-256 of the packed response before ``offset``."""
@@ -180,16 +177,16 @@ class HeldStream:
     def offer(self, now_s: float) -> None:
         """Wait until a new connection says from where to send, or that nobody wants it."""
         self.offered_s = now_s
-        self._ending_sent_from, self._ending_has_arrived = None, False
+        self.has_sent_ending = False
 
     def take_up(self, call_id: str, offset: int) -> None:
-        """Send from ``offset`` on, under a new id; a call that was stopped is not over any more."""
-        self.call_id, self.offered_s = call_id, None
-        self._ending_sent_from, self._ending_has_arrived = None, False  # also where it was not offered before
-        if self.ending is not None and self.ending.reason is FinishReason.ABORT:
+        """Send from ``offset`` on, where another id is given under that; an offered call that was stopped goes on."""
+        if self.is_offered and self.ending is not None and self.ending.reason is FinishReason.ABORT:
             self.ending = None
-        self.acked(offset)
-        self.sent = offset
+        if call_id != self.call_id:  # the response before is that of an earlier call, which was written down
+            self.acked(offset)
+        self.call_id, self.offered_s, self.has_sent_ending = call_id, None, False
+        self.sent = max(offset, self.start)
 
     def next_message(self, max_tokens: int) -> Decoded | CallFailed:
         """Return the next message of a stream that ``can_send``, and take it as sent."""
@@ -198,14 +195,13 @@ class HeldStream:
         piece = self._next_piece(max_tokens)
         if piece is None:
             assert ending is not None
-            self._ending_sent_from = first
+            self.has_sent_ending = True
             if ending.reason is None:
                 return CallFailed(call_id=self.call_id, reason=ending.failure)
             piece = _HeldPiece(first, b"", b"", ending.version, ending.version)
         self.sent = piece.end
         reason = ending.reason if ending is not None and self.sent == self.end else None
-        if reason is not None:
-            self._ending_sent_from = first
+        self.has_sent_ending = reason is not None
         return Decoded(
             call_id=self.call_id,
             offset=first,
@@ -214,7 +210,7 @@ class HeldStream:
             version=piece.version,
             kv_version=piece.kv_version,
             finish_reason=None if reason is None else reason.value,
-            num_prefilled_tokens=self._num_prefilled if first == self._origin else 0,
+            num_prefilled_tokens=self._num_prefilled if first == self.origin else 0,
         )
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:

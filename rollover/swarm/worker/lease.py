@@ -7,8 +7,6 @@ and no clocks are compared.
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class LeaseWatch:
     """A lease of ``ttl_s``, begun by a ``Hello`` that was sent at ``sent_s`` and answered.
@@ -19,7 +17,8 @@ class LeaseWatch:
     def __init__(self, ttl_s: float, sent_s: float) -> None:
         self._ttl_s = ttl_s
         self._answered_s = sent_s
-        self._unanswered: deque[float] = deque()
+        self._unanswered: dict[int, float] = {}
+        """When each heartbeat was sent, by number, of those behind the last that was answered."""
 
     @property
     def interval_s(self) -> float:
@@ -30,13 +29,14 @@ class LeaseWatch:
     def ends_s(self) -> float:
         return self._answered_s + self._ttl_s
 
-    def sent(self, now_s: float) -> None:
+    def sent(self, number: int, now_s: float) -> None:
         """Take note of a heartbeat."""
-        self._unanswered.append(now_s)
+        self._unanswered[number] = now_s
 
-    def answered(self) -> bool:
-        """Take note of an answer, which is to the oldest heartbeat without one. Return whether there was one."""
-        if not self._unanswered:
+    def answered(self, number: int) -> bool:
+        """Take note of an answer. Return whether it says something new: not one that came twice or late."""
+        if number not in self._unanswered:
             return False
-        self._answered_s = self._unanswered.popleft()
+        self._answered_s = self._unanswered[number]
+        self._unanswered = {n: sent_s for n, sent_s in self._unanswered.items() if n > number}
         return True

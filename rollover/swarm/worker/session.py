@@ -11,6 +11,9 @@ heartbeats            the next third of the lease     time
 lease                 the end of the lease            an answered heartbeat puts it off
 ====================  ==============================  ============================================================
 
+A heartbeat says what the worker holds and serves, so that whatever message was lost on the way is missed by the
+coordinator and mended.
+
 What it keeps true: a version is announced before a token of it is sent; a coordinator that does not answer for a lease
 is taken for gone.
 """
@@ -56,6 +59,8 @@ class WorkerSession:
         probe: returns when the engine has shown that it lives.
         aim: called with every head.
         ready: makes the ``Ready`` of the engine as it is now; ``None`` while there is none.
+        serving: returns the publication of this epoch that the engine serves, where it does.
+        served: returns those that held tokens were sampled from.
 
     Example: ``await session.run()`` returns once ``leave`` has been called and all is handed over, and raises
     ``Disconnected`` or ``Refused`` when the connection ends before.
@@ -74,16 +79,20 @@ class WorkerSession:
         probe: Callable[[], Awaitable[None]],
         aim: Callable[[Head], None],
         ready: Callable[[], Ready | None],
+        serving: Callable[[], Head | None],
+        served: Callable[[], tuple[Head, ...]],
     ) -> None:
         self._connection, self._lease, self._clock = connection, lease, clock
         self._held, self._calls, self._host = held, calls, host
         self._spawn, self._probe, self._aim, self._make_ready = spawn, probe, aim, ready
+        self._serving, self._served = serving, served
         self._queue: deque[FromWorker] = deque()
         """Messages that go before all tokens; few, since each tells of an event."""
         self._wake = asyncio.Event()
         self._drained = Changes()
         self._is_sending = False
         self._ready: Ready | None = None
+        self._num_heartbeats = 0
         self._decoded_before = calls.num_decoded
         self._beaten_s = clock.now_s()
         self.has_been_answered = False
@@ -142,12 +151,14 @@ class WorkerSession:
                 self._spawn(self._calls.abort(message.call_ids))
             case Ack():
                 self._calls.acked(message.call_id, message.offset)
+                if message.is_over:
+                    self._calls.release((message.call_id,))
             case Release():
                 self._calls.release(message.call_ids)
             case Head():
                 self._aim(message)
             case Beat():
-                if self._lease.answered():
+                if self._lease.answered(message.number):
                     self.has_been_answered = True
                     self._calls.beaten(self._clock.now_s())
                 self._aim(message.head)
@@ -161,8 +172,7 @@ class WorkerSession:
             self._is_sending = True
             while (message := self._next()) is not None:
                 if isinstance(message, Heartbeat):
-                    self._lease.sent(self._clock.now_s())
-                    self._held.heartbeat_sent()
+                    self._lease.sent(message.number, self._clock.now_s())
                 await self._connection.send(message)
             self._is_sending = False
             self._drained.notify()
@@ -184,7 +194,19 @@ class WorkerSession:
         elapsed_s = max(1e-9, now_s - self._beaten_s)
         tokens_per_s = (decoded - self._decoded_before) / elapsed_s
         self._beaten_s, self._decoded_before = now_s, decoded
-        return Heartbeat(num_running=self._calls.num_running, tokens_per_s=tokens_per_s, num_held=self._held.num_tokens)
+        self._num_heartbeats += 1
+        calls = self._held.reported()
+        return Heartbeat(
+            number=self._num_heartbeats,
+            num_running=self._calls.num_running,
+            tokens_per_s=tokens_per_s,
+            num_held=self._held.num_tokens,
+            calls=calls,
+            has_all_calls=len(calls) == len(self._held),
+            ready=self._make_ready(),
+            serving=self._serving(),
+            served=self._served(),
+        )
 
     async def _watch(self) -> None:
         while (left_s := self._lease.ends_s - self._clock.now_s()) > 0:

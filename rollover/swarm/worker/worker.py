@@ -223,13 +223,17 @@ class SwarmWorker:
     def _begin(self, session: WorkerSession, welcome: Welcome) -> None:
         """Tell the coordinator what this worker can do already."""
         session.post_ready()
-        serves = self._host.serves
-        if serves is not None and self._follower.has_named(serves):
+        if (serves := self._serving()) is not None:
             session.post(Serving(version=serves.version, manifest=serves.manifest))
         self._say_once(
             f"connected to {self._address} as {welcome.member!r}: run {welcome.run_id}, epoch {welcome.run_epoch},"
             f" version {welcome.head.version}"
         )
+
+    def _serving(self) -> Head | None:
+        """Return the publication that the engine serves, where the coordinator has named it in this epoch."""
+        serves = self._host.serves
+        return serves if serves is not None and self._follower.has_named(serves) else None
 
     async def _close_fetcher(self) -> None:
         if self._fetcher is not None:
@@ -247,6 +251,8 @@ class SwarmWorker:
             probe=self._probe,
             aim=self._follower.aim,
             ready=self._host.ready,
+            serving=self._serving,
+            served=self._served.needed,
         )
 
     async def _leaving(self) -> str:

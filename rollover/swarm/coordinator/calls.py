@@ -1,0 +1,152 @@
+"""The open calls of a swarm: each waits for a member or is with one, until it ends, fails or is cut off.
+
+What it keeps true: a call is with one member at most; it ends exactly once; whoever has it is told when it is not
+wanted any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from rollover.swarm.coordinator.acknowledgements import Acknowledgements
+from rollover.swarm.coordinator.effects import Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.members import SwarmMember
+from rollover.swarm.coordinator.reconcile import MAX_REPAIRS, Disagreement, Repair
+from rollover.swarm.coordinator.swarm_call import SwarmCall
+from rollover.swarm.wire.messages import Abort, Ack, Release
+
+
+class SwarmCalls:
+    """The calls by id, with what of them has yet to be written down.
+
+    Args:
+        members: the swarm's, by name.
+
+    Example: ``calls.add("a#1.", call)`` and ``calls.give("a#1.", member)``; ``calls.cut(["a#1."])`` ends it with what
+    has arrived, and has the member forget it.
+    """
+
+    def __init__(self, members: Mapping[str, SwarmMember]) -> None:
+        self._members = members
+        self._calls: dict[str, SwarmCall] = {}
+        self._waiting: dict[str, None] = {}
+        """Calls without a member, in order of arrival."""
+        self.acknowledgements = Acknowledgements()
+        self.newest = 0
+        """The newest version, which a call claims that is cut off without a token."""
+
+    @property
+    def num_running(self) -> int:
+        """Calls that are with a member."""
+        return len(self._calls) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def get(self, call_id: str) -> SwarmCall | None:
+        return self._calls.get(call_id)
+
+    def of(self, member: SwarmMember) -> Iterator[tuple[str, SwarmCall]]:
+        """Yield the calls that are with a member."""
+        for call_id in sorted(member.calls):
+            yield call_id, self._calls[call_id]
+
+    def waiting(self) -> list[tuple[str, SwarmCall]]:
+        return [(call_id, self._calls[call_id]) for call_id in self._waiting]
+
+    def add(self, call_id: str, call: SwarmCall) -> None:
+        self._calls[call_id] = call
+        self._waiting[call_id] = None
+
+    def give(self, call_id: str, member: SwarmMember, *, held_as: str = "") -> None:
+        """A member has the call from now on; ``held_as``: the id under which it held it before."""
+        call = self._calls[call_id]
+        self._waiting.pop(call_id, None)
+        call.member, call.held_as = member.name, held_as
+        member.calls.add(call_id)
+        self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
+
+    def ended(self, call_id: str) -> None:
+        """The call is over here: all of its tokens have come out, or nobody waits for the rest."""
+        if (call := self._calls.pop(call_id, None)) is None:
+            return
+        self._waiting.pop(call_id, None)
+        if call.request.is_journaled:
+            self.acknowledgements.ended(call_id, call.stream.position)
+        else:
+            self.acknowledgements.dropped(call_id)
+        if call.member is not None:
+            self._members[call.member].calls.discard(call_id)
+
+    def failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
+        """End calls of a member with an error; those that were to be stopped anyway, with what has arrived."""
+        effects: list[Effect] = []
+        for call_id in sorted(call_ids):
+            call = self._calls[call_id]
+            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason))
+            self.ended(call_id)
+        return effects
+
+    def aborted(self, call_ids: Iterable[str]) -> list[Effect]:
+        """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
+        effects: list[Effect] = []
+        by_member: dict[str, list[str]] = {}
+        for call_id in call_ids:
+            call = self._calls.get(call_id)
+            if call is None or call.is_aborted:
+                continue
+            call.is_aborted = True
+            member = self._members[call.member] if call.member is not None else None
+            if member is None or not member.is_connected:
+                effects.append(self._cut(call_id, call))
+            else:
+                by_member.setdefault(member.name, []).append(call_id)
+        effects += [Send(self._members[n].lease, Abort(call_ids=tuple(ids))) for n, ids in by_member.items()]
+        return effects
+
+    def cut(self, call_ids: Iterable[str]) -> list[Effect]:
+        """End calls with what has arrived, since their member does not answer; it is to forget the rest."""
+        effects: list[Effect] = []
+        for call_id in call_ids:
+            if (call := self._calls.get(call_id)) is not None:
+                member = self._members.get(call.member or "")
+                effects.append(self._cut(call_id, call))
+                if member is not None and member.is_connected:
+                    self.acknowledgements.dropped(call_id)
+                    effects.append(Send(member.lease, Release(call_ids=(call_id,))))
+        return effects
+
+    def durable(self, sample_key: str, num_tokens: int) -> list[Effect]:
+        """The first ``num_tokens`` of a sample's response are written down."""
+        effects: list[Effect] = []
+        for due in self.acknowledgements.durable(sample_key, num_tokens):
+            member = self._members[due.member]
+            if member.is_connected:
+                ack = Ack(call_id=due.call_id, offset=due.offset, is_over=due.is_over)
+                effects.append(Send(member.lease, ack))
+        return effects
+
+    def mend(self, member: SwarmMember, call_id: str, found: Disagreement) -> list[Effect]:
+        """Send again what a member seems not to have got, or ask again for what has not come from it."""
+        call = self._calls.get(call_id)
+        match found.repair:
+            case Repair.RELEASE:
+                return [Send(member.lease, Release(call_ids=(found.held,)))]
+            case Repair.ABORT:
+                return [Send(member.lease, Abort(call_ids=(found.held,)))]
+            case Repair.ACK:
+                return [Send(member.lease, Ack(call_id=found.held, offset=found.position))]
+        assert call is not None, "only calls that are with a member are assigned, asked for again or given up"
+        call.num_repairs += 1
+        if found.repair is Repair.FAIL or call.num_repairs > MAX_REPAIRS:
+            reason = f"{member.name} and the coordinator cannot agree on what it holds of the call"
+            return self.failed(member, reason, {call_id})
+        if found.repair is Repair.ASSIGN:
+            return [Send(member.lease, call.assignment(call_id))]
+        return [Send(member.lease, call.adoption(found.held, call_id))]
+
+    def _cut(self, call_id: str, call: SwarmCall) -> Effect:
+        end = call.ending(self.newest)
+        self.ended(call_id)
+        return Deliver(call_id, end, call.member or "")

@@ -17,7 +17,7 @@ Laws every implementation keeps (``tests/engine/contract.py`` proves them):
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -171,6 +171,19 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything; open calls end with ``abort``."""
+        ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """An engine that has measurements of its own for the metrics of a training step.
+
+    Example: ``take_metrics()`` returns ``{"swarm/wire_bytes": 81264.0, "swarm/pause_s": 0.02}`` for a swarm of which
+    one member has changed weights since the last call.
+    """
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return what was measured since the last call, by metric name."""
         ...
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, EngineStats
+from rollover.engine.base import Engine, EngineStats, ReportsMetrics
 from rollover.environments.scorer import RewardScorer
 from rollover.report import throughput
 from rollover.rollout.ledger import Ledger
@@ -67,6 +67,7 @@ class StepMeter:
             **ledger_metrics(self._ledger),
             **draft_metrics(counters.engine, before.engine),
             **drift_metrics(trained.drift),
+            **(self._engine.take_metrics() if isinstance(self._engine, ReportsMetrics) else {}),
             **self._timings,
             # A sum over all samples: where rewards are computed side by side, it exceeds the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,

@@ -18,6 +18,7 @@ from safetensors.torch import load
 
 from rollover.engine.servers.launch import free_port
 from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.weight_log import MemberChange, PublishedVersion, read_weight_log
 from tests import runs
 
 pytestmark = pytest.mark.slow
@@ -121,6 +122,20 @@ def assert_conserved(run: Path, steps: int) -> None:
     assert len(groups) == len(set(groups)), "a group was trained twice"
 
 
+def assert_weights_are_accounted(run: Path, members: set[str]) -> None:
+    """What the record of publications says is what the metrics of the steps say."""
+    records = read_weight_log(run / "swarm" / "weights.jsonl")
+    changes = [record for record in records if isinstance(record, MemberChange)]
+    assert {change.member for change in changes} <= members
+    assert len({(change.member, change.version) for change in changes}) == len(changes)
+    assert all(change.wire_bytes > 0 and change.prepare_s > 0 for change in changes)
+    assert sorted(p.version for p in records if isinstance(p, PublishedVersion)) == list(
+        range(len(records) - len(changes))
+    )
+    told = sum(row.get("swarm/wire_bytes", 0) for row in runs.rows(run))
+    assert 0 < told <= sum(change.wire_bytes for change in changes)  # the last changes come behind the last step
+
+
 def test_pull_mode_is_the_co_located_run_token_for_token_with_any_number_of_workers(experiment: Path) -> None:
     argv = ["--rollout.strategy", "sync", "--steps", "3"]
     with swarm(experiment) as it:
@@ -141,6 +156,7 @@ def test_pull_mode_is_the_co_located_run_token_for_token_with_any_number_of_work
         assert torch.allclose(ours[name], tensor, atol=1e-5), name
     for batch in runs.batches(it.run):
         assert {v for t in batch.trajectories for v in t.policy_versions} == {batch.step}
+    assert_weights_are_accounted(it.run, members={"a", "b"})
 
 
 def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:

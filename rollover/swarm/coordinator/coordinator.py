@@ -21,7 +21,17 @@ from collections.abc import Collection, Iterable
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.calls import SwarmCalls
 from rollover.swarm.coordinator.dispatch import Candidate, Work, choose, drain_s
-from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send, SentAway
+from rollover.swarm.coordinator.effects import (
+    Changed,
+    CheckLogprobs,
+    Close,
+    Deliver,
+    Effect,
+    Fail,
+    Send,
+    SentAway,
+    ServesAnew,
+)
 from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.reconcile import confirmed, disagreements
 from rollover.swarm.coordinator.remaining import RemainingTokens
@@ -255,10 +265,11 @@ class Coordinator:
         member.prepare_s = serving.prepare_s or member.prepare_s
         if version == member.version:
             return []
+        effects: list[Effect] = [] if version in member.served else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
-        effects: list[Effect] = [Changed(f"{member.name} serves version {version}")]
+        effects.append(Changed(f"{member.name} serves version {version}"))
         if self.checks and member.checked_version != version:
             effects.append(CheckLogprobs(member.name, version))
         return effects

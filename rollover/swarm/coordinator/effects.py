@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollover.swarm.coordinator.streams import Piece
-from rollover.swarm.wire.messages import FromCoordinator
+from rollover.swarm.wire.messages import FromCoordinator, Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,17 @@ class SentAway:
 
 
 @dataclass(frozen=True, slots=True)
+class ServesAnew:
+    """Take note that a member serves a version that it had not served before.
+
+    Example: ``ServesAnew("laptop", Serving(version=7, manifest="9c1e...", prepare_s=4.1))``
+    """
+
+    member: str
+    serving: Serving
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """Members, versions or room have changed: calls that could not be placed may be now.
 
@@ -84,4 +95,4 @@ class Changed:
     what: str
 
 
-Effect = Send | Close | Deliver | Fail | CheckLogprobs | SentAway | Changed
+Effect = Send | Close | Deliver | Fail | CheckLogprobs | SentAway | ServesAnew | Changed

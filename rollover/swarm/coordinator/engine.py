@@ -34,10 +34,21 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.checks import MemberChecks
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Changed, CheckLogprobs, Close, Deliver, Effect, Fail, Send, SentAway
+from rollover.swarm.coordinator.effects import (
+    Changed,
+    CheckLogprobs,
+    Close,
+    Deliver,
+    Effect,
+    Fail,
+    Send,
+    SentAway,
+    ServesAnew,
+)
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
 from rollover.swarm.coordinator.status import StatusFile, swarm_status
 from rollover.swarm.coordinator.transport import Connection, Transport
+from rollover.swarm.coordinator.weight_log import WeightLog
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
 
@@ -54,13 +65,15 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers`` and a transport's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``ReportsMetrics`` and a
+    transport's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
         check_source: raises ``EngineError`` for weights that do not fit the run's model.
         is_member: says whether the token of a worker, by name, is still valid.
         status: where the state of the swarm is written for people.
+        weight_log: where publications, and members' changes to them, are recorded.
 
     Example: ``room()`` is 0 before the first worker has joined, 16 when one with room for 16 has.
     """
@@ -78,12 +91,14 @@ class SwarmEngine:
         check_source: Callable[[WeightSource], None] = lambda source: None,
         is_member: Callable[[str], bool] = lambda name: True,
         status: StatusFile | None = None,
+        weight_log: WeightLog | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._config = config
         self._publish = publish
         self._is_member = is_member
         self._status = status
+        self._weight_log = weight_log or WeightLog()
         self.gateway: Transport | None = None
         """Opened with the first publication, closed with the engine."""
         self._clock = clock
@@ -159,6 +174,10 @@ class SwarmEngine:
             decoded_tokens=self._outlets.num_decoded,
             reprefilled_tokens=self._outlets.num_reprefilled,
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """See ``ReportsMetrics``."""
+        return self._weight_log.take_metrics()
 
     # -- Engine -----------------------------------------------------------------------------------------------
 
@@ -353,6 +372,8 @@ class SwarmEngine:
                     logger.warning("%s is sent away: %s", name, reason)
                     for tell in self._distrust_listeners:
                         tell(name)
+                case ServesAnew(name, serving):
+                    self._weight_log.changed(name, serving)
                 case Changed(what):
                     logger.info("%s", what)
                     changed = True

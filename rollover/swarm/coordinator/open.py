@@ -6,6 +6,7 @@
     root/publisher.key        the publisher's private key
     root/publications.json    what can be fetched, with root/blobs/
     root/status.json          the members as they are now
+    root/weights.jsonl        what publications, and members' changes to them, took
     root/epoch                how often the run was started
 """
 
@@ -26,6 +27,7 @@ from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
 from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.weight_log import FILE_NAME, WeightLog
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
@@ -81,15 +83,23 @@ async def open_swarm(
     )
     credentials = Credentials(root / "workers.json")
     formats = Counter(info.dtype for info in read_weight_infos(folder).values())
+    weight_log = WeightLog(root / FILE_NAME)
+
+    def publish(version: int, source: WeightSource) -> Head:
+        published = publisher.publish(source)
+        weight_log.published(published)
+        return published.head
+
     engine = SwarmEngine(
         config,
         coordinator,
-        lambda version, source: publisher.publish(source).head,
+        publish,
         clock,
         number_format=formats.most_common(1)[0][0],
         check_source=_Fits(folder),
         is_member=lambda name: name in credentials.hashes(),
         status=StatusFile(root / "status.json"),
+        weight_log=weight_log,
     )
     engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
     engine.gateway.bind()

@@ -1,0 +1,100 @@
+"""The record of publications and changes: what is written can be read, is summed up once, and never ends a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import RunError
+from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.effects import Effect, ServesAnew
+from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.weight_log import MemberChange, PublishedVersion, WeightLog, read_weight_log
+from rollover.swarm.publication.publisher import PublishedWeights
+from rollover.swarm.wire.messages import Serving
+from tests.swarm.kit import VOCAB, ModelWorker, head
+
+
+def publication(version: int, wire_bytes: int = 100) -> PublishedWeights:
+    return PublishedWeights(
+        head=head(version), kind="delta", reason="", wire_bytes=wire_bytes, full_bytes=4000, elapsed_s=0.5
+    )
+
+
+def serving(version: int, *, prepare_s: float = 1.0, pause_s: float = 0.1, wire_bytes: int = 100) -> Serving:
+    return Serving(
+        version=version, manifest=head(version).manifest, prepare_s=prepare_s, pause_s=pause_s, wire_bytes=wire_bytes
+    )
+
+
+def test_records_are_read_as_they_were_made(tmp_path: Path) -> None:
+    log = WeightLog(tmp_path / "weights.jsonl")
+    log.published(publication(7))
+    log.changed("laptop", serving(7, prepare_s=2.0))
+    log.changed("phone", serving(6))  # a publication of an earlier process
+    first, second, third = read_weight_log(tmp_path / "weights.jsonl")
+    assert isinstance(first, PublishedVersion) and (first.version, first.kind, first.wire_bytes) == (7, "delta", 100)
+    assert isinstance(second, MemberChange) and (second.member, second.version, second.prepare_s) == ("laptop", 7, 2.0)
+    assert 0 <= second.after_s < 60
+    assert isinstance(third, MemberChange) and math.isnan(third.after_s)
+
+
+def test_metrics_are_of_what_came_since_the_last_ones() -> None:
+    log = WeightLog()
+    assert log.take_metrics() == {}
+    log.published(publication(7, wire_bytes=300))
+    log.changed("laptop", serving(7, prepare_s=1.0, pause_s=0.1, wire_bytes=300))
+    log.changed("phone", serving(7, prepare_s=3.0, pause_s=0.5, wire_bytes=400))
+    found = log.take_metrics()
+    assert 0 <= found.pop("swarm/convergence_s") < 60
+    assert found == {
+        "swarm/published_bytes": 300,
+        "swarm/changes": 2,
+        "swarm/wire_bytes": 700,
+        "swarm/prepare_s": 2.0,
+        "swarm/pause_s": 0.3,
+        "swarm/pause_s_max": 0.5,
+    }
+    assert log.take_metrics() == {}
+
+
+def test_a_torn_last_line_is_left_out_and_another_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights.jsonl"
+    assert read_weight_log(path) == ()
+    WeightLog(path).published(publication(7))
+    whole = path.read_text()
+    path.write_text(whole + whole[:20])
+    assert len(read_weight_log(path)) == 1
+    path.write_text(whole + '{"record": "else"}\n')
+    with pytest.raises(RunError, match=r"weights.jsonl:2"):
+        read_weight_log(path)
+
+
+def test_a_record_that_cannot_be_written_costs_only_the_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = WeightLog(tmp_path / "gone" / "weights.jsonl")
+    log.published(publication(7))
+    log.changed("laptop", serving(7))
+    assert log.take_metrics()["swarm/changes"] == 1
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] != []
+    assert len(caplog.records) == 1, "it is said once"
+
+
+def test_the_coordinator_tells_of_a_version_once_for_each_member() -> None:
+    identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
+    coordinator = Coordinator(identity, head(3), ttl_s=10.0, exact=False, checks=False)
+    worker = ModelWorker("laptop")
+    coordinator.connected("laptop", worker.hello(), 0.0)
+    lease = coordinator.last_lease
+    worker.served[3] = head(3)
+    told: list[Effect] = []
+    for message in (serving(3), serving(3)):  # said twice, since the first may have been lost
+        told += coordinator.received(lease, message, 1.0)
+    coordinator.published(head(4))
+    told += coordinator.received(lease, serving(4, wire_bytes=7), 2.0)
+    anew = [effect for effect in told if isinstance(effect, ServesAnew)]
+    assert [(effect.member, effect.serving.version) for effect in anew] == [("laptop", 3), ("laptop", 4)]
+    assert anew[1].serving.wire_bytes == 7

@@ -92,6 +92,7 @@ class HeldWorker:
             number=self.num_heartbeats,
             num_running=len(self.running),
             tokens_per_s=1.0,
+            mean_running=float(len(self.running)),
             num_held=self.held.num_tokens,
             calls=self.held.reported(),
             ready=self.ready(),

@@ -52,7 +52,8 @@ def sent(effects: list[Effect], kind: type) -> list[Any]:
 
 
 def beat(number: int = 1, **fields: Any) -> Heartbeat:
-    return Heartbeat(**{"number": number, "num_running": 0, "tokens_per_s": 0.0, "num_held": 0, "calls": (), **fields})
+    idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0, "calls": ()}
+    return Heartbeat(number=number, **idle | fields)
 
 
 def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]:
@@ -95,7 +96,7 @@ def test_a_member_that_is_long_overdue_with_the_weights_keeps_nobody_waiting() -
     for worker, speed in ((slow, 1.0), (fast, 100.0)):
         join(hub, worker)
         hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=4.0), 0.0)
-        hub.received(worker.lease, beat(num_running=1, tokens_per_s=speed), 0.0)
+        hub.received(worker.lease, beat(mean_running=1.0, tokens_per_s=speed), 0.0)
     hub.published(head(1))
     hub.received(slow.lease, slow.change(head(1)), 1.0)
     assert hub.opened(request("g0.0")) == [], "the fast one will have the weights in 3 s"
@@ -139,9 +140,23 @@ def test_silence_beyond_the_lease_fails_the_calls_and_fences_what_comes_later() 
 def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.received(worker.lease, beat(num_running=4, tokens_per_s=100.0, num_held=7), 10.0)
+    hub.received(worker.lease, beat(mean_running=4.0, tokens_per_s=100.0, num_held=7), 10.0)
     assert hub.expire(20.0) == [] and hub.next_expiry_s == 10.0 + TTL_S
     assert hub.members["a"].call_tokens_per_s == 25.0 and hub.members["a"].num_held == 7
+
+
+def test_speed_is_that_of_a_call_whatever_share_of_the_time_there_were_calls() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    # 20 tokens per second and call: eight calls for a quarter of the time, of which one is left; then nothing; then two
+    # that have just begun, with next to nothing decoded.
+    for number, (running, mean, speed) in enumerate([(1, 2.0, 40.0), (0, 0.0, 0.0), (2, 0.02, 0.0)], start=1):
+        beaten = beat(number, num_running=running, mean_running=mean, tokens_per_s=speed)
+        hub.received(worker.lease, beaten, float(number))
+        assert hub.members["a"].call_tokens_per_s == pytest.approx(20.0, rel=0.02)
+    for number in range(4, 24):  # it has become twice as fast
+        hub.received(worker.lease, beat(number, mean_running=3.0, tokens_per_s=120.0), float(number))
+    assert hub.members["a"].call_tokens_per_s == pytest.approx(40.0, rel=0.01)
 
 
 def test_a_cut_connection_resumes_where_it_was() -> None:

@@ -309,7 +309,7 @@ class Coordinator:
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
         member.last_heartbeat = beat.number
-        member.measured(beat.tokens_per_s, beat.num_running)
+        member.measured(beat.tokens_per_s, beat.mean_running)
         member.num_held = beat.num_held
         self._confirm(member, (head for head in beat.served if head.version <= self.head.version))
         if beat.serving is not None:

@@ -9,8 +9,8 @@ from rollover.swarm.coordinator.dispatch import Candidate
 from rollover.swarm.coordinator.reconcile import Disagreement
 from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready
 
-_SMOOTHING = 0.3
-"""Weight of the newest measurement of a member's speed."""
+_KEPT = 0.7
+"""What a measurement of a member's speed still weighs when the next one comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,8 @@ class SwarmMember:
     prepare_s: float | None = None
     """Time that it took to fetch weights, the last time."""
     call_tokens_per_s: float | None = None
+    _decoding: tuple[float, float] = (0.0, 0.0)
+    """Tokens per second, and the calls that shared them, summed over its heartbeats with older ones for less."""
     tokens_per_s: float = 0.0
     num_held: int = 0
     num_decoded: int = 0
@@ -106,12 +108,13 @@ class SwarmMember:
             return math.inf
         return max(0.0, self.prepare_s - elapsed_s)
 
-    def measured(self, tokens_per_s: float, num_running: int) -> None:
-        """Take note of what a heartbeat says about its speed; an idle member says nothing."""
+    def measured(self, tokens_per_s: float, mean_running: float) -> None:
+        """Take note of what a heartbeat says about its speed: the tokens per second of all its calls, and how many
+        shared them. One under which little was decoded counts for little."""
         self.tokens_per_s = tokens_per_s
-        if num_running > 0 and tokens_per_s > 0:
-            new, old = tokens_per_s / num_running, self.call_tokens_per_s
-            self.call_tokens_per_s = new if old is None else old + _SMOOTHING * (new - old)
+        if mean_running > 0:
+            self._decoding = (_KEPT * self._decoding[0] + tokens_per_s, _KEPT * self._decoding[1] + mean_running)
+            self.call_tokens_per_s = self._decoding[0] / self._decoding[1] or None
 
 
 @dataclass(slots=True)

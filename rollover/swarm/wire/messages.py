@@ -154,7 +154,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
 
     It says all that the coordinator must know of the worker, so that a message which was lost is missed and mended.
 
-    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, num_held=4096, calls=(CallState(...), ...))``
+    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, ...)``
     """
 
     number: int
@@ -162,6 +162,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     num_running: int
     tokens_per_s: float
     """Decoded tokens per second since the last heartbeat, over all calls."""
+    mean_running: float
+    """Calls that the engine had at a time, mean since the last heartbeat: they shared ``tokens_per_s``."""
     num_held: int
     """Decoded that wait for an acknowledgement."""
     calls: tuple[CallState, ...]

@@ -76,11 +76,18 @@ class WorkerCalls:
         self.health = EngineHealth(broken_after_s)
         self.num_decoded = 0
         """Tokens decoded since the worker began."""
+        self._ended_call_s = 0.0
 
     @property
     def num_running(self) -> int:
         """Calls that the engine has."""
         return sum(call.request_id is not None for call in self._calls.values())
+
+    @property
+    def call_s(self) -> float:
+        """Time that calls have been with the engine since the worker began, summed over the calls."""
+        now_s = self._clock.now_s()
+        return self._ended_call_s + sum(now_s - c.begun_s for c in self._calls.values() if c.request_id is not None)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -256,7 +263,7 @@ class WorkerCalls:
         assert self._engine is not None
         request_id = f"{call.stream.call_id}~{next(self._numbers)}."
         request = replace(request, request_id=request_id, response_ids=tuple(ids))
-        call.request_id, call.is_interrupted = request_id, False
+        call.request_id, call.is_interrupted, call.begun_s = request_id, False, self._clock.now_s()
         try:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
@@ -267,6 +274,7 @@ class WorkerCalls:
                         return chunk.finish_reason
             raise EngineError(f"the engine ended a call after {len(ids)} tokens without saying why")
         finally:
+            self._ended_call_s += self._clock.now_s() - call.begun_s
             call.request_id = None
             self._changes.notify()
 

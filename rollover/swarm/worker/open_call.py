@@ -21,6 +21,8 @@ class OpenCall:
         self.task: asyncio.Task[None] | None = None
         self.request_id: str | None = None
         """Of the generation call that the engine has of it now."""
+        self.begun_s = 0.0
+        """When the engine got that."""
         self.is_aborted = False
         self.is_interrupted = False
         """The engine was asked to stop it, for a while."""

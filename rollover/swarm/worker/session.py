@@ -93,7 +93,7 @@ class WorkerSession:
         self._is_sending = False
         self._ready: Ready | None = None
         self._num_heartbeats = 0
-        self._decoded_before = calls.num_decoded
+        self._decoded_before, self._call_s_before = calls.num_decoded, calls.call_s
         self._beaten_s = clock.now_s()
         self.has_been_answered = False
         """A heartbeat was answered: the worker is a member indeed."""
@@ -190,16 +190,20 @@ class WorkerSession:
             self.post(self._heartbeat())
 
     def _heartbeat(self) -> Heartbeat:
-        now_s, decoded = self._clock.now_s(), self._calls.num_decoded
+        now_s, decoded, call_s = self._clock.now_s(), self._calls.num_decoded, self._calls.call_s
         elapsed_s = max(1e-9, now_s - self._beaten_s)
-        tokens_per_s = (decoded - self._decoded_before) / elapsed_s
-        self._beaten_s, self._decoded_before = now_s, decoded
+        tokens_per_s, mean_running = (
+            (decoded - self._decoded_before) / elapsed_s,
+            (call_s - self._call_s_before) / elapsed_s,
+        )
+        self._beaten_s, self._decoded_before, self._call_s_before = now_s, decoded, call_s
         self._num_heartbeats += 1
         calls = self._held.reported()
         return Heartbeat(
             number=self._num_heartbeats,
             num_running=self._calls.num_running,
             tokens_per_s=tokens_per_s,
+            mean_running=mean_running,
             num_held=self._held.num_tokens,
             calls=calls,
             has_all_calls=len(calls) == len(self._held),

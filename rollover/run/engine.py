@@ -42,6 +42,8 @@ async def open_engine(
             f"the swarm listens on {swarm.url}; for each worker make out a token with rollover workers {run.path}"
             " --add NAME"
         )
+        if swarm.admin is not None:
+            notify(f"see the workers on {swarm.admin.url}, or with rollover workers {run.path}")
         return swarm, None
     if isinstance(engine_config, EmbeddedConfig):
         engine_config = fitted(engine_config, config, Architecture.from_folder(folder))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -80,6 +81,27 @@ class MetricsObserver:
                 self.writer.write("step", event.step, event.time_s, event.metrics)
             case Evaluated():
                 self.writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+
+
+@runtime_checkable
+class WatchesSteps(Protocol):
+    """An engine that shows people how the run goes beside its own state.
+
+    Example: ``SwarmEngine`` shows the staleness of the last batch on its live page.
+    """
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineObserver:
+    """Tells the engine of each training step."""
+
+    engine: WatchesSteps
+
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, StepEnded):
+            self.engine.step_ended(event.step, event.metrics)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from rollover.run.engine import open_engine
 from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
-from rollover.run.observers import MetricsObserver, Observer, ProgressObserver, to_all
+from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, WatchesSteps, to_all
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.weight_sync import WeightSync
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
@@ -103,7 +103,10 @@ async def open_session(
             run.note(prefill_tokens_per_iteration=rate)
         clock = SystemClock(journal.last_time_s)
         batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
-        observe = to_all([MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size)])
+        observers: list[Observer] = [MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size)]
+        if isinstance(engine, WatchesSteps):
+            observers.append(EngineObserver(engine))
+        observe = to_all(observers)
         driver = _open_driver(config, engine, tasks, journal, state, clock=clock, stops=stops, observe=observe)
         stack.push_async_callback(driver.stop)
         run.settle()

@@ -31,6 +31,9 @@ class SwarmConfig:
     """Private key of the certificate (PEM)."""
     insecure: Changeable[bool] = False
     """Listen on a network without TLS: for one that is encrypted itself, such as a VPN. Tokens would be readable."""
+    admin: Changeable[str | None] = "127.0.0.1:0"
+    """Address and port of the live page, `/status.json` and `/metrics`, which this machine alone can open; port 0 takes
+    a free one, `none` switches it off."""
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
     nginx in front of this one or an object store that holds `swarm/blobs` of the run directory."""
@@ -55,6 +58,11 @@ class SwarmConfig:
         match = _ADDRESS.fullmatch(self.listen)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
+        if self.admin is not None and not is_loopback(self._host_of_admin()):
+            raise ValueError(
+                f"admin = {self.admin!r} can be reached from other machines, and whoever opens the page needs no token:"
+                " take '127.0.0.1:8791'; from elsewhere, look through a tunnel (ssh -L 8791:127.0.0.1:8791)"
+            )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: give both or neither")
         if self.tls_certificate is None and not self.insecure and not is_loopback(self.address[0]):
@@ -75,10 +83,25 @@ class SwarmConfig:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of ``listen``."""
-        host, _, port = self.listen.rpartition(":")
-        return host.strip("[]"), int(port)
+        return _split(self.listen)
+
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Host and port of ``admin``."""
+        return None if self.admin is None else _split(self.admin)
+
+    def _host_of_admin(self) -> str:
+        match = _ADDRESS.fullmatch(self.admin or "")
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"admin must look like '127.0.0.1:8791', got {self.admin!r}")
+        return match["host"].strip("[]")
 
     @property
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
         return DeclaredCapabilities(max_running=self.max_running)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -18,6 +18,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lease": ({"lease_s": 0.0}, "lease_s must be positive"),
     "anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
     "room": ({"max_running": 0}, "max_running must be at least 1"),
+    "open page": ({"admin": "0.0.0.0:8791"}, "whoever opens the page needs no token: take '127.0.0.1:8791'"),
+    "page without port": ({"admin": "localhost"}, "admin must look like '127.0.0.1:8791', got 'localhost'"),
     "relay": ({"blob_urls": ("ftp://x",)}, "blob_urls must look like"),
 }
 
@@ -32,6 +34,13 @@ def test_wrong_values_are_refused(name: str) -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8790", "[::1]:8790", "127.8.9.1:1"])
 def test_this_machine_needs_no_certificate(listen: str) -> None:
     assert SwarmConfig(listen=listen).address[1] == int(listen.rpartition(":")[2])
+
+
+def test_the_page_is_switched_off_by_none() -> None:
+    assert SwarmConfig().admin_address == ("127.0.0.1", 0)
+    assert SwarmConfig(admin="[::1]:8791").admin_address == ("::1", 8791)
+    config = load("quickstart", ["--engine.kind", "swarm", "--engine.admin", "none"])
+    assert isinstance(config.engine, SwarmConfig) and config.engine.admin_address is None
 
 
 def test_pull_mode_wants_a_strategy_without_staleness() -> None:

@@ -262,7 +262,7 @@ class Coordinator:
             raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
         if member.version is not None and version < member.version:
             return []  # the message is late
-        member.prepare_s = serving.prepare_s or member.prepare_s
+        member.loaded(serving)
         if version == member.version:
             return []
         effects: list[Effect] = [] if version in member.served else [ServesAnew(member.name, serving)]

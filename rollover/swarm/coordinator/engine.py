@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.board import StatusBoard
 from rollover.swarm.coordinator.checks import MemberChecks
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.coordinator import Coordinator
@@ -46,7 +47,8 @@ from rollover.swarm.coordinator.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
-from rollover.swarm.coordinator.status import StatusFile, swarm_status
+from rollover.swarm.coordinator.pages.listener import AdminListener
+from rollover.swarm.coordinator.status import swarm_status
 from rollover.swarm.coordinator.transport import Connection, Transport
 from rollover.swarm.coordinator.weight_log import WeightLog
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
@@ -65,14 +67,14 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``ReportsMetrics`` and a
-    transport's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``ReportsMetrics``,
+    ``WatchesSteps`` and a transport's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
         check_source: raises ``EngineError`` for weights that do not fit the run's model.
         is_member: says whether the token of a worker, by name, is still valid.
-        status: where the state of the swarm is written for people.
+        board: where the state of the swarm is shown to people.
         weight_log: where publications, and members' changes to them, are recorded.
 
     Example: ``room()`` is 0 before the first worker has joined, 16 when one with room for 16 has.
@@ -90,15 +92,17 @@ class SwarmEngine:
         number_format: str,
         check_source: Callable[[WeightSource], None] = lambda source: None,
         is_member: Callable[[str], bool] = lambda name: True,
-        status: StatusFile | None = None,
+        board: StatusBoard | None = None,
         weight_log: WeightLog | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._config = config
         self._publish = publish
         self._is_member = is_member
-        self._status = status
         self._weight_log = weight_log or WeightLog()
+        self._board = board
+        self.admin: AdminListener | None = None
+        """Serves the live page; closed with the engine."""
         self.gateway: Transport | None = None
         """Opened with the first publication, closed with the engine."""
         self._clock = clock
@@ -153,6 +157,8 @@ class SwarmEngine:
             url = self.url
             await self.gateway.close()
             self._write_status(url)
+        if self.admin is not None:
+            await self.admin.close()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -307,6 +313,11 @@ class SwarmEngine:
         self._connections.forget(lease)
         self._perform(self.coordinator.disconnected(lease, self._clock.now_s()))
 
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See ``WatchesSteps``: show people how the run goes."""
+        if self._board is not None:
+            self._board.step_ended(step, metrics)
+
     async def _watch_tokens(self) -> None:
         """Send away those whose token was revoked."""
         while True:
@@ -316,8 +327,8 @@ class SwarmEngine:
             await self._clock.sleep(_REVOCATION_S)
 
     def _write_status(self, url: str) -> None:
-        if self._status is not None:
-            self._status.write(swarm_status(self.coordinator, url))
+        if self._board is not None:
+            self._board.write(swarm_status(self.coordinator, url))
 
     async def _keep(self) -> None:
         """End leases in time, and say how things are."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rollover.swarm.coordinator.dispatch import Candidate
 from rollover.swarm.coordinator.reconcile import Disagreement
-from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready
+from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready, Serving
 
 _KEPT = 0.7
 """What a measurement of a member's speed still weighs when the next one comes."""
@@ -60,6 +60,10 @@ class SwarmMember:
     """Calls that it offers to go on with, by sample key."""
     prepare_s: float | None = None
     """Time that it took to fetch weights, the last time."""
+    pause_s: float | None = None
+    """Time that its engine stood still for them."""
+    wire_bytes: int = 0
+    """Bytes that it fetched for them."""
     call_tokens_per_s: float | None = None
     _decoding: tuple[float, float] = (0.0, 0.0)
     """Tokens per second, and the calls that shared them, summed over its heartbeats with older ones for less."""
@@ -88,6 +92,11 @@ class SwarmMember:
         """Return the version under which it may get calls now; ``checked``: only one that passed the log-prob check."""
         able = self.is_connected and self.ready is not None and not self.distrust
         return self.version if able and (not checked or self.checked_version == self.version) else None
+
+    def loaded(self, serving: Serving) -> None:
+        """Take note of what new weights took; a message that repeats a version tells nothing of that."""
+        if serving.prepare_s:
+            self.prepare_s, self.pause_s, self.wire_bytes = serving.prepare_s, serving.pause_s, serving.wire_bytes
 
     def candidate(self, head_version: int, elapsed_s: float) -> Candidate:
         """Return the member as the dispatch rule sees it, so long after the newest version was published."""

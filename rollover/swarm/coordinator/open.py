@@ -17,15 +17,17 @@ from collections import Counter
 from pathlib import Path
 
 from rollover.clock import Clock
-from rollover.errors import EngineError, RunError
+from rollover.errors import ConfigError, EngineError, RunError
 from rollover.hf.architecture import Architecture
 from rollover.hf.weights import read_weight_infos
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.board import StatusBoard
 from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.pages.listener import AdminListener
 from rollover.swarm.coordinator.status import StatusFile
 from rollover.swarm.coordinator.weight_log import FILE_NAME, WeightLog
 from rollover.swarm.publication.blobs import replace_file
@@ -84,10 +86,12 @@ async def open_swarm(
     credentials = Credentials(root / "workers.json")
     formats = Counter(info.dtype for info in read_weight_infos(folder).values())
     weight_log = WeightLog(root / FILE_NAME)
+    board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
 
     def publish(version: int, source: WeightSource) -> Head:
         published = publisher.publish(source)
         weight_log.published(published)
+        board.published(published)
         return published.head
 
     engine = SwarmEngine(
@@ -98,12 +102,27 @@ async def open_swarm(
         number_format=formats.most_common(1)[0][0],
         check_source=_Fits(folder),
         is_member=lambda name: name in credentials.hashes(),
-        status=StatusFile(root / "status.json"),
+        board=board,
         weight_log=weight_log,
     )
     engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
     engine.gateway.bind()
+    await _open_page(engine, config, board)
     return engine
+
+
+async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoard) -> None:
+    """Serve the live page from now on, where the config wants it; the engine closes it."""
+    if config.admin_address is None:
+        return
+    engine.admin = AdminListener(config.admin_address, board)
+    try:
+        engine.admin.bind()
+    except ConfigError:
+        await engine.close()
+        raise
+    await engine.admin.serve()
+    board.page = engine.admin.url
 
 
 class _Fits:

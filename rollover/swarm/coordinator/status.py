@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rollover.errors import RunError
 from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.publication.blobs import replace_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentStatus:
+    """A call that is with a worker.
+
+    Example: ``AssignmentStatus(sample="8f3a.g4.1.", num_tokens=300, max_tokens=1024)``
+    """
+
+    sample: str
+    num_tokens: int
+    """Length of the response so far, what others decoded of it included."""
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +51,41 @@ class WorkerStatus:
     """Tokens that it holds until they are journaled."""
     note: str
     """Why it was sent away, or what went wrong last."""
+    drift: float | None = None
+    """Mean distance of the log-probs that it reported from the trainer's, in nats, over its tokens in the last batch
+    that had some of the weights in force."""
+    prepare_s: float | None = None
+    """Time that it took to fetch, verify and materialise weights, the last time."""
+    pause_s: float | None = None
+    """Time that its engine stood still for them."""
+    wire_bytes: int = 0
+    """Bytes that it fetched for them."""
+    assignments: tuple[AssignmentStatus, ...] = ()
+    """Its longest calls, of a large swarm few or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationStatus:
+    """One publication as it was made.
+
+    Example: ``PublicationStatus(version=8, kind="delta", reason="it is made from version 7", wire_bytes=81_264,
+    full_bytes=9_437_184, elapsed_s=0.4, time_s=1.76e9)`` brings 81 kB to each worker that holds version 7.
+    """
+
+    version: int
+    kind: str
+    reason: str
+    wire_bytes: int
+    full_bytes: int
+    elapsed_s: float
+    """Time that writing it took."""
+    time_s: float
+    """Seconds since 1970, when it was there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStatus:
-    """A swarm as it is now.
+    """A swarm as it is now. What has a default is unknown until it is measured.
 
     Example: ``SwarmStatus(url="ws://127.0.0.1:8790", version=8, num_waiting=0, time_s=1.76e9, workers=(...))``
     """
@@ -53,16 +97,36 @@ class SwarmStatus:
     time_s: float
     """Seconds since 1970, when it was written."""
     workers: tuple[WorkerStatus, ...]
+    run: str = ""
+    mode: str = ""
+    page: str = ""
+    """The address of the live page."""
+    convergence_s: float | None = None
+    """Time from a publication until the last worker served it, among those of the last step that had any."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Counts of what the protocol absorbed."""
+    publications: tuple[PublicationStatus, ...] = ()
+    """The newest last."""
+    step: int | None = None
+    """The training step that ended last, and its metrics by their names in ``metrics.jsonl``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
     """Return the state of a swarm."""
+    counters = coordinator.counters
     return SwarmStatus(
         url=url,
         version=coordinator.head.version,
         num_waiting=coordinator.num_waiting,
         time_s=time.time(),
         workers=tuple(_workers(coordinator)),
+        counters={
+            "fenced": counters.fenced,
+            "repeated_tokens": counters.repeated_tokens,
+            "adopted_calls": counters.adopted_calls,
+            "expired_leases": counters.expired_leases,
+        },
     )
 
 
@@ -85,6 +149,9 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             tokens_per_s=member.tokens_per_s if member.is_connected else 0.0,
             num_decoded=member.num_decoded,
             num_held=member.num_held,
+            prepare_s=member.prepare_s,
+            pause_s=member.pause_s,
+            wire_bytes=member.wire_bytes,
             note=member.distrust or ("" if state == "ready" else member.last_error),
         )
 
@@ -104,12 +171,26 @@ class StatusFile:
     def read(self) -> SwarmStatus:
         """Raises ``RunError`` when there is none."""
         try:
-            found = json.loads(self.path.read_text())
-            workers = tuple(WorkerStatus(**worker) for worker in found.pop("workers"))
-            return SwarmStatus(**found, workers=workers)
+            return _read_status(json.loads(self.path.read_text()))
         except FileNotFoundError:
             raise RunError(
                 f"{self.path.parents[1]} has no swarm: its engine.kind is another, or it was never started"
             ) from None
         except (ValueError, TypeError, KeyError) as e:
             raise RunError(f"{self.path} cannot be read: {e}") from None
+
+
+def _read_status(found: dict[str, Any]) -> SwarmStatus:
+    workers = tuple(
+        WorkerStatus(**{**worker, "assignments": _records(AssignmentStatus, worker.get("assignments", ()))})
+        for worker in found.pop("workers")
+    )
+    publications = _records(PublicationStatus, found.pop("publications", ()))
+    return SwarmStatus(**found, workers=workers, publications=publications)
+
+
+_Record = TypeVar("_Record")
+
+
+def _records(kind: type[_Record], found: Iterable[dict[str, Any]]) -> tuple[_Record, ...]:
+    return tuple(kind(**each) for each in found)

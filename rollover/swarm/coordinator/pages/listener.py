@@ -1,0 +1,161 @@
+"""The listener for people: the live page, its data and metrics, which programs of this machine alone can ask for.
+
+====================  ==============================================================================================
+route                 answers
+====================  ==============================================================================================
+``GET /``             one page that loads nothing from elsewhere and asks for the state every two seconds
+``GET /status.json``  the state as it was written last
+``GET /metrics``      the same for Prometheus
+====================  ==============================================================================================
+
+What it keeps true: it changes nothing and listens on the loopback interface only; a request that was sent to another
+name is refused, so that no page of the web can have its own name point here and read what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import socket
+import time
+from dataclasses import asdict
+from importlib import resources
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollover.swarm.coordinator.board import BoardView, StatusBoard
+from rollover.swarm.coordinator.pages.prometheus import CONTENT_TYPE, exposition
+from rollover.swarm.coordinator.ports import LibraryServer, listen_on
+from rollover.swarm.wire.address import is_loopback
+
+
+class AdminListener:
+    """Serves the live page of a swarm, in the event loop of its owner.
+
+    Args:
+        address: host, which is a loopback address, and port; port 0 takes a free one.
+
+    Example: ``AdminListener(("127.0.0.1", 0), board).bind()``, then ``url`` is ``"http://127.0.0.1:40121/"``.
+    """
+
+    def __init__(self, address: tuple[str, int], board: StatusBoard) -> None:
+        assert is_loopback(address[0]), "the config refuses other addresses"
+        self._address, self._board = address, board
+        self._socket: socket.socket | None = None
+        self._server: LibraryServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        assert self._socket is not None, "the listener is bound"
+        host, port = self._address[0], self._socket.getsockname()[1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+    def bind(self) -> None:
+        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had."""
+        hint = "; port 0 takes a free one"
+        self._socket = listen_on(self._address, setting="engine.admin", backlog=64, hint=hint)
+
+    async def serve(self) -> None:
+        """Answer from now on."""
+        assert self._socket is not None, "the address was taken before"
+        settings = uvicorn.Config(
+            application(self._board),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = LibraryServer(settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self._socket is not None:
+            self._socket.close()
+
+
+def application(board: StatusBoard) -> ASGIApp:
+    """Return the page, its data and metrics as an ASGI application."""
+    page = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+    policy = {"content-security-policy": _policy(page)}
+
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=policy)
+
+    async def state(request: Request) -> Response:
+        return JSONResponse(_data(board.view))
+
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(exposition(board.view.status) if board.view else "", media_type=CONTENT_TYPE)
+
+    routes = [Route("/", show), Route("/status.json", state), Route("/metrics", metrics)]
+    return _OnlyHere(Starlette(routes=routes))
+
+
+def _data(view: BoardView | None) -> dict[str, object]:
+    if view is None:
+        return {"status": None, "now_s": time.time()}
+    return {**asdict(view), "now_s": time.time()}
+
+
+class _OnlyHere:
+    """Refuses what was not sent to this machine by name, and has nothing framed, kept or read by others."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not names_this_machine(host):
+            text = f"this page is for programs of this machine: ask for 127.0.0.1 or localhost, not for {host!r}\n"
+            await PlainTextResponse(text, status_code=421)(scope, receive, send)
+            return
+
+        async def guarded(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.start":
+                extra = [
+                    (b"cache-control", b"no-store"),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"cross-origin-resource-policy", b"same-origin"),
+                    (b"referrer-policy", b"no-referrer"),
+                ]
+                message["headers"] = [*message.get("headers", ()), *extra]  # type: ignore[misc]
+            await send(message)
+
+        await self._application(scope, receive, guarded)  # type: ignore[arg-type]
+
+
+def names_this_machine(host: str) -> bool:
+    """Tell whether a Host header names this machine, with whatever port: a tunnel may have changed that.
+
+    Example: ``"localhost:9000"`` and ``"[::1]:8791"`` do, ``"evil.example:8791"`` does not.
+    """
+    match = re.fullmatch(r"(?:\[(?P<ipv6>[0-9a-fA-F:]+)\]|(?P<name>[^:\s]+))(?::\d{1,5})?", host)
+    return match is not None and is_loopback((match["ipv6"] or match["name"]).lower())
+
+
+def _policy(page: str) -> str:
+    """Allow the styles and the script that stand in the page, its own data, and nothing else."""
+
+    def digest(tag: str) -> str:
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; connect-src 'self'; style-src 'sha256-{digest('style')}';"
+        f" script-src 'sha256-{digest('script')}'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )

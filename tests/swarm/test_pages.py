@@ -1,0 +1,249 @@
+"""The live page of a swarm: its data, its metrics, who may ask for it, and that it is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollover.errors import ConfigError
+from rollover.swarm.coordinator.board import MAX_CURVES, MAX_POINTS, MAX_PUBLICATIONS, StatusBoard
+from rollover.swarm.coordinator.pages.listener import AdminListener, names_this_machine
+from rollover.swarm.coordinator.pages.prometheus import exposition
+from rollover.swarm.coordinator.status import AssignmentStatus, StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.publication.publisher import PublishedWeights
+from rollover.swarm.wire.messages import Head
+
+NOW_S = 1.76e9
+
+
+def worker(name: str, **changes: Any) -> WorkerStatus:
+    known: dict[str, Any] = {
+        **{"state": "ready", "version": 7, "lag": 1, "num_calls": 4, "max_running": 16, "tokens_per_s": 220.4},
+        **{"num_decoded": 6410, "num_held": 58, "note": ""},
+    }
+    return WorkerStatus(name=name, **{**known, **changes})
+
+
+def status(*workers: WorkerStatus, **changes: Any) -> SwarmStatus:
+    known: dict[str, Any] = {"url": "wss://10.0.0.1:8790", "version": 8, "num_waiting": 3, "time_s": NOW_S}
+    return SwarmStatus(**{**known, **changes}, workers=workers)
+
+
+def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int) -> PublishedWeights:
+    return PublishedWeights(
+        head=Head(version=version, manifest="9c1e"),
+        kind=kind,
+        reason=reason,
+        wire_bytes=wire_bytes,
+        full_bytes=full_bytes,
+        elapsed_s=0.4,
+    )
+
+
+def a_board(folder: Path) -> StatusBoard:
+    return StatusBoard(StatusFile(folder / "status.json"), run="sums", mode="push_pull", now_s=lambda: NOW_S)
+
+
+@asynccontextmanager
+async def listener(board: StatusBoard, address: tuple[str, int] = ("127.0.0.1", 0)) -> AsyncIterator[AdminListener]:
+    made = AdminListener(address, board)
+    made.bind()
+    await made.serve()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def asked(board: StatusBoard, *paths: str, **headers: str) -> list[httpx.Response]:
+    """The answers of a listener to GETs of these paths."""
+
+    async def main() -> list[httpx.Response]:
+        async with asyncio.timeout(30), listener(board) as it, httpx.AsyncClient(base_url=it.url) as client:
+            return [await client.get(path, headers=headers) for path in paths]
+
+    return asyncio.run(main())
+
+
+# -- the board ------------------------------------------------------------------------------------------------------
+
+
+def test_the_board_puts_together_what_coordinator_publisher_and_run_say(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    board.published(made(8, "delta", "made from 7", 81, 9437))
+    board.step_ended(6, {"drift/attic": 0.5})
+    board.step_ended(7, {"staleness/max": 1.0, "drift/kitchen": 3e-6, "swarm/convergence_s": 5.5, "loss": float("nan")})
+    board.write(status(worker("kitchen"), worker("attic"), worker("cellar")))
+    shown = StatusFile(tmp_path / "status.json").read()
+    assert (shown.run, shown.mode, shown.step) == ("sums", "push_pull", 7)
+    assert shown.convergence_s == 5.5
+    assert shown.metrics == {"staleness/max": 1.0, "drift/kitchen": 3e-6, "swarm/convergence_s": 5.5}, "JSON has no NaN"
+    drift = {w.name: w.drift for w in shown.workers}
+    assert drift == {"kitchen": 3e-6, "attic": 0.5, "cellar": None}, (
+        "a batch without tokens of a worker says nothing of it"
+    )
+    assert [(p.version, p.kind, p.wire_bytes, p.time_s) for p in shown.publications] == [(8, "delta", 81, NOW_S)]
+    assert board.view is not None and board.view.status == shown
+
+
+def test_what_the_board_remembers_has_a_limit(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    for version in range(MAX_PUBLICATIONS + 5):
+        board.published(made(version, "full", "", 1, 1))
+    for i in range(MAX_POINTS + 7):
+        board.write(status(worker("a", tokens_per_s=float(i)), worker("b", tokens_per_s=0.5)))
+    assert board.view is not None
+    assert [p.version for p in board.view.status.publications] == list(range(5, MAX_PUBLICATIONS + 5))
+    assert board.view.history == tuple(i + 0.5 for i in range(7, MAX_POINTS + 7))
+    assert board.view.histories["a"][-1] == MAX_POINTS + 6
+    board.write(status(*(worker(f"w{i}") for i in range(MAX_CURVES + 1))))
+    assert board.view.histories == {}
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_the_metrics_are_those_of_the_state() -> None:
+    shown = exposition(
+        status(
+            worker("laptop", drift=2e-6, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264),
+            worker("old", state="sent away", num_held=0, tokens_per_s=0.0),
+            convergence_s=5.5,
+            counters={"fenced": 2, "repeated_tokens": 9},
+            metrics={"staleness/mean": 0.25, "staleness/max": 1.0, "rollout/wasted_tokens/failed": 12.0},
+        )
+    )
+    lines = shown.splitlines()
+    expected = (
+        'rollover_workers{state="ready"} 1',
+        'rollover_workers{state="sent away"} 1',
+        'rollover_spool_depth{worker="laptop"} 58',
+        'rollover_logprob_drift{worker="laptop"} 2e-06',
+        'rollover_prepare_s{worker="laptop"} 4.1',
+        'rollover_pause_s{worker="laptop"} 0.3',
+        'rollover_wire_bytes{worker="laptop"} 81264',
+        'rollover_credits{worker="laptop"} 12',
+        'rollover_credits{worker="old"} 0',
+        "rollover_convergence_s 5.5",
+        "rollover_duplicates 9",
+        "rollover_fenced_writes 2",
+        "rollover_staleness_mean 0.25",
+        "rollover_staleness_max 1.0",
+        'rollover_dropped{reason="failed"} 12.0',
+    )
+    assert [line for line in expected if line not in lines] == []
+    assert not any('logprob_drift{worker="old"}' in line for line in lines), "what is unknown is left out"
+    for line in lines:  # the text format: each name is declared before its numbers
+        name = line.split("{")[0].split(" ")[0]
+        assert line.startswith("# ") or f"# TYPE {name} " in shown, line
+    assert shown.endswith("\n")
+
+
+def test_labels_are_escaped() -> None:
+    assert r'{worker="a\"b\\c\nd"}' in exposition(status(worker('a"b\\c\nd')))
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8791", "localhost", "LOCALHOST:1", "[::1]:8791", "127.8.0.1:9"])
+def test_names_of_this_machine_are_answered(host: str) -> None:
+    assert names_this_machine(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example:8791", "127.0.0.1.evil.example", "10.0.0.1:8791", "[::2]", "a b", "::1"]
+)
+def test_other_names_are_refused(host: str) -> None:
+    assert not names_this_machine(host)
+
+
+def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    board.write(status(worker("laptop")))
+    for answer in asked(board, "/", "/status.json", "/metrics", host="evil.example:8791"):
+        assert answer.status_code == 421
+        assert (
+            "laptop" not in answer.text and "ask for 127.0.0.1 or localhost, not for 'evil.example:8791'" in answer.text
+        )
+
+
+def test_the_page_loads_nothing_and_may_not_be_framed_or_kept(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    page, before = asked(board, "/", "/status.json")
+    assert before.json()["status"] is None, "nothing was written yet"
+    for text in ("src=", 'href="http', "@import", "url(", "innerHTML"):
+        assert text not in page.text, text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-store"
+    assert "access-control-allow-origin" not in page.headers
+
+
+def test_the_state_is_answered_as_it_was_written_last(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    board.write(status(worker("laptop", assignments=(AssignmentStatus(sample="g4.1.", num_tokens=3, max_tokens=9),))))
+    state, metrics, missing = asked(board, "/status.json", "/metrics", "/v1/session")
+    (shown,) = state.json()["status"]["workers"]
+    assert shown["name"] == "laptop"
+    assert shown["assignments"] == [{"sample": "g4.1.", "num_tokens": 3, "max_tokens": 9}]
+    assert state.json()["history"] == [220.4]
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'rollover_tokens_per_s{worker="laptop"} 220.4' in metrics.text
+    assert missing.status_code == 404
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        board = a_board(tmp_path)
+        async with listener(board) as first:
+            port = int(first.url.rstrip("/").rpartition(":")[2])
+            with pytest.raises(
+                ConfigError, match=rf"engine\.admin = '127\.0\.0\.1:{port}' cannot be listened on: .*; port 0"
+            ):
+                AdminListener(("127.0.0.1", port), board).bind()
+
+    asyncio.run(main())
+
+
+# -- drawn ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    board = a_board(tmp_path)
+    board.published(made(8, "delta", "made from 7", 81_000, 9_437_000))
+    away = worker("<b>old</b>", state="sent away", note="its log-probs are 0.2 nats off")
+    for _ in range(3):
+        board.write(status(worker("kitchen", drift=2e-6, prepare_s=1.0, pause_s=0.1), away))
+
+    async def main() -> bytes:
+        async with asyncio.timeout(60), listener(board) as it:
+            command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+            drawing = await asyncio.create_subprocess_exec(
+                *(*command, "--virtual-time-budget=3000", "--dump-dom", it.url),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+            try:
+                return (await drawing.communicate())[0]
+            finally:
+                if drawing.returncode is None:
+                    drawing.kill()
+                    await drawing.wait()
+
+    drawn = asyncio.run(main()).decode()
+    body = drawn[drawn.index("<main>") : drawn.index("<script>")]
+    for text in ("kitchen", "sent away", "its log-probs are 0.2 nats off", "81.0 kB", "1 of 2", "&lt;b&gt;old"):
+        assert text in body, body
+    assert "does not answer" not in body

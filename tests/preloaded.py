@@ -6,14 +6,19 @@ and the block sizes of the tests, and inherited.
 
 from contextlib import suppress
 
-import transformers.models.qwen3  # noqa: F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 import rollover.run.session
+import rollover.swarm.coordinator.open
+import rollover.swarm.worker.joining
+import rollover.trainer.attention
 import rollover.trainer.sft  # noqa: F401
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled
 from rollover.errors import EngineError
+from rollover.run.config import restore
 
+restore({"model": {"path": "model"}}, "a run like any other")  # what pydantic finds out of the settings is kept
 with suppress(EngineError):  # there is no compiler: a run falls back as well
     for block_size in (4, EmbeddedConfig().block_size_tokens):
         compiled(8, block_size, 2)

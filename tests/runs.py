@@ -263,16 +263,16 @@ def _main(cwd: str, argv: Sequence[str], kill_at: Cue | None, interrupt_at: Cue 
     for number, name in ((1, "out.txt"), (2, "err.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if kill_at is not None:
-        _signal_at(kill_at, [signal.SIGKILL])
+        signal_at(kill_at, [signal.SIGKILL])
     if interrupt_at is not None:
-        _signal_at(interrupt_at, signals)
+        signal_at(interrupt_at, signals)
     code = cli.main(argv)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _signal_at(cue: Cue, signals: Sequence[int]) -> None:
+def signal_at(cue: Cue, signals: Sequence[int]) -> None:
     def send() -> None:
         for number in signals:
             os.kill(os.getpid(), number)

@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -44,11 +44,21 @@ class ByKind:
         return {"type": "tagged-union", "discriminator": "kind", "choices": choices}
 
 
+@functools.cache
+def _hints_of(table: Hashable) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; each evaluation compiles their text."""
+    return get_type_hints(table)
+
+
+def _hints(table: Any) -> dict[str, Any]:
+    return _hints_of(table)
+
+
 def _kinds(annotation: Any) -> tuple[str, ...]:
     """Return the values of ``kind`` that select a dataclass; none where it has no such key."""
     if not is_dataclass(annotation):
         return ()
-    kind = get_type_hints(annotation).get("kind")
+    kind = _hints(annotation).get("kind")
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
@@ -96,7 +106,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
     Raises ``ConfigError`` with one line for each mistake.
     """
-    from pydantic import TypeAdapter, ValidationError, with_config
+    from pydantic import ValidationError
 
     data = copy.deepcopy(document.data)
     _write_kinds(data, [schema])
@@ -108,12 +118,25 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     report = _Report(schema, document, data, overridden, Redactor(data))
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
-    adapter = TypeAdapter(with_config({"extra": "forbid"})(schema))  # its parts inherit it
     try:
         # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
-        return adapter.validate_json(json.dumps(data, default=str), strict=True)
+        made: T = _adapter(schema).validate_json(json.dumps(data, default=str), strict=True)
+        return made
     except ValidationError as error:
         raise ConfigError(report.render(error.errors(include_url=False))) from None
+
+
+def _adapter(schema: Any) -> Any:
+    """Return what makes instances of ``schema``, which takes pydantic some tenths of a second to find out."""
+    from pydantic import TypeAdapter, with_config
+
+    if schema not in _adapters:
+        _adapters[schema] = TypeAdapter(with_config({"extra": "forbid"})(schema))  # its parts inherit it
+    return _adapters[schema]
+
+
+_adapters: dict[Any, Any] = {}
+"""What was found out, by schema."""
 
 
 def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:
@@ -278,7 +301,7 @@ def _members(annotation: Any) -> list[Any]:
 
 def _inner(annotation: Any, key: str | int) -> list[Any]:
     if is_dataclass(annotation):
-        hints = get_type_hints(annotation)
+        hints = _hints(annotation)
         return _members(hints[key]) if key in hints else []
     arguments = get_args(annotation)
     if get_origin(annotation) is tuple and (isinstance(key, int) or key.isdecimal()):

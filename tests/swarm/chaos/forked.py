@@ -1,0 +1,100 @@
+"""Processes of ``rollover`` in the background, forked from a server that has imported all they need.
+
+What is started again a few hundred times must start in a fraction of a second. A process writes what it says to a file
+of its name, and dies with the tests however they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+
+from rollover import cli
+from tests.runs import Cue, signal_at
+
+_ROOT = Path(__file__).parents[3]
+_PR_SET_PDEATHSIG = 1
+
+
+class Forked:
+    """``rollover ARGV`` in a process of its own, in ``folder``.
+
+    Args:
+        kill_at: when the process kills itself with SIGKILL.
+        tokens_per_s: what a worker's engine decodes at most; as fast as it can when left out.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        argv: Sequence[str],
+        *,
+        kill_at: Cue | None = None,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+        with contextlib.chdir(_ROOT):  # where the server finds what it imports
+            forkserver.ensure_running()
+        self._process = context.Process(target=_main, args=(str(folder), name, tuple(argv), kill_at, tokens_per_s))
+        self._process.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """As ``Popen`` has it: minus the signal, for a process that was killed; ``None`` while it runs."""
+        return self._process.exitcode
+
+    def send(self, number: int) -> None:
+        if self.exit_code is None and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def last_words(self) -> str:
+        return f"-- {self.name}: {self.exit_code}\n{self.log.read_text(errors='replace')[-3000:]}"
+
+
+async def until_over(process: Forked, limit_s: float) -> int:
+    """Wait for the end of a process and return its exit code."""
+    async with asyncio.timeout(limit_s):
+        while (code := process.exit_code) is None:
+            await asyncio.sleep(0.02)
+    return code
+
+
+def _main(folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, tokens_per_s: float | None) -> None:
+    """The forked process."""
+    import torch
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the server, which ends with the tests
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    if tokens_per_s is not None:
+        from tests.swarm.chaos.throttle import throttle_workers
+
+        throttle_workers(tokens_per_s)
+    if kill_at is not None:
+        signal_at(kill_at, [signal.SIGKILL])
+    code = cli.main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

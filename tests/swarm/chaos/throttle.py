@@ -1,0 +1,65 @@
+"""A slow machine on a fast one: an engine whose calls wait by the clock for their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.swarm.worker import joining
+from rollover.swarm.worker.config import WorkerConfig
+
+
+class ThrottledEngine:
+    """An engine that hands out ``tokens_per_s`` at most, over all its calls. A call that is stopped waits no more."""
+
+    def __init__(self, engine: Any, tokens_per_s: float) -> None:
+        self._engine = engine
+        self._tokens_per_s = tokens_per_s
+        self._free_s = 0.0
+        """Time at which all that was promised so far has been handed out."""
+        self._stopped: dict[str, asyncio.Event] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __repr__(self) -> str:
+        return repr(self._engine)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        stopped = self._stopped[request.request_id] = asyncio.Event()
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if not stopped.is_set():
+                        now_s = asyncio.get_running_loop().time()
+                        self._free_s = max(now_s, self._free_s) + len(chunk.token_ids) / self._tokens_per_s
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(stopped.wait(), self._free_s - now_s)
+                    yield chunk
+        finally:
+            del self._stopped[request.request_id]
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            if (stopped := self._stopped.get(request_id)) is not None:
+                stopped.set()
+        await self._engine.abort(request_ids)
+
+
+def throttle_workers(tokens_per_s: float) -> None:
+    """From now on the engines of workers in this process decode so fast at most."""
+    opener = joining.opener
+
+    def throttled(config: WorkerConfig, *, name: str, logs: Path) -> Any:
+        open_on = opener(config, name=name, logs=logs)
+
+        async def opened(folder: Path) -> Any:
+            return ThrottledEngine(await open_on(folder), tokens_per_s)
+
+        return opened
+
+    joining.opener = throttled  # for good: the process ends with its worker

@@ -1,0 +1,38 @@
+"""A short form of the chaos campaign; ``benchmarks/chaos.py`` is the whole."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.swarm.chaos.campaign import Case, survive
+from tests.swarm.chaos.laws import sampled
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
+    return runs.write_experiment(tmp_path, tiny_model).parent
+
+
+def test_push_pull_survives_kills_pauses_and_a_bad_network(experiment_folder: Path) -> None:
+    case = Case(strategy="bounded_async", argv=("--rollout.max_staleness", "2"), steps=10, num_kills=6)
+    survivor = asyncio.run(survive(case, experiment_folder))
+    assert survivor.toll.num_kills >= 3
+    assert survivor.held.acked_tokens > 0.5 * survivor.held.decoded_tokens  # else the law of them says little
+
+
+def test_pull_mode_samples_token_for_token_what_an_undisturbed_run_does(experiment_folder: Path) -> None:
+    case = Case(strategy="sync", mode="pull", steps=6, num_kills=5)
+    alone = runs.Processes(experiment_folder).run(
+        *("train", "run.toml", "--run-dir", "alone", "--rollout.strategy", "sync", "--steps", "6", "--seed", "0")
+    )
+    assert alone.code == 0, alone.err
+    survivor = asyncio.run(survive(case, experiment_folder))
+    assert survivor.toll.num_kills >= 2
+    assert survivor.held.max_lag == 0
+    assert sampled(experiment_folder / "out") == sampled(experiment_folder / "alone")

@@ -150,11 +150,11 @@ def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tm
             assert address.is_encrypted
             async with open_connection(address, token, tls_context(certificate), timeout_s=10.0) as connection:
                 assert isinstance(await greeted(connection), Welcome)
-            with pytest.raises(Refused, match=r"its certificate cannot be trusted: .*--ca-file"):
+            with pytest.raises(Refused, match=r"signed by nobody whom this worker trusts .*--ca-file"):
                 async with open_connection(address, token, tls_context(None), timeout_s=10.0):
                     pass
             plain = CoordinatorAddress.parse(f"ws://{address.netloc}")
-            with pytest.raises(Exception, match=r"did not open a connection|cannot be reached|ended"):
+            with pytest.raises(Refused, match=rf"speaks TLS: join wss://{address.netloc}$"):
                 async with open_connection(plain, token, None, timeout_s=10.0):
                     pass
 
@@ -167,7 +167,7 @@ def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp
         async with asyncio.timeout(30), swarm(root, model) as engine:
             assert engine.gateway is not None
             address = CoordinatorAddress.parse(engine.gateway.url.replace("ws://", "wss://"))
-            with pytest.raises(Refused, match=r"TLS failed: .*; does it speak TLS there"):
+            with pytest.raises(Refused, match=r"it does not speak TLS there .*is joined by ws://"):
                 async with open_connection(address, make_token(root), tls_context(None), timeout_s=10.0):
                     pass
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, urlsplit
 
 from rollover.errors import ConfigError
@@ -61,6 +61,17 @@ class CoordinatorAddress:
         """The places where the coordinator itself serves blobs, to be tried behind those that it names."""
         return (self.blob_url,)
 
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port."""
+        parts = urlsplit(f"//{self.netloc}")
+        return parts.hostname or "", parts.port or (443 if self.is_encrypted else 80)
+
+    @property
+    def over_tls(self) -> CoordinatorAddress:
+        """The same address, encrypted."""
+        return replace(self, scheme="wss")
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.netloc}{self.path}"
 
@@ -83,7 +94,7 @@ def _split(url: str) -> SplitResult:
         is_address = False
     if not is_address or any(c.isspace() for c in url):
         raise ConfigError(
-            f"{url!r} is no coordinator's address: it looks like 'wss://host:8443' or 'ws://127.0.0.1:8400'"
+            f"{url!r} is no coordinator's address: it looks like 'wss://host:8790' or 'ws://127.0.0.1:8790'"
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(

@@ -7,6 +7,8 @@ a while.
 
 from __future__ import annotations
 
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidProxy, InvalidStatus
 from websockets.typing import Subprotocol
 
 from rollover.errors import ConfigError, EngineError
@@ -32,6 +34,7 @@ from rollover.swarm.wire.messages import (
     encode,
 )
 from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.tls_errors import certificate_refused, speaks_tls, tls_failed
 
 _REFUSALS = (401, 403)
 _OTHER_PROTOCOL = 426
@@ -155,6 +158,8 @@ async def open_connection(
             ping_interval=None,  # heartbeats do that
         )
     except (OSError, InvalidHandshake, InvalidProxy) as e:
+        if isinstance(e, InvalidMessage) and await _is_for_tls(address, timeout_s):
+            raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
         raise _not_opened(address, token, e, timeout_s, has_been_member=has_been_member) from e
     try:
         if socket.subprotocol != SUBPROTOCOL:
@@ -173,7 +178,7 @@ def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     except (OSError, ssl.SSLError) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        reason = "no certificate in PEM form stands in it" if isinstance(e, ssl.SSLError) else e.strerror or e
         raise ConfigError(f"{ca_file}: holds no certificates that can be read: {reason}") from None
 
 
@@ -198,17 +203,29 @@ def _not_opened(
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
         return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _final(has_been_member)(
-            f"{address}: its certificate cannot be trusted: {error.verify_message}; with a certificate of your own,"
-            " name its authority with --ca-file"
-        )
+        return _final(has_been_member)(f"{address}: {certificate_refused(error)}")
     if isinstance(error, ssl.SSLError):
-        return _final(has_been_member)(f"{address}: TLS failed: {error.reason or error}; does it speak TLS there?")
+        return _final(has_been_member)(f"{address}: {tls_failed(error)}")
     if isinstance(error, TimeoutError):
-        return Disconnected(f"{address} did not open a connection within {timeout_s:g} s")
+        return Disconnected(
+            f"{address} did not open a connection within {timeout_s:g} s: is the address right, and does no firewall"
+            " stand before it?"
+        )
     if isinstance(error, OSError):
-        return Disconnected(f"{address} cannot be reached: {error.strerror or error}")
+        return Disconnected(f"{address} cannot be reached: {_unreachable(error)}")
     return Disconnected(f"{address} did not open a connection: {redacted_text(str(error))}")
+
+
+def _unreachable(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"its name is not known here ({error.strerror}); is it right?"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there (connection refused); is the port right, and does the trainer run?"
+    return os.strerror(error.errno) if error.errno is not None else str(error)
+
+
+async def _is_for_tls(address: CoordinatorAddress, timeout_s: float) -> bool:
+    return not address.is_encrypted and await speaks_tls(*address.endpoint, timeout_s=timeout_s)
 
 
 def _closed(address: CoordinatorAddress, error: Exception) -> str:

@@ -21,6 +21,7 @@ HARMLESS = (
     "max_new_tokens", "tokenizer", "stop_token_ids", "kv_cache_bytes", "monkey", "eos_token", "token_budget",
     "num_key_value_heads", "pass_score", "pass@1", "first_token_timeout_s", "tokens_per_round", "bypass", "compass",
     "author", "sort_key", "keys", "turkey", "passage", "stream_interval_tokens", "keep_last", "k", "secretary",
+    "tls_key",
 )  # fmt: skip
 
 

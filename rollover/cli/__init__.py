@@ -13,7 +13,20 @@ from collections.abc import Sequence
 import click
 
 import rollover
-from rollover.cli import calibrate, evaluate, export, plan, report, sft, simulate, train, worker, workers, workload
+from rollover.cli import (
+    calibrate,
+    evaluate,
+    export,
+    plan,
+    relay,
+    report,
+    sft,
+    simulate,
+    train,
+    worker,
+    workers,
+    workload,
+)
 from rollover.cli.command import Commands
 from rollover.errors import RolloverError, missing_extra, refusal
 from rollover.privacy import Redactor
@@ -30,7 +43,7 @@ def cli() -> None:
     """Train language models with reinforcement learning and waste no rollout."""
 
 
-for module in (train, sft, evaluate, export, report, simulate, plan, calibrate, workload, worker, workers):
+for module in (train, sft, evaluate, export, report, simulate, plan, calibrate, workload, worker, workers, relay):
     cli.add_command(module.command)
 
 

@@ -36,7 +36,7 @@ class SwarmConfig:
     a free one, `none` switches it off."""
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
-    nginx in front of this one or an object store that holds `swarm/blobs` of the run directory."""
+    one that `rollover relay` makes, or an object store that holds `swarm/blobs` of the run directory."""
     anchor_every: Changeable[int] = 20
     """Every so many publications the full weights are published, the others as what has changed. 1 switches that
     off."""

@@ -72,7 +72,7 @@ def test_a_port_that_was_tried_can_be_taken_at_once() -> None:
             {"starts": NOW + DAY},
             r"is valid from 2026-11-24 12:00 UTC on, and this machine's clock says 2026-11-23 12:00",
         ),
-        ({"password": b"secret"}, r"tls_key = '.*cert\.key' is encrypted, and nobody is there to type its password"),
+        ({"password": b"secret"}, r"tls_key: '.*cert\.key' is encrypted, and nobody is there to type its password"),
     ],
 )
 def test_a_certificate_that_no_worker_would_accept_is_refused(
@@ -90,7 +90,7 @@ def test_a_certificate_without_a_host_is_refused_with_the_command_that_makes_one
 def test_the_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     certificate, _ = made(tmp_path, "trainer.lan")
     _, other = made(tmp_path, "trainer.lan", name="other")
-    with pytest.raises(ConfigError, match=r"tls_key = '.*other\.key' is not the key of engine\.tls_certificate"):
+    with pytest.raises(ConfigError, match=r"tls_key: '.*other\.key' is not the key of engine\.tls_certificate"):
         check(certificate, other)
 
 
@@ -100,14 +100,14 @@ def test_a_file_that_is_missing_or_holds_something_else_is_named(tmp_path: Path,
     file = Path({"tls_certificate": certificate, "tls_key": private}[key])
     file.write_text("hello\n")
     with pytest.raises(
-        ConfigError, match=rf"engine\.tls_certificate = .*{file.name if key == 'tls_key' else 'PEM form'}"
+        ConfigError, match=rf"engine\.tls_certificate: .*{file.name if key == 'tls_key' else 'PEM form'}"
     ):
         check(certificate, private)
     file.unlink()
-    with pytest.raises(ConfigError, match=rf"engine\.{key} = '{file}' cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=rf"engine\.{key}: '{file}' cannot be read: No such file"):
         check(certificate, private)
     file.mkdir()
-    with pytest.raises(ConfigError, match=rf"engine\.{key} = '{file}' cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=rf"engine\.{key}: '{file}' cannot be read: Is a directory"):
         check(certificate, private)
 
 
@@ -139,11 +139,16 @@ def test_a_certificate_that_ends_soon_and_an_open_key_are_warned_of(tmp_path: Pa
 def test_the_dry_run_and_the_run_itself_refuse_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    certificate, private = make_certificate(tmp_path, "trainer.lan", ends=NOW - 9 * DAY, starts=NOW - 10 * DAY)
+    certificate, private = make_certificate(
+        tmp_path, "trainer.lan", ends=datetime(2026, 1, 2, tzinfo=UTC), starts=datetime(2026, 1, 1, tzinfo=UTC)
+    )
     tls = ["--engine.tls_certificate", certificate, "--engine.tls_key", private]
     argv = ["--engine.kind", "swarm", "--engine.listen", "0.0.0.0:0", *tls]
     for more in (["--dry-run"], ["--run-dir", str(tmp_path / "run")]):
         assert main(["train", *argv, *more]) == 2
         said = capsys.readouterr().err
-        assert "ended on 2026-11-14" in said and "warm" not in said
+        assert "ended on 2026-01-02" in said and "warm" not in said
+    Path(private).unlink()
+    assert main(["train", *argv, "--dry-run"]) == 2
+    assert f"engine.tls_key: '{private}' cannot be read" in capsys.readouterr().err, "a path is no secret"
     assert not (tmp_path / "run" / "model").exists()

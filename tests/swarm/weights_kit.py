@@ -109,6 +109,8 @@ class BlobServer:
 
 def whole(content: bytes, start: int = 0, end: int | None = None) -> tuple[int, dict[str, str], bytes]:
     """The answer with the bytes of a blob from ``start`` on, before ``end`` if there is one."""
+    if start >= len(content) > 0:
+        return 416, {"Content-Length": "0", "Content-Range": f"bytes */{len(content)}"}, b""
     part = content[start:end]
     if not start and end is None:
         return 200, {"Content-Length": str(len(part))}, part

@@ -35,6 +35,9 @@ from rollover.swarm.coordinator.transport import HELLO_TIMEOUT_S, QueuedConnecti
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
 
+_KEEP = "public, max-age=31536000, immutable"
+"""A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
+
 
 class Gateway:
     """Serves workers on one port, in the event loop of its owner.
@@ -92,8 +95,8 @@ class Gateway:
             settings.load()
         except OSError as e:  # ssl.SSLError is one
             self._socket.close()
-            files = f"{self._config.tls_certificate!r} and engine.tls_key = {self._config.tls_key!r}"
-            raise ConfigError(f"engine.tls_certificate = {files} cannot be used: {e}") from e
+            files = f"{self._config.tls_certificate!r} and engine.tls_key: {self._config.tls_key!r}"
+            raise ConfigError(f"engine.tls_certificate: {files} cannot be used: {e}") from e
         self._server = _Server(settings)
 
     async def serve(self) -> None:
@@ -144,7 +147,8 @@ class Gateway:
         path = self._blobs / digest
         if not DIGEST.fullmatch(digest) or not path.is_file():
             return PlainTextResponse("there is no such blob\n", status_code=404)
-        return FileResponse(path, media_type="application/octet-stream", headers={"etag": f'"{digest}"'})
+        headers = {"etag": f'"{digest}"', "cache-control": _KEEP}
+        return _BlobResponse(path, media_type="application/octet-stream", headers=headers)
 
 
 async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
@@ -165,6 +169,12 @@ async def _converse(websocket: WebSocket, conversation: WorkerConversation, send
             conversation.took(frame)
         except ProtocolError:
             return
+
+
+class _BlobResponse(FileResponse):
+    """A file in large parts: each part costs the event loop the same, whatever its size."""
+
+    chunk_size = 2**20
 
 
 class _Server(uvicorn.Server):

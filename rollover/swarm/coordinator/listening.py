@@ -104,7 +104,7 @@ def _readable(key: str, file: Path) -> None:
         with file.open("rb") as opened:
             opened.read(1)
     except OSError as e:
-        raise ConfigError(f"engine.{key} = {str(file)!r} cannot be read: {e.strerror or e}") from e
+        raise ConfigError(f"engine.{key}: {str(file)!r} cannot be read: {e.strerror or e}") from e
 
 
 def _leaf(file: str) -> x509.Certificate:
@@ -120,7 +120,7 @@ def _pair(certificate: str, key: str) -> None:
 
     def ask() -> str:
         raise ConfigError(
-            f"engine.tls_key = {key!r} is encrypted, and nobody is there to type its password: give a key without one"
+            f"engine.tls_key: {key!r} is encrypted, and nobody is there to type its password: give a key without one"
             f" (openssl pkey -in {key} -out plain.pem)"
         )
 
@@ -129,10 +129,10 @@ def _pair(certificate: str, key: str) -> None:
     except ssl.SSLError as e:
         if e.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"engine.tls_key = {key!r} is not the key of engine.tls_certificate = {certificate!r}"
+                f"engine.tls_key: {key!r} is not the key of engine.tls_certificate: {certificate!r}"
             ) from e
         raise ConfigError(
-            f"engine.tls_certificate = {certificate!r} and engine.tls_key = {key!r} cannot be used: {e.reason or e}"
+            f"engine.tls_certificate: {certificate!r} and engine.tls_key: {key!r} cannot be used: {e.reason or e}"
         ) from e
 
 
@@ -157,4 +157,4 @@ def _covers(names: Sequence[str], host: str) -> bool:
 
 
 def _refuse(file: str, why: str) -> NoReturn:
-    raise ConfigError(f"engine.tls_certificate = {file!r} {why}")
+    raise ConfigError(f"engine.tls_certificate: {file!r} {why}")

@@ -87,6 +87,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "plan": ("scipy", "huggingface_hub"),
     "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
+    "objectstore": ("obstore",),
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -64,8 +64,9 @@ async def open_engine(
     return engine, folders
 
 
-def check_engine(config: RunConfig) -> list[str]:
-    """Return what a user should know of the engine. This needs no weights, and so comes before the warm-up.
+def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
+    """Return what a user should know of the engine. This needs no weights, and so comes before the warm-up. ``begins``:
+    the run follows, so that a swarm's object store may be written to.
 
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
     refuse, or an address or certificate that a swarm cannot use.
@@ -75,9 +76,11 @@ def check_engine(config: RunConfig) -> list[str]:
 
         pick_device(config.trainer.device)
     if isinstance(config.engine, SwarmConfig):
+        from rollover.swarm.coordinator.blob_places import check_blobs
         from rollover.swarm.coordinator.listening import check_listening
 
-        return [f"swarm: {line}" for line in check_listening(config.engine)]
+        lines = [*check_listening(config.engine), *check_blobs(config.engine, writes=begins)]
+        return [f"swarm: {line}" for line in lines]
     if isinstance(config.engine, EmbeddedConfig):
         from rollover.engine.embedded.sizing import check
 

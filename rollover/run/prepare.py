@@ -42,7 +42,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
         read_model_config(base)  # says what is wrong with it before anything else stumbles over it
-    for line in check_engine(config):
+    for line in check_engine(config, begins=True):
         if "warning:" in line:
             progress.message(line)
     if config.model.scratch is None:

@@ -12,6 +12,8 @@ from rollover.swarm.wire.address import is_loopback
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 
+_STORE = re.compile(r"(s3|gs|az)://[A-Za-z0-9._-]+(/[^\s?#@]*)?|file:///[^\s?#]+")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmConfig:
@@ -37,6 +39,13 @@ class SwarmConfig:
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
     one that `rollover relay` makes, or an object store that holds `swarm/blobs` of the run directory."""
+    blob_query_env: Changeable[str | None] = None
+    """Name of an environment variable with a query that is put behind each of `blob_urls`, for stores that want a
+    signature, such as Azure's SAS tokens or CloudFront's policies. Workers are told it."""
+    blob_store: Changeable[str | None] = None
+    """Object store into which weights are copied before workers hear of them: `s3://bucket/prefix`,
+    `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`, with a login from the environment. Workers find
+    them by `blob_urls`. Needs `rollover[objectstore]`."""
     anchor_every: Changeable[int] = 20
     """Every so many publications the full weights are published, the others as what has changed. 1 switches that
     off."""
@@ -79,6 +88,14 @@ class SwarmConfig:
         for url in self.blob_urls:
             if not re.fullmatch(r"https?://[^\s?#@]+", url):
                 raise ValueError(f"blob_urls must look like 'https://relay/blobs', got {url!r}")
+
+        if self.blob_store is not None and not _STORE.fullmatch(self.blob_store):
+            raise ValueError(
+                "blob_store must look like 's3://bucket/prefix', 'gs://bucket/prefix', 'az://container/prefix' or"
+                f" 'file:///folder', without a login or a query, got {self.blob_store!r}"
+            )
+        if self.blob_query_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.blob_query_env):
+            raise ValueError("blob_query_env must be the name of an environment variable, not the query itself")
 
     @property
     def address(self) -> tuple[str, int]:

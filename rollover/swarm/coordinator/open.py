@@ -5,6 +5,7 @@
     root/workers.json         hashes of the workers' tokens
     root/publisher.key        the publisher's private key
     root/publications.json    what can be fetched, with root/blobs/
+    root/uploaded.json        what is in the object store, if there is one
     root/status.json          the members as they are now
     root/weights.jsonl        what publications, and members' changes to them, took
     root/epoch                how often the run was started
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from rollover.errors import ConfigError, EngineError, RunError
 from rollover.hf.architecture import Architecture
 from rollover.hf.weights import read_weight_infos
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
 from rollover.swarm.coordinator.board import StatusBoard
 from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.credentials import Credentials
@@ -58,7 +61,8 @@ async def open_swarm(
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
-        ConfigError: the address cannot be listened on, or the certificate is no good.
+        ConfigError: the address cannot be listened on, the certificate is no good, or the object store is not to be
+            had.
     """
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
@@ -70,6 +74,7 @@ async def open_swarm(
         model=folder,
         anchor_every=config.anchor_every,
         keep_versions=keep_versions,
+        mirror=await asyncio.to_thread(open_mirror, config, root),
     )
     architecture = Architecture.from_folder(folder)
     identity = RunIdentity(
@@ -81,7 +86,7 @@ async def open_swarm(
         ttl_s=config.lease_s,
         exact=config.mode == "pull",
         checks=checks,
-        blob_urls=config.blob_urls,
+        blob_urls=blob_urls(config, os.environ),
     )
     credentials = Credentials(root / "workers.json")
     formats = Counter(info.dtype for info in read_weight_infos(folder).values())

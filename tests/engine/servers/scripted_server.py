@@ -77,6 +77,12 @@ class ScriptedServer:
         self.aborts_by_id = True
         """False acknowledges an abort of one request and does nothing."""
         self.api_key: str | None = None
+        self.checksums: Callable[[str], str] | None = None
+        """Digest of weights; absent where it computes none."""
+        self.tensor = "w"
+        """The tensor that it is of."""
+        self.is_stuck = False
+        """It answers "loaded" and keeps the weights that it has."""
         self.text: dict[int, str] = {}
         """What tokens spell, for stop strings."""
         self.network_delay_s = 0.0
@@ -244,12 +250,7 @@ class ScriptedVLLM(ScriptedServer):
         self.held_resets = 0
         """So many resets of the prefix cache fail."""
         self.reload_error: str | None = None
-        self.checksums: Callable[[str], str] | None = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
-        """Digest of weights; absent in a release that computes none."""
-        self.tensor = "w"
-        """The tensor that it is of."""
-        self.is_stuck = False
-        """It answers "loaded" and keeps the weights that it has."""
+        self.checksums = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
         self.num_workers = 2
         self.group: Meeting | None = None
         """Where its workers meet the client."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -41,6 +42,24 @@ class SchedulerLoads(Answer):
 class UpdateOutcome(Answer):
     success: bool
     message: Shown | None = None
+
+
+class WorkerPlace(Answer):
+    """The place of a worker among those of its server."""
+
+    tp_rank: Count = 0
+    tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
+    dp_rank: Count = 0
+
+
+class WorkerChecksums(Answer):
+    checksums: Mapping[str, str]
+    """By the name of the tensor in the worker."""
+    parallelism_info: WorkerPlace
+
+
+class WeightChecks(Answer):
+    ranks: list[WorkerChecksums]
 
 
 class WeightSpan(Answer):

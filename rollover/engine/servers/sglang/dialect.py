@@ -26,6 +26,7 @@ from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
@@ -41,10 +42,12 @@ _DRAIN_S = 0.05
 class SGLangDialect:
     """Implements ``Dialect`` for one SGLang server (a worker, not a router)."""
 
-    def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder) -> None:
+    def __init__(
+        self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, folders: FolderDigests | None = None
+    ) -> None:
         keeps_kv = config.kv_on_update == "keep"
         self.traits = Traits(keeps_calls=True, keeps_kv=keeps_kv, silence_s=_DRAIN_S, aborts_all_at_once=True)
-        self.weights = SGLangWeights(client, config)
+        self.weights = SGLangWeights(client, config, model, folders or FolderDigests())
         self._client = client
         self._config = config
         self._model = model

@@ -16,6 +16,7 @@ from rollover.engine.servers.config import is_server_url
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
@@ -37,9 +38,9 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Pat
                 " give one number for all, or the servers' own urls"
             )
         config = replace(config, urls=workers)
-    model = ModelFolder.read(folder)
+    model, folders = ModelFolder.read(folder), FolderDigests()
     kind = ServerKind(
-        dialect=lambda client: SGLangDialect(client, config, model),
+        dialect=lambda client: SGLangDialect(client, config, model, folders),
         arguments=lambda port: launch_arguments(config, folder, port),
         env={},
         program="SGLang",

@@ -10,29 +10,36 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``extra_key``. With the label of the weights as the key, no new call can
   hit a block that other weights have computed while running calls keep theirs. A call that is taken off the batch
   leaves blocks of new weights under its old key: so the cache is flushed at every update that does not keep it.
+* On a CPU its checksums are the first 16 digits of a SHA-256, which can be compared with the folder's; those that a GPU
+  computes are of another kind, of which only changes can be told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
+from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
-from rollover.engine.servers.sglang.answers import ModelInfo, SGLangServerInfo, UpdateOutcome
+from rollover.engine.servers.read_back import FolderDigests, HeldTensor
+from rollover.engine.servers.sglang.answers import ModelInfo, SGLangServerInfo, UpdateOutcome, WeightChecks
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.transfer import Bucket, TransferCalls, buckets, send_weights
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 
 
 class SGLangWeights:
     """Implements ``WeightEndpoint``."""
 
-    def __init__(self, client: HTTPClient, config: SGLangConfig) -> None:
+    def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, folders: FolderDigests) -> None:
         self._client = client
         self._config = config
+        self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
         self._group_name = secrets.token_hex(4)
         self.num_sends = 0
         """Times that weights were sent, whether they arrived or not."""
@@ -40,17 +47,17 @@ class SGLangWeights:
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """See ``WeightEndpoint.send``."""
         self.num_sends += 1
-        if self._config.weight_transfer != "folder":
+        if self._config.weight_transfer == "folder":
+            body = {
+                "model_path": str(source.resolve()),
+                "weight_version": label,
+                "abort_all_requests": False,
+                "flush_cache": not keeps_kv,
+            }
+            await self._post("/update_weights_from_disk", body)
+        else:
             await self._transfer(label, source, flush_cache=not keeps_kv)
-            return
-        folder = source.resolve()
-        body = {
-            "model_path": str(folder),
-            "weight_version": label,
-            "abort_all_requests": False,
-            "flush_cache": not keeps_kv,
-        }
-        await self._post("/update_weights_from_disk", body)
+        await self._confirmation.of(source)
 
     async def label(self) -> str:
         return (await self._client.ask(ModelInfo, "GET", "/model_info")).weight_version
@@ -94,7 +101,25 @@ class SGLangWeights:
         limit_s = self._config.load_timeout_s
         await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
 
+    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
+        body, limit_s = {"action": "checksum", "selector": "target"}, self._config.load_timeout_s
+        try:
+            found = await self._client.ask(WeightChecks, "POST", "/weights_checker", body=body, timeout_s=limit_s)
+        except EngineTimeout:
+            raise
+        except EngineError as e:
+            raise NoDigests(str(e)) from e
+        return dict(_held(found))
+
     async def _post(self, path: str, body: Any) -> None:
         answer = await self._client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=self._config.load_timeout_s)
         if not answer.success:
             raise EngineError(f"{self._client} refused POST {path}: {answer.message or 'no reason given'}")
+
+
+def _held(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
+    for worker in found.ranks:
+        place = worker.parallelism_info
+        for name, digest in worker.checksums.items():
+            held = HeldTensor(name=name, part=place.tp_rank, num_parts=place.tp_size, replica=str(place.dp_rank))
+            yield held, digest

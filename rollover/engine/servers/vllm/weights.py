@@ -14,29 +14,22 @@ What is peculiar to it:
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
-from rollover.engine.servers.read_back import Confirmation, FolderDigests, HeldTensor, ReadBack
+from rollover.engine.servers.read_back import FolderDigests, HeldTensor
 from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
 from rollover.engine.servers.vllm.answers import Checksums, Success, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.errors import EngineError, EngineTimeout, ModelError
-
-logger = logging.getLogger(__name__)
+from rollover.errors import EngineError, EngineTimeout
 
 _RESET_RETRY_S = 0.05
-_MAX_CHECKED_BYTES = 1 << 30
-"""Models up to this size are confirmed at every load, larger ones at the first alone, unless the config says
-otherwise: a server hashes a gigabyte in about a second, in which it decodes nothing."""
-_HASHED_AT_ONCE = 1 << 20
-"""Bytes that take less than a millisecond, for which no thread is needed."""
 _KEY = re.compile(r"(?P<replica>dp\d+:pp\d+:pcp\d+):tp(?P<part>\d+):(?P<name>.+)", re.DOTALL)
 
 
@@ -77,12 +70,7 @@ class VLLMWeights:
         self._client = client
         self._config = config
         self._checksums = checksums
-        self._read_back = ReadBack(checksums.folders)
-        self._num_bytes = sum(info.num_bytes for info in model.weights.values())
-        self._is_confirmed_once = config.read_back == "auto" and self._num_bytes > _MAX_CHECKED_BYTES
-        self._has_checksums = config.read_back != "never"
-        """Until the server says that it has none."""
-        self._was_confirmed = False
+        self._confirmation = LoadConfirmation(repr(client), config, model, checksums.folders, self._digests)
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """See ``WeightEndpoint.send``."""
@@ -93,7 +81,7 @@ class VLLMWeights:
             await self._transfer(label, source)
         await self._reset_prefix_cache(keeps_kv=keeps_kv)
         await self.set_label(label)
-        await self._confirm(source)
+        await self._confirmation.of(source)
 
     async def label(self) -> str:
         return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
@@ -133,38 +121,17 @@ class VLLMWeights:
                 )
             await asyncio.sleep(_RESET_RETRY_S)
 
-    async def _confirm(self, source: Path) -> None:
-        """Compare the server's checksums with the folder and with the other servers."""
-        if not self._has_checksums or (self._is_confirmed_once and self._was_confirmed):
-            return
+    async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
+        """Ask for the server's checksums, and compare them with those of the other servers."""
         body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
         try:
             found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
         except EngineTimeout:
             raise
-        except EngineError as e:  # an older release, or weights that it cannot hash
-            self._has_checksums = False
-            self._say_unconfirmed(f"it computes no checksums of them ({e})")
-            return
+        except EngineError as e:
+            raise NoDigests(str(e)) from e
         self._checksums.compare(source, repr(self._client), found.checksums)
-        if self._num_bytes <= _HASHED_AT_ONCE:
-            confirmed = self._compare(source, found.checksums)
-        else:
-            confirmed = await asyncio.to_thread(self._compare, source, found.checksums)
-        if confirmed.says_nothing and not self._was_confirmed:
-            self._say_unconfirmed("it reports checksums of none of the folder's tensors")
-        self._was_confirmed = True
-
-    def _compare(self, source: Path, checksums: Mapping[str, str]) -> Confirmation:
-        try:
-            return self._read_back.check(source, dict(_places(checksums)), server=repr(self._client))
-        except ModelError as e:
-            raise EngineError(f"{self._client}: its weights cannot be compared with those it was given: {e}") from e
-
-    def _say_unconfirmed(self, why: str) -> None:
-        logger.warning(
-            "%s cannot show which weights it holds: %s; the log-prob check alone can tell", self._client, why
-        )
+        return dict(_places(found.checksums))
 
 
 def _places(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:

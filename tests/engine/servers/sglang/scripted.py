@@ -162,8 +162,17 @@ class ScriptedSGLang(ScriptedServer):
             return Answer(400, {"success": False, "message": self.update_error})
         return self._updated(body["model_path"], body)
 
+    async def _post_weights_checker(self, query: dict[str, str], body: Any) -> Answer:
+        assert body == {"action": "checksum", "selector": "target"}
+        if self.checksums is None:
+            return Answer(400, {"success": False, "message": "no device"})
+        place = {"tp_rank": 0, "tp_size": 1, "dp_rank": 0}
+        checksums = {self.tensor: self.checksums(self.weights)}
+        return Answer(body={"success": True, "ranks": [{"checksums": checksums, "parallelism_info": place}]})
+
     def _updated(self, weights: str, body: Any) -> Answer:
-        self.weights = weights
+        if not self.is_stuck:
+            self.weights = weights
         if body.get("weight_version") is None:
             return Answer(body={"success": True, "message": "Succeeded"})
         for running in self.requests.values():

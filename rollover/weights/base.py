@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from rollover.errors import EngineError
 
@@ -147,3 +147,16 @@ class WeightTarget(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A target that can look at the weights that it has. Servers look at theirs in ``load`` itself.
+
+    Example: after ``await engine.load(7, source)``, ``await engine.differing(source)`` is empty.
+    """
+
+    async def differing(self, source: WeightSource) -> Collection[str]:
+        """Return the names of the tensors of ``source`` that are not those in use, bit for bit; in its own number
+        format, where that is another. Raises ``EngineError`` when it does not answer."""
+        ...

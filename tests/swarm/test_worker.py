@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rollover.swarm.wire.messages import Abort, Adopt, Decoded, Hello, Ready, Release, Serving
-from tests.engine.fake import token_at
-from tests.swarm.worker_kit import TOKEN, Bench, FakeFetcher, acked, assign, head
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(coroutine)
-
-
-def tokens(seed: int, start: int, end: int, version: int = 0) -> tuple[int, ...]:
-    return tuple(token_at(seed, position, version) for position in range(start, end))
+from tests.swarm.worker_kit import TOKEN, Bench, FakeFetcher, acked, assign, head, run, tokens
 
 
 def test_a_worker_joins_fetches_the_head_and_serves_it(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Pa
             await engine.load(1, weights(1, models[1]))
             await engine.resume()
             await said(worker, "serving version 1")
-            assert Path(server.weights).parent == tmp_path / "shared"
+            assert Path(server.weights).parent == tmp_path / "shared" / "worker-laptop"
             assert server.version == "rollover:worker-laptop:1"
             chunks = await collected(engine, name="t", seed=SEED, max_new_tokens=12)
             assert [t for t, _ in flat(chunks)] == response_of(server)

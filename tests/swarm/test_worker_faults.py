@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,8 @@ from rollover.swarm.wire.messages import (
 from rollover.swarm.worker.connection import Refused
 from rollover.swarm.worker.host import EngineBroken
 from rollover.weights.base import WeightSource
-from tests.engine.fake import FakeEngine, token_at
-from tests.swarm.worker_kit import Bench, acked, assign, head, length_of
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(coroutine)
-
-
-def tokens(seed: int, start: int, end: int, version: int = 0) -> tuple[int, ...]:
-    return tuple(token_at(seed, position, version) for position in range(start, end))
-
+from tests.engine.fake import FakeEngine
+from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, run, tokens
 
 # -- weights --------------------------------------------------------------------------------------------------------
 

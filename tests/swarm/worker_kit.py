@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -20,7 +20,6 @@ from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
 from rollover.engine.base import GenerateRequest
-from rollover.errors import EngineError
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -50,7 +49,7 @@ from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.worker import SwarmWorker
 from rollover.weights.sources import MemoryWeights
-from tests.engine.fake import FakeEngine
+from tests.engine.fake import FakeEngine, token_at
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -118,7 +117,8 @@ class FakeFetched(MemoryWeights):
         self.prepare_s, self.wire_bytes = 0.5, 1000
 
     def write_folder(self, root: Path) -> Path:
-        return root / f"v{self.version}"
+        self.folder = root / f"v{self.version}"
+        return self.folder
 
 
 class FakeFetcher:
@@ -126,7 +126,7 @@ class FakeFetcher:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Head, tuple[str, ...], int]] = []
-        self.failures: list[EngineError] = []
+        self.failures: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_closed = False
@@ -330,6 +330,7 @@ class Bench:
         return self.engines[-1]
 
     async def open_on(self, folder: Path) -> Any:
+        self.opened_on = folder
         self.engines.append(self.make_engine())
         return self.engine
 
@@ -404,3 +405,12 @@ def acked(call_id: str, offset: int) -> Ack:
 
 def length_of(request: GenerateRequest) -> int:
     return 1000
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(coroutine)
+
+
+def tokens(seed: int, start: int, end: int, version: int = 0) -> tuple[int, ...]:
+    """What the fake engine samples at these positions of a response."""
+    return tuple(token_at(seed, position, version) for position in range(start, end))

@@ -39,7 +39,7 @@ from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, R
 from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.weights import are_tied, load_weights
+from rollover.engine.embedded.weights import are_tied, differing, load_weights
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, ModelError
 from rollover.hf.architecture import Architecture
@@ -184,6 +184,10 @@ class EngineCore:
         ]
         self.scheduler.update(policy_version, recompute=self._config.kv_on_update == "recompute")
         return outputs
+
+    def differing(self, source: WeightSource) -> list[str]:
+        """Return the names of the weights of ``source`` that are not those in use, bit for bit."""
+        return differing(self._model_runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

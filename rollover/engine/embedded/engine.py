@@ -107,6 +107,17 @@ class EmbeddedEngine:
     async def load(self, version: int, source: WeightSource) -> None:
         await self._do("load", lambda core: core.load(version, source))
 
+    async def differing(self, source: WeightSource) -> list[str]:
+        """See ``ReadsBack.differing``."""
+        found: list[str] = []
+
+        def command(core: EngineCore) -> list[Output]:
+            found.extend(core.differing(source))
+            return []
+
+        await self._do("read weights back", command)
+        return found
+
     def stats(self) -> EngineStats:
         return self._loop.stats()
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollover.engine.embedded.ops import Layout, M, TorchMatrix, rms_norm, silu_product
+from rollover.engine.embedded.ops import Layout, M, TorchMatrix, rms_norm, same_bits, silu_product
 from rollover.hf.architecture import Architecture
 
 
@@ -23,11 +23,13 @@ class Slot(NamedTuple):
     """The place of a parameter of a checkpoint.
 
     Example:
-        ``Slot((64,), norm.copy_)`` for a norm of 64 weights.
+        ``Slot((64,), norm.copy_, partial(same_bits, norm))`` for a norm of 64 weights.
     """
 
     shape: tuple[int, ...]
-    fill: Callable[[Tensor], None]
+    fill: Callable[[Tensor], object]
+    holds: Callable[[Tensor], bool]
+    """Says whether weights that it was filled with are there, bit for bit."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Weights(Generic[M]):
             self.lm_head = layout.tied_matrix(self.embedding)
         else:
             self.lm_head = self._matrix({"lm_head": arch.vocab_size}, arch.hidden_size)
-        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding)
+        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding, self._holds_embedding)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
         self.norm = self._vector("model.norm.weight", arch.hidden_size)
 
@@ -79,11 +81,21 @@ class Weights(Generic[M]):
         if self.arch.tied_embeddings:
             self.lm_head.fill(0, self.embedding)
 
+    def _holds_embedding(self, weights: Tensor) -> bool:
+        is_there = same_bits(self.embedding, weights)
+        return is_there and (not self.arch.tied_embeddings or self.lm_head.holds(0, self.embedding))
+
     def _vector(self, name: str, size: int) -> Tensor:
         """A norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
         vector = torch.empty(size, dtype=self._layout.dtype, device=self._device)
-        self.slots[name] = Slot((size,), partial(self._fill_vector, vector))
+        self.slots[name] = self._vector_slot(vector)
         return vector
+
+    def _vector_slot(self, vector: Tensor) -> Slot:
+        return Slot((len(vector),), partial(self._fill_vector, vector), partial(self._holds_vector, vector))
+
+    def _holds_vector(self, vector: Tensor, weights: Tensor) -> bool:
+        return same_bits(vector, weights.to(self._layout.weight_dtype))
 
     def _fill_vector(self, vector: Tensor, weights: Tensor) -> None:
         vector.copy_(weights.to(self._layout.weight_dtype))
@@ -95,14 +107,16 @@ class Weights(Generic[M]):
     def _with_slots(self, matrix: M, rows: Mapping[str, int], in_size: int) -> M:
         first = 0
         for name, num_rows in rows.items():
-            self.slots[f"{name}.weight"] = Slot((num_rows, in_size), partial(matrix.fill, first))
+            self.slots[f"{name}.weight"] = Slot(
+                (num_rows, in_size), partial(matrix.fill, first), partial(matrix.holds, first)
+            )
             first += num_rows
         return matrix
 
     def _bias(self, rows: Mapping[str, int]) -> Tensor:
         bias = torch.empty(sum(rows.values()), dtype=self._layout.dtype, device=self._device)
         for name, part in zip(rows, bias.split(list(rows.values())), strict=True):
-            self.slots[f"{name}.bias"] = Slot((len(part),), partial(self._fill_vector, part))
+            self.slots[f"{name}.bias"] = self._vector_slot(part)
         return bias
 
     def _layer(self, prefix: str) -> Layer[M]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
 from rollover.engine.embedded.model import Layer, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
+from rollover.engine.embedded.ops import same_bits
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import is_cut, sample
 from rollover.errors import EngineError
@@ -154,6 +155,20 @@ class PackedMatrix:
         self._kernels.pack(
             ctypes.byref(self._record), weights_OI.data_ptr(), first_row, len(weights_OI), torch.get_num_threads()
         )
+
+    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
+        return same_bits(self._unpacked()[first_row : first_row + len(weights_OI)], weights_OI)
+
+    def _unpacked(self) -> Tensor:
+        """``[out, in]``, the gates of a gated matrix first; see ``pack`` in ``kernels.c``."""
+        m, width = self._record, self._kernels.panel_width
+        panels = self._packed.view(-1, m.in_size, width)
+        if m.bfloat16:  # two columns share a word
+            panels = panels.view(-1, m.in_size, width // 2, 2).transpose(2, 3).reshape(-1, m.in_size, width)
+        if not m.gated:
+            return panels.transpose(1, 2).reshape(-1, m.in_size)[: m.out_size]
+        halves = panels.view(-1, m.in_size, 2, width // 2).permute(2, 0, 3, 1).reshape(2, -1, m.in_size)
+        return halves[:, : m.out_size].reshape(-1, m.in_size)
 
     def record(self, bias: Tensor | None = None) -> _Matrix:
         m = self._record

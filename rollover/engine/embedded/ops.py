@@ -16,6 +16,10 @@ class Matrix(Protocol):
         """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""
         ...
 
+    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
+        """Say whether these weights, rounded as ``fill`` rounds them, are there bit for bit."""
+        ...
+
 
 M = TypeVar("M", bound=Matrix)
 MC = TypeVar("MC", bound=Matrix, covariant=True)
@@ -47,6 +51,9 @@ class TorchMatrix:
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         self._weights_IO[:, first_row : first_row + len(weights_OI)].copy_(weights_OI.t())
 
+    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
+        return same_bits(self._weights_IO[:, first_row : first_row + len(weights_OI)].t(), weights_OI)
+
     def times(self, x_TI: Tensor) -> Tensor:
         """``[T, out]``, all outputs."""
         return torch.mm(x_TI, self._weights_IO)
@@ -69,6 +76,16 @@ class TorchLayout:
 
     def tied_matrix(self, embedding_OI: Tensor) -> TorchMatrix:
         return TorchMatrix(embedding_OI.t())
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Number formats in which bits are compared, by their size in bytes."""
+
+
+def same_bits(held: Tensor, given: Tensor) -> bool:
+    """Say whether ``held`` is ``given``, rounded to its number format: not-a-numbers and zeros of either sign too."""
+    integers = _INTEGERS[held.element_size()]
+    return torch.equal(held.view(integers), given.to(held.device, held.dtype).view(integers))
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

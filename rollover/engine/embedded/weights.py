@@ -28,6 +28,23 @@ def are_tied(source: WeightSource, *, asked: bool) -> bool:
 
 def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> None:
     """Fill ``slots`` from ``source``. Raises ``ModelError`` naming the first parameter that does not fit."""
+    stored = _stored(slots, source, tied_embeddings=tied_embeddings)
+    with torch.inference_mode():
+        for slot, (_, tensor) in zip(slots.values(), source.tensors(stored), strict=True):
+            slot.fill(tensor)
+
+
+def differing(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> list[str]:
+    """Return the names of the parameters of ``source`` that are not in their slots, bit for bit. It takes about as long
+    as filling them."""
+    stored = _stored(slots, source, tied_embeddings=tied_embeddings)
+    with torch.inference_mode():
+        pairs = zip(slots.values(), source.tensors(stored), strict=True)
+        return [name for slot, (name, tensor) in pairs if not slot.holds(tensor)]
+
+
+def _stored(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> list[str]:
+    """Return the name in ``source`` of what belongs into each slot. Raises ``ModelError`` when they do not fit."""
     given = _shapes(source)
     stored = {name: name for name in given}  # the name in the source, by the name of the slot
     if tied_embeddings and HEAD in given:
@@ -36,10 +53,7 @@ def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embedd
         given[EMBEDDING] = given.pop(HEAD)
         stored[EMBEDDING] = HEAD
     _compare({name: slot.shape for name, slot in slots.items()}, given)
-    with torch.inference_mode():
-        tensors = source.tensors([stored[name] for name in slots])
-        for slot, (_, tensor) in zip(slots.values(), tensors, strict=True):
-            slot.fill(tensor)
+    return [stored[name] for name in slots]
 
 
 def _shapes(source: WeightSource) -> Shapes:

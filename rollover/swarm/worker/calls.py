@@ -173,6 +173,10 @@ class WorkerCalls:
         self._engine, self._version = engine, version
         self._changes.notify()
 
+    def withdraw(self) -> None:
+        """Decode nothing before ``serve`` is called again: the engine's weights are not those that it says."""
+        self._engine = None
+
     def fail_all(self, reason: str) -> None:
         """End all calls as failed; their tokens are held as before."""
         for call_id, call in list(self._calls.items()):
@@ -305,11 +309,12 @@ class WorkerCalls:
         least = call.stream.assign.least_version
         try:
             async with asyncio.timeout(self._version_timeout_s):
-                await self._changes.until(lambda: call.is_aborted or self._version >= least)
+                await self._changes.until(
+                    lambda: call.is_aborted or (self._version >= least and self._engine is not None)
+                )
         except TimeoutError:
-            return (
-                f"waited {self._version_timeout_s:g} s for weights version {least}, this worker serves {self._version}"
-            )
+            serves = self._version if self._engine is not None else "none"
+            return f"waited {self._version_timeout_s:g} s for weights version {least}, this worker serves {serves}"
         await self._changes.until(
             lambda: call.is_aborted or (self._num_stops == 0 and not self._held.is_full and self._engine is not None)
         )

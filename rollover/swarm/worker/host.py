@@ -1,8 +1,9 @@
 """The worker's engine: opened on the first weights that are fetched, and given all later ones.
 
 What it keeps true: the engine samples from the version that ``serves`` says, whatever happens to a load; it goes on
-after every pause. An engine takes no weights back, so for an earlier version, which a run that began again at an older
-checkpoint asks for, it is opened anew.
+after every pause. An engine that can read its weights back has to show them before a version is announced. An engine
+takes no weights back, so for an earlier version, which a run that began again at an older checkpoint asks for, it is
+opened anew; so is one that says "loaded" and has other weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollover.swarm.wire.messages import Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.fetching import Fetched
-from rollover.weights.base import WeightSource
+from rollover.weights.base import ReadsBack, WeightSource
 from rollover.weights.folders import untied
 from rollover.weights.sources import FolderWeights
 
@@ -35,6 +36,10 @@ OpenEngine = Callable[[Path], Awaitable[TrainedEngine]]
 
 class EngineBroken(RolloverError):
     """The worker's engine cannot be used any more, and so neither can the worker."""
+
+
+class OtherWeights(EngineError):
+    """An engine that has other weights than it was given."""
 
 
 def opener(config: WorkerConfig, *, name: str, logs: Path) -> OpenEngine:
@@ -55,6 +60,7 @@ class EngineHost:
     """Holds the engine and changes its weights.
 
     Args:
+        name: the worker's.
         work: a folder for model folders.
         announce: called with what the engine now serves and the seconds of the pause, before a token that was sampled
             from it could be sent.
@@ -69,13 +75,13 @@ class EngineHost:
         clock: Clock,
         *,
         open_on: OpenEngine,
+        name: str,
         work: Path,
         announce: Callable[[Fetched, float], None],
     ) -> None:
         self._config, self._calls, self._clock = config, calls, clock
-        self._open_on, self._work, self._announce = open_on, work, announce
+        self._open_on, self._name, self._work, self._announce = open_on, name, work, announce
         self._probes = itertools.count()
-        self._copies: list[Path] = []
         self.engine: TrainedEngine | None = None
         self.serves: Head | None = None
         self.is_switching = False
@@ -107,13 +113,17 @@ class EngineHost:
 
         Raises:
             EngineBroken: no engine can be opened on them, or it does not go on.
-            RolloverError: the weights do not fit, or were not loaded in time; the old ones are in force.
+            RolloverError: the weights do not fit, or were not loaded in time, and the old ones are in force; or the
+                engine has others than it says, and is not used again.
         """
         head = Head(version=fetched.version, manifest=fetched.digest)
         self.is_switching = True
+        opens = self.engine is None or self._must_reopen or self._goes_back(head)
         try:
-            source = await asyncio.to_thread(self._source_for_engine, fetched)
-            if self.engine is None or self._must_reopen or self._goes_back(head):
+            # A server that has died is started again on the folder on which it was opened, which therefore stays.
+            root = self._folders / "opened" if opens else self._folders
+            source = await asyncio.to_thread(self._source_for_engine, fetched, root)
+            if opens:
                 await self._reopen(head, fetched, source)
             else:
                 await self._replace(head, fetched, source)
@@ -138,14 +148,15 @@ class EngineHost:
         """The folder of model folders, which servers on other machines must see under the same path."""
         engine = self._config.engine
         shared = engine.weights_dir if isinstance(engine, ServerConfig) else None
-        return Path(shared) if shared is not None else self._work / "weights"
+        return Path(shared) / f"worker-{self._name}" if shared is not None else self._work / "weights"
 
     def _goes_back(self, head: Head) -> bool:
         return self.serves is not None and head.version < self.serves.version
 
     def forget(self) -> None:
-        """Serve nothing any more: the next weights are those of another run."""
+        """Serve nothing any more, until an engine is opened on the next weights."""
         self.serves, self._must_reopen = None, True
+        self._calls.withdraw()
 
     async def close(self) -> None:
         if self.engine is not None:
@@ -165,25 +176,42 @@ class EngineHost:
     async def _reopen(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
         """Open the engine for the first time, or anew."""
         if self.engine is not None:
-            self._calls.fail_all(f"the run went back to version {head.version}")
+            if self._goes_back(head):
+                self._calls.fail_all(f"the run went back to version {head.version}")
             await self.close()
         self.serves = None
         try:
             if (folder := source.folder) is None:
-                folder = await asyncio.to_thread(fetched.write_folder, self._folders)
+                folder = await asyncio.to_thread(fetched.write_folder, self._folders / "opened")
             self.engine = engine = await self._open_on(folder)
             self._must_reopen = False
         except RolloverError as e:
             raise EngineBroken(f"the engine cannot be opened: {e}") from e
         started_s = self._clock.now_s()
-        if head.version > 0:
-            await self._load(engine, head, source)
+        try:
+            await (self._load if head.version > 0 else self._confirm)(engine, head, source)
+        except OtherWeights as e:
+            raise EngineBroken(str(e)) from e
         self._served(engine, head, fetched, self._clock.now_s() - started_s)
 
     async def _load(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
         async with self._deadline(engine, head), _paused(engine):
             await engine.load(head.version, source)
             self.holds_tokens_back = True
+            await self._confirm(engine, head, source)
+
+    async def _confirm(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
+        """Have the engine show its weights, where it can. One that has others samples nothing that is sent: its calls
+        end here, and it is opened anew for the next weights."""
+        if not isinstance(engine, ReadsBack) or not (names := await engine.differing(source)):
+            return
+        reason = (
+            f"{engine!r} says that it has loaded version {head.version}, and {len(names)} of"
+            f" {len(source.manifest.tensors)} tensors are others, the first is {min(names)[:120]!r}"
+        )
+        self._calls.fail_all(reason)
+        self.forget()
+        raise OtherWeights(reason)
 
     def _served(self, engine: TrainedEngine, head: Head, fetched: Fetched, pause_s: float) -> None:
         self.serves = head
@@ -206,20 +234,19 @@ class EngineHost:
                 f"{engine!r} did not load weights version {head.version} within {timeout_s:g} s"
             ) from None
 
-    def _source_for_engine(self, fetched: Fetched) -> WeightSource:
+    def _source_for_engine(self, fetched: Fetched, root: Path) -> WeightSource:
         """Return the weights as the engine takes them: servers read a folder. Those on a CPU do not reload the output
         side of a tied matrix, so servers that are started here get a copy of the model with two matrices."""
         engine = self._config.engine
         if not isinstance(engine, ServerConfig):
             return fetched
-        folder = fetched.write_folder(self._folders)
-        if not engine.launch or (copy := untied(folder, self._work / "untied" / folder.name)) == folder:
+        folder = fetched.write_folder(root)
+        copies = root / "untied"
+        if not engine.launch or (copy := untied(folder, copies / folder.name)) == folder:
             return fetched
-        self._copies = [*(other for other in self._copies if other != copy), copy]
-        for old in self._copies[:-_KEPT]:
+        for old in sorted(copies.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             with suppress(OSError):
                 shutil.rmtree(old)
-        del self._copies[:-_KEPT]
         return FolderWeights(fetched.version, copy)
 
 

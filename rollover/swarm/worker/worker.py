@@ -84,7 +84,9 @@ class SwarmWorker:
         self._calls = WorkerCalls(
             self._held, clock, spawn=self._spawn, notify=self._wake, version_timeout_s=config.version_timeout_s
         )
-        self._host = EngineHost(config, self._calls, clock, open_on=open_on, work=work, announce=self._announce)
+        self._host = EngineHost(
+            config, self._calls, clock, open_on=open_on, name=token.name, work=work, announce=self._announce
+        )
         self._follower = HeadFollower(
             self._host,
             clock,

@@ -1,0 +1,243 @@
+"""A worker among engines that do not load, say what is not so, stand still or have no disk: what they had before is in
+force, or they are not used again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import EngineError, ResourceError
+from rollover.swarm.wire.messages import Leaving, NotServing, Serving
+from rollover.swarm.worker.host import EngineBroken
+from rollover.weights.base import WeightSource
+from tests.engine.fake import FakeEngine
+from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens
+
+
+class Forgetful(FakeEngine):
+    """Says "loaded" and keeps the weights that it has, as often as it is told; it can read them back."""
+
+    lies = 0
+
+    def __init__(self) -> None:
+        super().__init__(length_of)
+        self.held = 0
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        await super().load(version, source)
+        if Forgetful.lies:
+            Forgetful.lies -= 1
+        else:
+            self.held = version
+
+    async def differing(self, source: WeightSource) -> Collection[str]:
+        assert self._paused or source.manifest.version == 0, "before it samples from them"
+        return [] if source.manifest.version == self.held else ["w"]
+
+    def __repr__(self) -> str:
+        return "the engine"
+
+
+def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Forgetful
+        monkeypatch.setattr(Forgetful, "lies", 1)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(3)
+            first = bench.engine
+            await link.send(head(1))
+            failed = await link.first(NotServing)
+            reason = "the engine says that it has loaded version 1, and 1 of 1 tensors are others, the first is 'w'"
+            assert failed == NotServing(version=1, reason=reason)
+            assert await link.ended("a") == f"failed: {reason}"
+            assert ("resume", 1) in first.events, "nothing is left standing"
+            await link.send(assign("b", limit=4))  # while there is no engine to trust
+            await serving_after(bench, link, 1)
+            assert bench.engine is not first and first.stats().num_running == 0
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(4)
+            assert await link.ended("b") == "length"
+            assert set(bench.coordinator.versions["a"].values()) == {0}
+            assert set(bench.coordinator.versions["b"].values()) == {1}
+            assert [request.sample_key for request in first.requests] == ["a."]
+
+    run(main())
+
+
+def test_an_engine_that_has_other_weights_again_when_it_is_opened_anew_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Forgetful
+        monkeypatch.setattr(Forgetful, "lies", 2)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(head(1))
+            error = await bench.failure()
+            assert isinstance(error, EngineBroken)
+            assert "the engine says that it has loaded version 1, and 1 of 1 tensors are others" in str(error)
+            await link.until(lambda: link.is_closed)
+            assert link.all(Leaving) == [Leaving(reason=str(error))]
+            assert [message.version for message in link.all(Serving)] == [0]
+
+    run(main())
+
+
+async def serving_after(bench: Bench, link: Link, version: int) -> None:
+    """Let the back-off pass until the worker serves a version."""
+    while not [message for message in link.all(Serving) if message.version == version]:
+        await bench.clock.move(0.5)
+        await asyncio.sleep(0)
+
+
+class Stuck(FakeEngine):
+    """Hangs in one of its calls until it is let go."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(length_of)
+        self.where = where
+        self.goes_on = asyncio.Event()
+
+    async def pause(self) -> None:
+        if self.where == "pause":
+            await self.goes_on.wait()
+        await super().pause()
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        if self.where == "load":
+            await self.goes_on.wait()
+        await super().load(version, source)
+
+    def __repr__(self) -> str:
+        return "the engine"
+
+
+@pytest.mark.parametrize("where", ["pause", "load"])
+def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(tmp_path: Path, where: str) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path, update_timeout_s=0.05)
+        bench.make_engine = lambda: Stuck(where)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a", limit=6))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(3)
+            await link.send(head(1))
+            failed = await link.first(NotServing)
+            assert failed == NotServing(version=1, reason="the engine did not load weights version 1 within 0.05 s")
+            assert bench.engine.events[-1] == ("resume", 0)
+            await bench.engine.tick(3)
+            assert await link.ended("a") == "length"
+            assert bench.coordinator.response("a") == tokens(7, 0, 6)
+            assert set(bench.coordinator.versions["a"].values()) == {0}
+            bench.engine.goes_on.set()  # type: ignore[attr-defined]
+            await serving_after(bench, link, 1)
+
+    run(main())
+
+
+class Frozen(FakeEngine):
+    """Does not go on after a pause."""
+
+    async def resume(self) -> None:
+        raise EngineError("the device is lost")
+
+
+def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = lambda: Frozen(length_of)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(head(1))
+            error = await bench.failure()
+            assert isinstance(error, EngineBroken)
+            assert str(error) == "the engine stood still for new weights and does not go on: the device is lost"
+            assert [message.version for message in link.all(Serving)] == [0]
+
+    run(main())
+
+
+def test_a_full_disk_is_named_and_the_old_version_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            bench.fetcher.failures = [OSError(errno.ENOSPC, "No space left on device", "/cache/blobs/9c1e")]
+            await link.send(assign("a", limit=4))
+            await bench.until(lambda: bench.engine.requests)
+            await link.send(head(1))
+            failed = await link.first(NotServing)
+            assert failed.reason == (
+                "/cache/blobs/9c1e: no space left on device; make room, or choose a place on another disk"
+            )
+            assert f"version 1 is not served: {failed.reason}" in bench.lines
+            await bench.engine.tick(4)
+            assert await link.ended("a") == "length"
+            assert set(bench.coordinator.versions["a"].values()) == {0}
+            await serving_after(bench, link, 1)  # somebody has made room
+
+    run(main())
+
+
+def test_a_disk_without_room_for_a_model_folder_leaves_servers_with_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.engine.servers.vllm.config import VLLMConfig
+
+    write, full = FakeFetched.write_folder, ResourceError("no space left on the disk of '/cache'; make room")
+
+    def refuse(fetched: FakeFetched, root: Path) -> Path:
+        if fetched.version == 1:
+            raise full
+        return write(fetched, root)
+
+    monkeypatch.setattr(FakeFetched, "write_folder", refuse)
+
+    async def main() -> None:
+        bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",)))
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(head(1))
+            assert (await link.first(NotServing)).reason == str(full)
+            assert bench.engine.events == []
+            await link.send(head(2))
+            await link.serving(2)
+
+    run(main())
+
+
+def test_the_folder_on_which_servers_are_started_is_not_among_those_that_come_and_go(tmp_path: Path) -> None:
+    from rollover.engine.servers.vllm.config import VLLMConfig
+
+    async def main() -> None:
+        bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",), weights_dir=str(tmp_path / "shared")))
+        folders: list[Path | None] = []
+
+        class Reader(FakeEngine):
+            async def load(self, version: int, source: WeightSource) -> None:
+                folders.append(source.folder)
+                await super().load(version, source)
+
+        bench.make_engine = lambda: Reader(length_of)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            for version in (1, 2, 3):
+                await link.send(head(version))
+                await link.serving(version)
+            root = tmp_path / "shared" / "worker-laptop"
+            assert bench.opened_on == root / "opened" / "v0"
+            assert folders == [root / f"v{version}" for version in (1, 2, 3)]
+
+    run(main())

@@ -88,6 +88,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
     "objectstore": ("obstore",),
+    "nats": ("nats", "nkeys"),
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

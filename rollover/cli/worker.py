@@ -10,7 +10,7 @@ import click
 
 import rollover
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
-from rollover.errors import require
+from rollover.errors import ConfigError, require
 from rollover.privacy import Redactor
 from rollover.run.signals import handled, stop
 
@@ -29,7 +29,13 @@ class WorkerCommand(ConfiguredCommand):
 
 
 @click.command("worker", cls=WorkerCommand)
-@click.option("--join", "url", required=True, metavar="URL", help="The coordinator: wss://HOST:PORT.")
+@click.option(
+    "--join",
+    "url",
+    required=True,
+    metavar="URL",
+    help="The coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.",
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -48,6 +54,12 @@ class WorkerCommand(ConfiguredCommand):
     metavar="FILE",
     help="Trust the coordinator by the certificates in FILE (PEM), not by the system's.",
 )
+@click.option(
+    "--nats-credentials",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Log in at the NATS cluster with what is in FILE: .creds, nkey, PEM, USER:PASSWORD or token.",
+)
 @click.option("--insecure", is_flag=True, help="Allow a plain connection over a network that is private itself.")
 @click.option("--quiet", "-q", is_flag=True, help="Print errors alone.")
 @click.pass_context
@@ -57,6 +69,7 @@ def command(
     token_file: Path | None,
     cache: Path | None,
     ca_file: Path | None,
+    nats_credentials: Path | None,
     insecure: bool,
     quiet: bool,
 ) -> None:
@@ -73,13 +86,20 @@ def command(
     from rollover.engine.embedded.config import EmbeddedConfig
     from rollover.settings.schema import build, parse_overrides
     from rollover.settings.toml import Document
-    from rollover.swarm.wire.address import CoordinatorAddress
+    from rollover.swarm.nats.address import NatsAddress
+    from rollover.swarm.nats.credentials import NatsCredentials
     from rollover.swarm.wire.token import read_token
     from rollover.swarm.worker.config import WorkerConfig
     from rollover.swarm.worker.connection import tls_context
+    from rollover.swarm.worker.dialing import parse_address
 
     config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
-    address = CoordinatorAddress.parse(url, insecure=insecure)
+    address = parse_address(url, insecure=insecure)
+    if isinstance(address, NatsAddress):
+        require("nats", purpose=f"joining {address}")
+        address = address.having(NatsCredentials.read(nats_credentials) if nats_credentials is not None else None)
+    elif nats_credentials is not None:
+        raise ConfigError(f"--nats-credentials has no effect: {address} is not on a NATS cluster")
     token = read_token(token_file, os.environ)
     if isinstance(config.engine, EmbeddedConfig):
         require("torch", "safetensors", purpose="the embedded engine of a worker")

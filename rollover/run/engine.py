@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from rollover.engine import open as engine_open
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
+from rollover.errors import require
 from rollover.hf.architecture import Architecture
 from rollover.run.config import RunConfig, context_needed
 from rollover.run.directory import RunDir
@@ -77,10 +79,16 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
         pick_device(config.trainer.device)
     if isinstance(config.engine, SwarmConfig):
         from rollover.swarm.coordinator.blob_places import check_blobs
+
+        blobs = check_blobs(config.engine, writes=begins)
+        if config.engine.transport == "nats":
+            require("nats", purpose='engine.transport = "nats"')
+            from rollover.swarm.coordinator.nats_open import check_nats
+
+            return [f"swarm: {line}" for line in (*asyncio.run(check_nats(config.engine)), *blobs)]
         from rollover.swarm.coordinator.listening import check_listening
 
-        lines = [*check_listening(config.engine), *check_blobs(config.engine, writes=begins)]
-        return [f"swarm: {line}" for line in lines]
+        return [f"swarm: {line}" for line in (*check_listening(config.engine), *blobs)]
     if isinstance(config.engine, EmbeddedConfig):
         from rollover.engine.embedded.sizing import check
 

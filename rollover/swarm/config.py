@@ -8,8 +8,13 @@ from typing import Literal
 
 from rollover.engine.base import DeclaredCapabilities
 from rollover.settings.changes import Changeable
+from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.wire.address import is_loopback
 
+_OF_WEBSOCKET = ("listen", "tls_certificate", "tls_key")
+_OF_NATS = ("nats_url", "nats_credentials", "nats_ca_file", "nats_bucket")
+_NATS_URL = "nats://127.0.0.1:4222/rollover"
+_BUCKET = re.compile(r"[a-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 
 _STORE = re.compile(r"(s3|gs|az)://[A-Za-z0-9._-]+(/[^\s?#@]*)?|file:///[^\s?#]+")
@@ -25,6 +30,9 @@ class SwarmConfig:
     mode: Literal["pull", "push_pull"] = "push_pull"
     """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`:
     workers decode without pause and change to new weights each in its own time, within `max_staleness`."""
+    transport: Changeable[Literal["websocket", "nats"]] = "websocket"
+    """`websocket`: workers dial in at `listen`; nothing else is needed. `nats`: messages go over an existing NATS
+    cluster, which workers join with its address. Needs `rollover[nats]`."""
     listen: Changeable[str] = "127.0.0.1:8790"
     """Address and port where workers dial in. Port 0 takes a free one."""
     tls_certificate: Changeable[str | None] = None
@@ -36,6 +44,17 @@ class SwarmConfig:
     admin: Changeable[str | None] = "127.0.0.1:0"
     """Address and port of the live page, `/status.json` and `/metrics`, which this machine alone can open; port 0 takes
     a free one, `none` switches it off."""
+    nats_url: Changeable[str] = _NATS_URL
+    """Servers of the NATS cluster and the subject of this run: `tls://HOST:PORT,HOST:PORT/SUBJECT`. Two runs on one
+    cluster need two subjects."""
+    nats_credentials: Changeable[str | None] = None
+    """File with the login at the NATS cluster: `.creds`, a client certificate with its key (PEM), the seed of an nkey,
+    `USER:PASSWORD`, or a token."""
+    nats_ca_file: Changeable[str | None] = None
+    """Certificates (PEM) by which the NATS servers are trusted, where the system's are not meant."""
+    nats_bucket: Changeable[str | None] = None
+    """Object-store bucket of JetStream from which workers fetch weights; it is made when it is not there. When left
+    out, and no `blob_urls` are named, one is called after the subject."""
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
     one that `rollover relay` makes, or an object store that holds `swarm/blobs` of the run directory."""
@@ -64,6 +83,7 @@ class SwarmConfig:
     where both are float32, 0.1 where one is in half precision."""
 
     def __post_init__(self) -> None:
+        self._check_transport()
         match = _ADDRESS.fullmatch(self.listen)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
@@ -96,6 +116,24 @@ class SwarmConfig:
             )
         if self.blob_query_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.blob_query_env):
             raise ValueError("blob_query_env must be the name of an environment variable, not the query itself")
+
+    def _check_transport(self) -> None:
+        """Refuse settings that would have no effect, or cannot work."""
+        others = _OF_WEBSOCKET if self.transport == "nats" else _OF_NATS
+        for key in others:
+            if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
+                raise ValueError(f"{key} = {value!r} has no effect with transport = {self.transport!r}: leave it out")
+        if self.nats_bucket is not None and not _BUCKET.fullmatch(self.nats_bucket):
+            raise ValueError(
+                f"nats_bucket must be lower-case letters, digits, '-' and '_', at most 64, got {self.nats_bucket!r}"
+            )
+        if self.transport == "nats":
+            _ = self.nats_address
+
+    @property
+    def nats_address(self) -> NatsAddress:
+        """``nats_url`` in its parts, without the login."""
+        return NatsAddress.parse(self.nats_url, insecure=self.insecure)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -17,6 +17,7 @@ import asyncio
 import os
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollover.clock import Clock
 from rollover.errors import ConfigError, EngineError, RunError
@@ -27,7 +28,7 @@ from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
 from rollover.swarm.coordinator.board import StatusBoard
 from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.engine import Publish, SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
 from rollover.swarm.coordinator.pages.listener import AdminListener
@@ -37,6 +38,9 @@ from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from rollover.weights.base import WeightSource
+
+if TYPE_CHECKING:
+    from rollover.swarm.coordinator.nats_open import NatsSide
 
 
 async def open_swarm(
@@ -61,8 +65,8 @@ async def open_swarm(
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
-        ConfigError: the address cannot be listened on, the certificate is no good, or the object store is not to be
-            had.
+        ConfigError: the address cannot be listened on, the certificate is no good, the object store is not to be
+            had, or the NATS cluster cannot be used.
     """
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
@@ -80,25 +84,22 @@ async def open_swarm(
     identity = RunIdentity(
         run_id=run, run_epoch=epoch, vocab_size=architecture.vocab_size, max_context_tokens=max_context_tokens
     )
+    over_nats = await _nats_side(config)
     coordinator = Coordinator(
         identity,
         Head(version=0, manifest=""),
         ttl_s=config.lease_s,
         exact=config.mode == "pull",
         checks=checks,
-        blob_urls=blob_urls(config, os.environ),
+        blob_urls=(*blob_urls(config, os.environ), *(over_nats.blob_urls if over_nats is not None else ())),
     )
     credentials = Credentials(root / "workers.json")
     formats = Counter(info.dtype for info in read_weight_infos(folder).values())
     weight_log = WeightLog(root / FILE_NAME)
     board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
-
-    def publish(version: int, source: WeightSource) -> Head:
-        published = publisher.publish(source)
-        weight_log.published(published)
-        board.published(published)
-        return published.head
-
+    publish = _publishing(publisher, weight_log, board)
+    if over_nats is not None:
+        publish = over_nats.publishing(publish, root / "blobs", timeout_s=config.update_timeout_s)
     engine = SwarmEngine(
         config,
         coordinator,
@@ -110,10 +111,33 @@ async def open_swarm(
         board=board,
         weight_log=weight_log,
     )
-    engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
-    engine.gateway.bind()
+    if over_nats is not None:
+        engine.gateway = over_nats.gateway(engine, hashes=credentials.hashes)
+    else:
+        gateway = engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
+        gateway.bind()
     await _open_page(engine, config, board)
     return engine
+
+
+async def _nats_side(config: SwarmConfig) -> NatsSide | None:
+    if config.transport != "nats":
+        return None
+    from rollover.swarm.coordinator.nats_open import open_nats_side
+
+    return await open_nats_side(config)
+
+
+def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:
+    """Return what publishes weights and has it recorded."""
+
+    def publish(version: int, source: WeightSource) -> Head:
+        published = publisher.publish(source)
+        weight_log.published(published)
+        board.published(published)
+        return published.head
+
+    return publish
 
 
 async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoard) -> None:

@@ -51,6 +51,7 @@ class BlobDownloads:
     Args:
         authorization: the header of that name for sources that want one, by base URL.
         random: shuffles the blobs, so that workers who begin together ask for different ones.
+        transports: for URLs of other schemes than HTTP, by ``"scheme://"``.
         patience_s: a download is judged slow after so much time, and not before.
         backoff_s: pause after all sources have failed, doubled each time.
     """
@@ -66,6 +67,7 @@ class BlobDownloads:
         backoff_s: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
+        transports: Mapping[str, httpx.AsyncBaseTransport] | None = None,
     ) -> None:
         self.sources = BlobSources(clock=clock)
         self.wire_bytes = 0
@@ -74,7 +76,7 @@ class BlobDownloads:
         self._authorization = {url.rstrip("/"): value for url, value in (authorization or {}).items()}
         self._max_parallel, self._patience_s, self._backoff_s = max_parallel, patience_s, backoff_s
         timeout = httpx.Timeout(_STALL_S, connect=_CONNECT_S, pool=None)
-        self._client = httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False)
+        self._client = httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False, mounts=transports)
         self._random = random or Random()
         self._waiting: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}

@@ -39,7 +39,7 @@ from rollover.swarm.worker.tls_errors import certificate_refused, speaks_tls, tl
 _REFUSALS = (401, 403)
 _OTHER_PROTOCOL = 426
 _MAX_REASON = 300
-_SAME_VERSION = "install the same version of rollover on both sides"
+SAME_VERSION = "install the same version of rollover on both sides"
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -164,7 +164,7 @@ async def open_connection(
     try:
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
-            raise Refused(f"{address} speaks {spoken}, this worker {SUBPROTOCOL}; {_SAME_VERSION}")
+            raise Refused(f"{address} speaks {spoken}, this worker {SUBPROTOCOL}; {SAME_VERSION}")
         yield CoordinatorConnection(_WebSocketLink(socket, address), address)
     finally:
         await socket.close()
@@ -199,7 +199,7 @@ def _not_opened(
                 f"{address} refuses the token of {token.name!r} (HTTP {status}){said}; ask its owner for a new one"
             )
         if status == _OTHER_PROTOCOL:
-            return Refused(f"{address} does not speak this worker's protocol{said}; {_SAME_VERSION}")
+            return Refused(f"{address} does not speak this worker's protocol{said}; {SAME_VERSION}")
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
         return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")
     if isinstance(error, ssl.SSLCertVerificationError):

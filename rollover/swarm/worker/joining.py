@@ -19,9 +19,9 @@ from rollover.errors import RunError
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.fetch import WeightFetcher
-from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.dialing import JoinAddress, blob_transports
 from rollover.swarm.worker.host import opener
 from rollover.swarm.worker.worker import SwarmWorker
 
@@ -32,7 +32,7 @@ def default_cache(token: WorkerToken) -> Path:
 
 
 def join(
-    address: CoordinatorAddress,
+    address: JoinAddress,
     token: WorkerToken,
     config: WorkerConfig,
     *,
@@ -58,7 +58,7 @@ def join(
 
 
 async def work_for(
-    address: CoordinatorAddress,
+    address: JoinAddress,
     token: WorkerToken,
     config: WorkerConfig,
     cache: Path,
@@ -74,8 +74,9 @@ async def work_for(
         return WeightFetcher(folder, token.publisher_key, run_id=run_id, downloads=downloads)
 
     def downloads(folder: BlobFolder) -> BlobDownloads:
-        bearer = {address.blob_url: f"Bearer {token.text}"}
-        return BlobDownloads(folder, verify=True if tls is None else tls, authorization=bearer)
+        bearer = {url: f"Bearer {token.text}" for url in address.blob_urls}
+        transports = blob_transports(address, token, tls, timeout_s=config.connect_timeout_s)
+        return BlobDownloads(folder, verify=True if tls is None else tls, authorization=bearer, transports=transports)
 
     work = cache / "engine"
     await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)

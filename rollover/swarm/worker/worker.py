@@ -23,13 +23,13 @@ from typing import Any
 
 from rollover.clock import Clock
 from rollover.errors import RolloverError
-from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, RunEnded, open_connection
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, RunEnded
+from rollover.swarm.worker.dialing import JoinAddress, dial
 from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.greeting import Since, greet, since
 from rollover.swarm.worker.held import HeldCalls
@@ -60,7 +60,7 @@ class SwarmWorker:
 
     def __init__(
         self,
-        address: CoordinatorAddress,
+        address: JoinAddress,
         token: WorkerToken,
         config: WorkerConfig,
         *,
@@ -178,7 +178,7 @@ class SwarmWorker:
         """Open a connection and serve until it ends."""
         self._was_member = False
         timeout_s = self._config.connect_timeout_s
-        async with open_connection(
+        async with dial(
             self._address, self._token, self._tls, timeout_s=timeout_s, has_been_member=self._welcome is not None
         ) as connection:
             hello_s, hello = self._clock.now_s(), self._hello()

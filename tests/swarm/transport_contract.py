@@ -1,0 +1,327 @@
+"""The contract of a transport, seen by a worker's connection on one side and the coordinator's shell on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from rollover.clock import SystemClock
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator import nats_session, transport
+from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.transport import Connection, Sessions, Transport
+from rollover.swarm.wire.messages import (
+    MAX_FRAME_BYTES,
+    Abort,
+    CallFailed,
+    FromCoordinator,
+    FromWorker,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    ProtocolError,
+    Welcome,
+    encode,
+)
+from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused
+from rollover.swarm.worker.dialing import JoinAddress, dial
+from tests.swarm.kit import head
+
+DEADLINE_S = 60.0
+HELLO = Hello(protocols=(1,), software="test")
+BEAT = Heartbeat(number=1, num_running=0, tokens_per_s=0.0, num_held=0, calls=())
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()
+
+
+class RecordedSessions:
+    """Welcomes everybody, and keeps what is said."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.messages: dict[int, list[FromWorker]] = {}
+        self.connections: dict[int, Connection] = {}
+        self.gone: list[int] = []
+        self._changed = asyncio.Event()
+
+    def connected(self, name: str, hello: Hello, connection: Connection) -> int:
+        lease = len(self.names) + 1
+        self.names.append(name)
+        self.messages[lease] = [hello]
+        self.connections[lease] = connection
+        connection.send(encode(lease, welcome(name, lease)))
+        self._wake()
+        return lease
+
+    def received(self, lease: int, message: FromWorker) -> None:
+        self.messages[lease].append(message)
+        self._wake()
+
+    def disconnected(self, lease: int) -> None:
+        self.gone.append(lease)
+        self._wake()
+
+    def say(self, lease: int, message: FromCoordinator) -> None:
+        self.connections[lease].send(encode(lease, message))
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def welcome(name: str, lease: int) -> Welcome:
+    return Welcome(protocol=1, member=name, lease=lease, ttl_s=15.0, run_id="run", run_epoch=1, head=head(0))
+
+
+@dataclass
+class Place:
+    """A transport that serves, and how a worker gets there."""
+
+    transport: Transport
+    address: JoinAddress
+    credentials: Credentials
+
+    def dial(self, token: WorkerToken, **settings: Any) -> AbstractAsyncContextManager[CoordinatorConnection]:
+        return dial(self.address, token, None, **{"timeout_s": 10.0, **settings})
+
+
+async def greeted(connection: CoordinatorConnection) -> Welcome:
+    await connection.send(HELLO)
+    answer = await connection.receive()
+    assert isinstance(answer, Welcome)
+    return answer
+
+
+def payload(random: Random, size: int) -> str:
+    """Text that does not compress to nothing."""
+    return random.randbytes(size // 2).hex()
+
+
+class TransportContract:
+    """Subclasses say where the transport is."""
+
+    def place(self, sessions: Sessions, credentials: Credentials) -> AbstractAsyncContextManager[Place]:
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.credentials = Credentials(tmp_path / "workers.json")
+
+    def run(self, law: Callable[[Place, RecordedSessions], Awaitable[None]]) -> None:
+        async def main() -> None:
+            sessions = RecordedSessions()
+            async with asyncio.timeout(DEADLINE_S), self.place(sessions, self.credentials) as place:
+                await law(place, sessions)
+
+        asyncio.run(main())
+
+    def token(self, name: str = "laptop") -> WorkerToken:
+        return self.credentials.add(name, KEY)
+
+    def test_a_worker_is_known_by_its_token(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token("attic")) as connection:
+                answer = await greeted(connection)
+                assert (answer.member, answer.lease) == ("attic", 1)
+                assert sessions.names == ["attic"] and sessions.messages[1] == [HELLO]
+
+        self.run(law)
+
+    def test_who_has_no_valid_token_is_refused_for_good(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            revoked = self.token("laptop")
+            self.credentials.revoke("laptop")
+            for token in (WorkerToken.make("stranger", KEY), revoked):
+                with pytest.raises(Refused, match=rf"refuses the token of '{token.name}'") as refused:
+                    async with place.dial(token) as connection:
+                        await greeted(connection)
+                assert token.secret not in str(refused.value)
+            again = self.token("laptop")
+            with pytest.raises(Refused, match="token"):  # the name is right, the secret is not
+                async with place.dial(revoked) as connection:
+                    await greeted(connection)
+            async with place.dial(again) as connection:
+                await greeted(connection)
+            assert sessions.names == ["laptop"]
+
+        self.run(law)
+
+    def test_another_protocol_is_refused_for_good(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from rollover.swarm.worker import connection, nats_link
+
+        for module in (connection, nats_link):
+            monkeypatch.setattr(module, "SUBPROTOCOL", "rollover.swarm.v0")
+
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            with pytest.raises(Refused, match=r"does not speak this worker's protocol.*v0.*install the same version"):
+                async with place.dial(self.token()) as connection:
+                    await greeted(connection)
+            assert sessions.names == []
+
+        self.run(law)
+
+    def test_messages_come_once_and_in_order_both_ways(self) -> None:
+        random = Random(3)
+        sizes = [random.choice((0, 10, 1000, 70_000)) for _ in range(300)] + [3 * 2**20] * 2
+        ups = [CallFailed(call_id=str(i), reason=payload(random, size)) for i, size in enumerate(sizes)]
+        downs = [Abort(call_ids=(str(i), payload(random, size))) for i, size in enumerate(sizes)]
+
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+
+                async def down() -> None:
+                    for message in downs:
+                        sessions.say(1, message)
+                    assert [await connection.receive() for _ in downs] == downs
+
+                async def up() -> None:
+                    for message in ups:
+                        await connection.send(message)
+                    await sessions.until(lambda: len(sessions.messages[1]) == 1 + len(ups))
+                    assert sessions.messages[1][1:] == ups
+
+                await asyncio.gather(down(), up())
+
+        self.run(law)
+
+    def test_a_goodbye_comes_behind_what_was_said_and_says_whether_to_come_back(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            for is_final, error in ((True, Refused), (False, Disconnected)):
+                async with place.dial(self.token(f"w{is_final}")) as connection:
+                    lease = (await greeted(connection)).lease
+                    sessions.say(lease, Abort(call_ids=("a",)))
+                    sessions.say(lease, Goodbye(reason="that is all", is_final=is_final))
+                    sessions.connections[lease].close()
+                    assert await connection.receive() == Abort(call_ids=("a",))
+                    with pytest.raises(error, match="that is all"):
+                        await connection.receive()
+                    await sessions.until(lambda lease=lease: lease in sessions.gone)
+
+        self.run(law)
+
+    def test_a_worker_that_goes_is_found_gone_by_who_speaks_to_it(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+                await connection.send(BEAT)
+                await sessions.until(lambda: len(sessions.messages[1]) == 2)
+            sessions.say(1, Abort(call_ids=("a",)))
+            await sessions.until(lambda: sessions.gone == [1])
+
+        self.run(law)
+
+    def test_a_transport_that_closes_ends_its_connections_and_takes_no_more(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+                sessions.say(1, Abort(call_ids=("a",)))
+                closing = asyncio.create_task(place.transport.close())
+                assert await connection.receive() == Abort(call_ids=("a",))
+                await closing
+                assert sessions.gone == [1]
+                with pytest.raises(Disconnected):
+                    await connection.send(HELLO)
+                    await connection.receive()
+            with pytest.raises(Disconnected):
+                async with place.dial(self.token("late"), timeout_s=5.0) as connection:
+                    await greeted(connection)
+
+        self.run(law)
+
+    @pytest.mark.parametrize("frame", [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1))], ids=repr)
+    def test_a_frame_that_is_none_ends_the_connection_and_nothing_else(self, frame: bytes) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token("b")) as connection:
+                await connection._link.send(frame)
+                with pytest.raises(Disconnected):
+                    await connection._link.receive()
+            async with place.dial(self.token("c")) as connection:
+                await greeted(connection)
+            assert sessions.names == ["c"]
+
+        self.run(law)
+
+    def test_a_frame_beyond_the_limit_ends_the_connection(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+                with pytest.raises(ProtocolError, match="above the protocol's"):
+                    await connection.send(CallFailed(call_id="a", reason="x" * MAX_FRAME_BYTES))
+                with pytest.raises(Disconnected):
+                    await connection._link.send(b"\x00" + Random(0).randbytes(MAX_FRAME_BYTES))
+                    await connection._link.receive()
+                await sessions.until(lambda: sessions.gone == [1])
+                assert sessions.messages[1] == [HELLO]
+
+        self.run(law)
+
+    def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from rollover.swarm.coordinator import gateway, nats_gateway
+
+        for module in (gateway, nats_gateway):
+            monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.2)
+
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await asyncio.to_thread(time.sleep, 0.5)  # twice as long as one may be silent
+                with pytest.raises(Disconnected):  # over NATS one hears of it when one speaks
+                    await connection.send(HELLO)
+                    await connection.receive()
+            assert sessions.names == []
+
+        self.run(law)
+
+    def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (transport, nats_session):
+            monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 2**20)
+        monkeypatch.setattr(nats_session, "_CLOSE_TIMEOUT_S", 0.2)
+
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+                for _ in range(64):  # more than all buffers on the way hold
+                    sessions.say(1, Abort(call_ids=(payload(Random(1), 2**20),)))
+                await sessions.until(lambda: sessions.gone == [1])
+
+        self.run(law)
+
+    def test_a_second_connection_of_a_name_ends_the_first(self) -> None:
+        async def main() -> None:
+            config = SwarmConfig()
+            run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
+            hub = Coordinator(run, head(0), ttl_s=config.lease_s, exact=False, checks=False)
+            engine = SwarmEngine(
+                config, hub, lambda version, source: head(version), SystemClock(), number_format="float32"
+            )
+            token = self.token()
+            async with asyncio.timeout(DEADLINE_S), self.place(engine, self.credentials) as place:
+                async with place.dial(token) as first, place.dial(token) as second:
+                    assert (await greeted(first)).lease == 1
+                    assert (await greeted(second)).lease == 2
+                    with pytest.raises(Refused, match="'laptop'"):
+                        await first.receive()
+                    await second.send(BEAT)
+                    await second.receive()
+                await engine.close()
+
+        asyncio.run(main())

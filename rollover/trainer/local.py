@@ -45,7 +45,6 @@ from rollover.trainer.packing import TrainingSample, pack
 from rollover.trainer.policy import check_kind, open_policy
 from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.base import WeightSource
-from rollover.weights.sources import MemoryWeights
 
 
 class LocalTrainer:
@@ -128,7 +127,7 @@ class LocalTrainer:
 
     def weight_source(self) -> WeightSource:
         """See ``Trainer.weight_source``: tensors that are trained are passed on themselves, not as copies."""
-        return MemoryWeights(self._version, self.weights())
+        return self._policy.source(self._version)
 
     def step(self, batch: Batch) -> TrainedStep:
         """Train one batch and count it. A batch in which no token has a gradient is counted without an update.

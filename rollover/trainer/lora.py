@@ -25,6 +25,8 @@ from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.models import load_policy, save_weights
+from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
+from rollover.weights.base import WeightSource
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -68,7 +70,10 @@ class LoraPolicy:
             _load(model, checkpoint)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return MergedWeights(self.model)
+        return _merged(self.model)
+
+    def source(self, version: int) -> WeightSource:
+        return AdapterWeights(version, _merged(self.model))
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
@@ -88,33 +93,6 @@ class LoraPolicy:
         save_file(_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-class MergedWeights(Mapping[str, Tensor]):
-    """The weights of a model with its adapters merged, by the names that it has without them. A tensor is made
-    when it is asked for.
-
-    Example: of a model with an adapter on ``q_proj`` alone, every other tensor is the model's own, not a copy.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
-        frozen = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
-        self._own = {name.replace(".base_layer.", "."): tensor for name, tensor in frozen.items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight, (path, _, kind) = self._own[name], name.rpartition(".")
-        layer: Any = self._layers.get(path)
-        if layer is None or kind != "weight":
-            return weight
-        with torch.no_grad():
-            return (weight.float() + layer.get_delta_weight(_ADAPTER).float()).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-
 def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Companions) -> None:
     """Write the model ``base`` with the adapters of ``checkpoint`` merged into it as a model folder.
 
@@ -132,10 +110,10 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
     except (OSError, ValueError, TypeError) as error:
         raise DamagedCheckpoint(checkpoint, f"its adapters do not fit {str(folder)!r}: {error}") from error
     _load(model, checkpoint)
-    write_folder(target, lambda partial: save_weights(model, MergedWeights(model), partial, companions=companions))
+    write_folder(target, lambda partial: save_weights(model, _merged(model), partial, companions=companions))
 
 
-def _settings(model: nn.Module, config: LoraConfig, base: Path) -> PeftConfig:
+def _settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
     """Return peft's settings of the adapters. Raises ``ConfigError`` when a target is no matrix of the model."""
     from peft import LoraConfig as PeftConfig
 
@@ -143,6 +121,8 @@ def _settings(model: nn.Module, config: LoraConfig, base: Path) -> PeftConfig:
     if unknown := [name for name in config.targets if name not in matrices]:
         known = ", ".join(dict.fromkeys(matrices))
         raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}, which the model has not; its matrices: {known}")
+    if "lm_head" in config.targets and model.lm_head.weight is model.model.embed_tokens.weight:
+        raise ConfigError("trainer.lora.targets names 'lm_head', which is the model's embedding too and has to stay it")
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a number of either kind
@@ -164,6 +144,21 @@ def _with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
         if parameter.requires_grad:  # small, and updates to them would be rounded away in half precision
             parameter.data = parameter.data.float()
     return model
+
+
+def _merged(model: nn.Module) -> MergedWeights:
+    """Return the weights of a model by the names that it has without adapters, and the adapters beside them."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
+    adapters = {
+        f"{name}.weight": LowRank(
+            a_RI=layer.lora_A[_ADAPTER].weight.detach(),
+            b_OR=layer.lora_B[_ADAPTER].weight.detach(),
+            scale=float(layer.scaling[_ADAPTER]),
+        )
+        for name, layer in layers.items()
+    }
+    return MergedWeights({name.replace(".base_layer.", "."): tensor for name, tensor in frozen.items()}, adapters)
 
 
 def _adapters(model: nn.Module) -> dict[str, Tensor]:

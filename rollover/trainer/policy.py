@@ -19,6 +19,8 @@ from rollover.hf.config import check_same_architecture, read_model_config
 from rollover.trainer.checkpoint import DamagedCheckpoint
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.models import load_policy, named_weights, save_model
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import MemoryWeights
 
 ADAPTER_CONFIG = "adapter_config.json"
 """In a checkpoint of adapters, by peft's name; a checkpoint of full weights has none."""
@@ -38,6 +40,10 @@ class Policy(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that engines serve, by Hugging Face name, without gradient; a tied matrix appears once."""
+        ...
+
+    def source(self, version: int) -> WeightSource:
+        """Return the same, to be published as ``version``."""
         ...
 
     def reference(self) -> AbstractContextManager[Any]:
@@ -67,6 +73,9 @@ class FullPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self.model)
+
+    def source(self, version: int) -> WeightSource:
+        return MemoryWeights(version, self.weights())
 
     def reference(self) -> AbstractContextManager[Any]:
         assert self._ref_model is not None, "the algorithm said that it needs one"

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.delta import Bytes, apply
+from rollover.swarm.publication.low_rank import merged
 from rollover.swarm.publication.manifest import (
     PublicationError,
     PublicationManifest,
+    PublishedAdapter,
     PublishedTensor,
     digest_of,
     tensor_bytes,
 )
 from rollover.swarm.publication.stream import StreamReader
 from rollover.weights.base import DTYPE_BYTES
+
+_THREADS = min(8, os.cpu_count() or 1)
 
 TensorBytes = Mapping[str, Bytes]
 """Contents of tensors by name, little-endian and row by row. Nobody writes into one."""
@@ -39,12 +45,12 @@ def materialise(
     Raises:
         PublicationError: a blob is missing or damaged, or a tensor is not what the manifest says.
     """
-    stream = StreamReader(manifest.blobs, blobs)
+    stream, adapters = (StreamReader(manifest.blobs, blobs) for _ in range(2))  # each has its place in the blobs
     made: dict[str, Bytes] = {}
     for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.start):
         if not is_wanted():
             raise PublicationError(f"version {manifest.version} is no longer wanted")
-        made[tensor.name] = _tensor(tensor, stream, base)
+        made[tensor.name] = _tensor(tensor, stream, adapters, base)
         if (found := digest_of(made[tensor.name].data)) != tensor.digest:
             raise PublicationError(
                 f"tensor {tensor.name!r} of version {manifest.version} came out with the digest {found} instead of"
@@ -53,11 +59,11 @@ def materialise(
     return {tensor.name: made[tensor.name] for tensor in manifest.tensors}
 
 
-def _tensor(tensor: PublishedTensor, stream: StreamReader, base: TensorBytes) -> Bytes:
+def _tensor(tensor: PublishedTensor, stream: StreamReader, adapters: StreamReader, base: TensorBytes) -> Bytes:
     if tensor.encoding == "raw":
         content = np.empty(tensor.num_bytes, dtype=np.uint8)
         stream.read_into(tensor.start, content)
-        return content
+        return content if tensor.adapter is None else _adapted(tensor, tensor.adapter, content, adapters)
     old = base.get(tensor.name)
     if old is None or old.nbytes != tensor_bytes(tensor):
         held = "is not among its tensors" if old is None else f"has {old.nbytes:,} bytes there"
@@ -67,6 +73,17 @@ def _tensor(tensor: PublishedTensor, stream: StreamReader, base: TensorBytes) ->
     encoded = np.empty(tensor.num_bytes, dtype=np.uint8)
     stream.read_into(tensor.start, encoded)
     return apply(old, encoded.data, DTYPE_BYTES[tensor.dtype])
+
+
+def _adapted(tensor: PublishedTensor, adapter: PublishedAdapter, content: Bytes, stream: StreamReader) -> Bytes:
+    rows, columns = tensor.shape
+    encoded = np.empty(4 * adapter.rank * (rows + columns), dtype=np.uint8)
+    stream.read_into(adapter.start, encoded)
+    values = encoded.view("<f4").astype(np.float32, copy=False)
+    a_RI = values[: adapter.rank * columns].reshape(adapter.rank, columns)
+    b_OR = values[adapter.rank * columns :].reshape(rows, adapter.rank)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return merged(content, tensor.dtype, a_RI, b_OR, adapter.scale, pool=pool)
 
 
 def model_digest(files: Mapping[str, bytes]) -> str:

@@ -32,6 +32,7 @@ from rollover.errors import EngineError
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.delta import Bytes, encode
+from rollover.swarm.publication.frozen import FrozenTensors
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.publication.manifest import (
     FILE_NAME,
@@ -50,6 +51,7 @@ from rollover.swarm.publication.object_store import BlobMirror
 from rollover.swarm.publication.publications import KeptPublication, PublicationLog
 from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
+from rollover.weights.adapters import AdapterWeights
 from rollover.weights.base import DTYPE_BYTES, TensorSpec, WeightSource
 from rollover.weights.formats import ServedFormats
 
@@ -75,7 +77,7 @@ class PublishedWeights:
 
     head: Head
     kind: str
-    """"full" or "delta"."""
+    """"full", "delta" or "adapter"."""
     reason: str
     """Why it is of this kind."""
     wire_bytes: int
@@ -124,6 +126,8 @@ class SwarmPublisher:
         self._log.refuse_regress(run_epoch)
         self._mirror = mirror
         self._base: dict[str, Bytes] | None = None
+        self._frozen: FrozenTensors | None = None
+        """What stays where adapters are trained, once it is written."""
 
     @property
     def public_key(self) -> Ed25519PublicKey:
@@ -148,9 +152,12 @@ class SwarmPublisher:
         source.manifest.require_full(version, self)
         self._log.refuse_regress(self._run_epoch, version)
         try:
-            published, tensors = self._commit(version, dict(source.tensors()), started_s)
+            if isinstance(source, AdapterWeights):
+                published, tensors = self._commit_adapters(source, started_s), None
+            else:
+                published, tensors = self._commit(version, dict(source.tensors()), started_s)
         except BaseException:
-            self._base = None
+            self._base = self._frozen = None
             self._log.read()  # what has been committed counts, not what was meant
             self._prune()
             raise
@@ -165,13 +172,7 @@ class SwarmPublisher:
         self, version: int, weights: dict[str, Tensor], started_s: float
     ) -> tuple[PublishedWeights, dict[str, Bytes]]:
         """Write the blobs, then the manifest, then the head."""
-        specs, new = [], {}
-        for name, tensor in self._formats.cast(weights):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype))
-            new[name] = _content(tensor)
-        if unknown := {spec.dtype for spec in specs} - DTYPE_BYTES.keys():
-            raise PublicationError(f"weights of the number formats {sorted(unknown)} cannot be published")
+        specs, new = self._served(weights)
         base, reason = self._find_base(new)
         body = None if base is None else self._write(specs, new, base, below=self._log.chain[0].wire_bytes)
         newest = None if body is None else self._log.kept[-1]
@@ -179,24 +180,9 @@ class SwarmPublisher:
             reason = reason if base is None else "a delta would not have been smaller"
             body = self._write(specs, new)
             assert body is not None
-        manifest = PublicationManifest(
-            run_id=self._run_id,
-            run_epoch=self._run_epoch,
-            version=version,
-            base_version=newest.version if newest else None,
-            base_manifest=newest.manifest if newest else None,
-            kind="delta" if newest else "full",
-            model=model_digest(self._files),
-            files=tuple(FileRef(name=name, blob=store(self._files[name], self.blobs)) for name in sorted(self._files)),
-            tensors=body[0],
-            blobs=body[1],
-        )
-        signed = sign(manifest, self._key)
-        open_manifest(signed, self.public_key)  # what no worker would take is not published
-        digest = self.blobs.put(signed)
-        self._copy(digest, manifest)
+        manifest, head = self._commit_manifest(version, *body, base=newest)
         published = PublishedWeights(
-            head=self._log.move_head(manifest, digest),
+            head=head,
             kind=manifest.kind,
             reason=reason,
             wire_bytes=manifest.wire_bytes,
@@ -204,6 +190,61 @@ class SwarmPublisher:
             elapsed_s=time.perf_counter() - started_s,
         )
         return published, new
+
+    def _commit_adapters(self, source: AdapterWeights, started_s: float) -> PublishedWeights:
+        """Publish what stays, whose blobs are the same each time, and the adapters behind it."""
+        if self._frozen is None:
+            self._frozen = FrozenTensors.write(*self._served(dict(source.weights.base)), self.blobs)
+        frozen, newest = self._frozen, self._log.kept[-1] if self._log.kept else None
+        is_known = newest is not None and frozen.blobs == self._manifest(newest).blobs[: len(frozen.blobs)]
+        tensors, blobs = frozen.with_adapters(source.weights.adapters, self.blobs)
+        manifest, head = self._commit_manifest(source.version, tensors, (*frozen.blobs, *blobs))
+        return PublishedWeights(
+            head=head,
+            kind="adapter" if is_known else "full",
+            reason="the tensors that stay were published before" if is_known else "the tensors that stay are new",
+            wire_bytes=sum(blob.num_bytes for blob in blobs) if is_known else manifest.wire_bytes,
+            full_bytes=frozen.num_bytes,
+            elapsed_s=time.perf_counter() - started_s,
+        )
+
+    def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
+        """Return the tensors in the number formats in which they are served."""
+        specs, contents = [], {}
+        for name, tensor in self._formats.cast(weights):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype))
+            contents[name] = _content(tensor)
+        if unknown := {spec.dtype for spec in specs} - DTYPE_BYTES.keys():
+            raise PublicationError(f"weights of the number formats {sorted(unknown)} cannot be published")
+        return specs, contents
+
+    def _commit_manifest(
+        self,
+        version: int,
+        tensors: tuple[PublishedTensor, ...],
+        blobs: tuple[BlobRef, ...],
+        *,
+        base: KeptPublication | None = None,
+    ) -> tuple[PublicationManifest, Head]:
+        """Sign the manifest of weights whose blobs are written, and move the head to it."""
+        manifest = PublicationManifest(
+            run_id=self._run_id,
+            run_epoch=self._run_epoch,
+            version=version,
+            base_version=base.version if base else None,
+            base_manifest=base.manifest if base else None,
+            kind="delta" if base else "full",
+            model=model_digest(self._files),
+            files=tuple(FileRef(name=name, blob=store(self._files[name], self.blobs)) for name in sorted(self._files)),
+            tensors=tensors,
+            blobs=blobs,
+        )
+        signed = sign(manifest, self._key)
+        open_manifest(signed, self.public_key)  # what no worker would take is not published
+        digest = self.blobs.put(signed)
+        self._copy(digest, manifest)
+        return manifest, self._log.move_head(manifest, digest)
 
     def _write(
         self,

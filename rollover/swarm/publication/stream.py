@@ -40,13 +40,13 @@ def load(blob: BlobRef, blobs: BlobFolder) -> bytes:
 
 
 class StreamWriter:
-    """Cuts a stream of bytes into blobs."""
+    """Cuts a stream of bytes into blobs; ``start`` bytes of it stand in others, before its own."""
 
-    def __init__(self, blobs: BlobFolder) -> None:
+    def __init__(self, blobs: BlobFolder, *, start: int = 0) -> None:
         self._folder = blobs
         self._rest = bytearray()
         self._blobs: list[BlobRef] = []
-        self.num_bytes = 0
+        self.num_bytes = start
         self.wire_bytes = 0
 
     def append(self, content: memoryview) -> None:

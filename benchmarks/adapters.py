@@ -5,9 +5,9 @@
 A Qwen3 in bfloat16 with adapters of rank 16 beside all matrices takes steps of GRPO on random responses with random
 rewards, so the directions mean nothing; how far AdamW moves a value in a step depends on the learning rate alone. After
 every step the same weights are published twice: as adapters, and merged, when what has changed since the version before
-is sent (or everything, where that is less). Each way a worker on this machine fetches them from a folder's web server and
-puts them together. Printed are bytes on the wire and seconds of publisher and worker, means over the versions after the
-first, and the ratio of merged to adapters.
+is sent (or everything, where that is less). Each way a worker on this machine fetches them from a web server and puts
+them together. Printed are bytes on the wire and seconds of publisher and worker, means over the versions after the
+second, and the ratio of merged to adapters.
 """
 
 from __future__ import annotations

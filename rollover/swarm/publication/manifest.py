@@ -69,7 +69,7 @@ class FileRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be added to a matrix ``W`` of ``O`` rows and ``I`` columns: ``scale B A``. In the stream stands ``A``,
+    """Says what to add to a matrix ``W`` of ``O`` rows and ``I`` columns: ``scale B A``. In the stream stands ``A``,
     of ``rank`` rows and ``I`` columns, and behind it ``B``, of ``O`` rows and ``rank`` columns, in little-endian
     float32, row by row.
 

@@ -9,6 +9,7 @@ from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.explain import in_words
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.records import Binding
+from rollover.planner.slow_links import slow_links
 
 AGREED = 0.10
 """Relative difference of simulation and formula up to which they agree."""
@@ -109,6 +110,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         *_compared(plan),
         *_routed(plan),
         *_placed(plan),
+        *slow_links(plan),
         *unverified(plan),
         *_efficiencies(plan),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None) ->
     if add is None and revoke is None:
         from rollover.swarm.coordinator.status import StatusFile
 
-        _show(StatusFile(run / "swarm" / "status.json").read())
+        _show(run, StatusFile(run / "swarm" / "status.json").read())
 
 
 def _add(root: Path, name: str, out: Path | None) -> None:
@@ -71,22 +72,46 @@ def _add(root: Path, name: str, out: Path | None) -> None:
     )
 
 
-def _show(status: SwarmStatus) -> None:
+_HEADINGS = ("worker", "state", "version", "lag", "calls", "room", "tokens/s", "decoded", "held", "drift", "note")
+_WORDS = ("worker", "state", "note")
+
+
+def _show(run: Path, status: SwarmStatus) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     age_s = max(0.0, time.time() - status.time_s)
     table = Table(box=None, pad_edge=False)
-    for heading in ("worker", "state", "version", "lag", "calls", "room", "tokens/s", "decoded", "held", "note"):
-        table.add_column(heading, justify="left" if heading in ("worker", "state", "note") else "right")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading in _WORDS else "right")
     for w in status.workers:
         numbers = (w.version, w.lag, w.num_calls, w.max_running)
-        shown = ["-" if n is None else f"{n:,}" for n in numbers]
-        table.add_row(
-            w.name, w.state, *shown, f"{w.tokens_per_s:,.0f}", f"{w.num_decoded:,}", f"{w.num_held:,}", w.note
-        )
-    console = Console(width=None if os.isatty(1) else 160)
+        cells = ["-" if n is None else f"{n:,}" for n in numbers]
+        drift = "-" if w.drift is None else f"{w.drift:.2g}"
+        decoded = (f"{w.tokens_per_s:,.0f}", f"{w.num_decoded:,}", f"{w.num_held:,}", drift)
+        table.add_row(*map(Text, (w.name, w.state, *cells, *decoded, w.note)))
+    console = Console(width=None if os.isatty(1) else 160, highlight=False, markup=False)
     console.print(f"{status.url}, weights version {status.version}, as of {age_s:,.0f} s ago")
     if age_s > _SILENT_S:
         console.print("the trainer says nothing: the run has ended, was stopped, or hangs; this is how things were")
+    elif status.page:
+        console.print(f"live page: {status.page}")
     console.print(table if status.workers else "no worker has joined yet")
+    for line in _advice(run, status):
+        console.print(line)
+
+
+def _advice(run: Path, status: SwarmStatus) -> Iterator[str]:
+    """Say how to go on, where somebody has to do something."""
+    if not status.workers:
+        yield f"make out a token for each: rollover workers {run} --add NAME"
+    # A revoked token is somebody's decision, and a new one for the same name opens the door again.
+    sent = [w.name for w in status.workers if w.state == "sent away" and "revoked" not in w.note]
+    if sent:
+        yield (
+            f"{' and '.join(sent)} cannot come back under this name while the run goes on: mend what the note says,"
+            f" then make out a token under another name: rollover workers {run} --add NAME"
+        )
+    if any(w.state == "full" for w in status.workers):
+        yield "a worker that is full waits for the trainer's journal: look whether that stands still, or its disk is full"

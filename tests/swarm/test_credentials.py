@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.status import StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status import StatusFile, SwarmStatus, WorkerStatus, shown
 
 KEY = Ed25519PrivateKey.generate().public_key()
 
@@ -103,3 +106,42 @@ def test_the_command_lists_adds_and_revokes(
     assert "weights version 8" in listed
     assert "laptop" in listed and "6,410" in listed and "the disk is full" in listed
     assert "the trainer says nothing" in listed, "it was written in 1970"
+
+
+def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus, **changes: object) -> str:
+    known = {"url": "ws://127.0.0.1:8790", "version": 8, "num_waiting": 0, "time_s": time.time(), "workers": workers}
+    (run / "swarm").mkdir(parents=True, exist_ok=True)
+    (run / "config.json").write_text("{}")
+    StatusFile(run / "swarm" / "status.json").write(SwarmStatus(**{**known, **changes}))  # type: ignore[arg-type]
+    assert cli.main(["workers", str(run)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (worker,) = status().workers
+    assert f"make out a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
+    seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
+    assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "make out" not in seen
+    sent = replace(worker, name="liar", state="sent away", note="its log-probs are 0.2 nats off")
+    seen = listed(tmp_path, capsys, worker, sent)
+    assert "liar cannot come back under this name" in seen and "0.2 nats off" in seen
+    seen = listed(tmp_path, capsys, replace(worker, state="full"))
+    assert "waits for the trainer's journal" in seen
+
+
+def test_what_a_worker_says_can_neither_colour_the_list_nor_show_a_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = Credentials(tmp_path / "workers.json").add("a", KEY)
+    note = shown(f"\x1b[31m[bold]gone[/bold]\x1b[2J\n\x07 {token.text}")
+    assert token.secret not in note and all(c.isprintable() for c in note)
+    (worker,) = status(note=note).workers
+    assert "[bold]gone[/bold]" in listed(tmp_path, capsys, worker), "it is text, not markup"
+
+
+def test_a_status_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "status.json"
+    worker = {"name": "a", "state": "ready", "version": 1, "lag": 0, "num_calls": 0, "max_running": 1}
+    worker |= {"tokens_per_s": 0.0, "num_decoded": 0, "num_held": 0, "note": ""}
+    file.write_text(json.dumps({"url": "", "version": 1, "num_waiting": 0, "time_s": 1.0, "workers": [worker]}))
+    assert StatusFile(file).read().workers[0].drift is None

@@ -310,7 +310,7 @@ class Coordinator:
             return effects  # it is late, or came twice
         member.last_heartbeat = beat.number
         member.measured(beat.tokens_per_s, beat.mean_running)
-        member.num_held = beat.num_held
+        member.num_held, member.is_full = beat.num_held, beat.is_full
         self._confirm(member, (head for head in beat.served if head.version <= self.head.version))
         if beat.serving is not None:
             effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))

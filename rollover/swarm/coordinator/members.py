@@ -69,6 +69,8 @@ class SwarmMember:
     """Tokens per second, and the calls that shared them, summed over its heartbeats with older ones for less."""
     tokens_per_s: float = 0.0
     num_held: int = 0
+    is_full: bool = False
+    """It stands still until some of the tokens that it holds are acknowledged."""
     num_decoded: int = 0
     distrust: str = ""
     """Why it gets no call any more."""
@@ -80,7 +82,10 @@ class SwarmMember:
         """Return why a worker that says this of itself is refused; empty when it is not."""
         if PROTOCOL not in hello.protocols:
             spoken = ", ".join(map(str, hello.protocols)) or "none"
-            return f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}"
+            return (
+                f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}:"
+                " install the same version of rollover on both sides"
+            )
         return f"{self.name!r} is not trusted any more: {self.distrust}" if self.distrust else ""
 
     @property

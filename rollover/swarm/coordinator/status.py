@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.errors import RunError
+from rollover.privacy import redacted_text
 from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.members import SwarmMember
 from rollover.swarm.publication.blobs import replace_file
+
+_MAX_NOTE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,8 @@ class WorkerStatus:
 
     name: str
     state: str
-    """``ready``, ``loading`` (connected, without weights that it may sample from), ``away`` or ``sent away``."""
+    """``ready``; ``full`` (it holds all the tokens that it may, and stands still until they are journaled); ``loading``
+    (connected, without weights that it may sample from); ``away`` or ``sent away``."""
     version: int | None
     lag: int | None
     """Versions that it is behind the newest publication."""
@@ -135,6 +140,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
         serving = member.serves(checked=coordinator.checks)
         state = (
             "sent away" if member.distrust or member.is_revoked else
+            "full" if serving is not None and member.is_full else
             "ready" if serving is not None else
             "loading" if member.is_connected else
             "away"
@@ -152,8 +158,21 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             prepare_s=member.prepare_s,
             pause_s=member.pause_s,
             wire_bytes=member.wire_bytes,
-            note=member.distrust or ("" if state == "ready" else member.last_error),
+            note=shown(_note(member, state)),
         )
+
+
+def _note(member: SwarmMember, state: str) -> str:
+    if state == "full":
+        return "holds all the tokens that it may (--max_held_tokens) and stands still until they are journaled"
+    return member.distrust or ("" if state == "ready" else member.last_error)
+
+
+def shown(text: str) -> str:
+    """Return what a worker has said as people may be shown it: without secrets, on one line, and without characters
+    that move a cursor or colour a terminal."""
+    line = " ".join(redacted_text(text).split())
+    return "".join(c if c.isprintable() else "?" for c in line)[:_MAX_NOTE]
 
 
 class StatusFile:

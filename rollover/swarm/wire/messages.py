@@ -176,6 +176,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """The publication that its engine serves now; ``None`` while it serves none of this epoch."""
     served: tuple[Head, ...] = ()
     """Those that tokens which it holds were sampled from, oldest first."""
+    is_full: bool = False
+    """It holds as many tokens as it may, and decodes on once some of them are acknowledged."""
 
 
 class Decoded(_Message, frozen=True, kw_only=True):

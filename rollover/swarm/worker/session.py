@@ -210,6 +210,7 @@ class WorkerSession:
             ready=self._make_ready(),
             serving=self._serving(),
             served=self._served(),
+            is_full=self._held.is_full,
         )
 
     async def _watch(self) -> None:

@@ -114,4 +114,4 @@ def _advice(run: Path, status: SwarmStatus) -> Iterator[str]:
             f" then make out a token under another name: rollover workers {run} --add NAME"
         )
     if any(w.state == "full" for w in status.workers):
-        yield "a worker that is full waits for the trainer's journal: look whether that stands still, or its disk is full"
+        yield "a worker that is full waits for the trainer's journal: does that stand still, or is its disk full?"

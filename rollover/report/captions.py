@@ -13,6 +13,11 @@ TIMELINE = (
     " at each moment: the area missing under a falling curve is idle engine. Drag to zoom, double-click to go"
     " back."
 )
+MEMBERS = (
+    "A lane for each member of the swarm, or each server: every thin bar is a sample that it decoded, coloured by the"
+    " policy version. An upright mark is a change to newer weights; an empty stretch is a member that was away, or had"
+    " no call. Members of different colours at one moment are what the staleness of the batches comes from."
+)
 ALIGNED = (
     "The same training steps of every run on axes of equal length: the shorter picture is the faster run."
     " Bars are samples coloured by the policy version that sampled them, thin lines parked samples, shaded is"

@@ -8,6 +8,7 @@ from pathlib import Path
 from rollover.report import captions, measures, run_figures
 from rollover.report.colours import WASTE_COLOURS
 from rollover.report.measures import StepWindow
+from rollover.report.member_lanes import has_members, member_lanes
 from rollover.report.page import Page, details, fate_bar, header, preformatted, table, tiles, write_page
 from rollover.report.record import RunRecord, read_run
 from rollover.report.summary import (
@@ -145,6 +146,13 @@ def _timeline(page: Page, record: RunRecord) -> None:
         captions.TIMELINE,
         page.figure("", drawn, "No sample has been decoded yet.", labels=labels, pressed=most_resumed(found)),
     )
+    if has_members(record.timeline):
+        lanes = [member_lanes(record.timeline, w, origin_s=origin_s) for w in found]
+        page.section(
+            "Members",
+            captions.MEMBERS,
+            page.figure("", lanes, "No sample has been decoded yet.", labels=labels, pressed=most_resumed(found)),
+        )
 
 
 def most_resumed(found: Sequence[StepWindow]) -> int:

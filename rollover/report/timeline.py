@@ -42,6 +42,8 @@ class DecodedSpan:
     policy_version: int
     num_tokens: int
     finish_reason: FinishReason | None
+    engine: str = ""
+    """The member that decoded it, where a run has several engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,7 @@ class _Fold:
             policy_version=segment.policy_version,
             num_tokens=len(segment.token_ids),
             finish_reason=segment.finish_reason,
+            engine=segment.engine,
         )
         sample = self._change(sample_id, spans=(*self.samples[sample_id].spans, span))
         if segment.finish_reason is FinishReason.ABORT and sample.num_tokens:

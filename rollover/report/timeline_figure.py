@@ -54,7 +54,7 @@ def gantt(
             range=[len(rows) - 0.3, -0.7],
         ),
         yaxis2=axis("active", domain=[0.0, 0.2], anchor="x", rangemode="tozero", nticks=4),
-        shapes=[*_training(timeline, window, origin_s), *_restarts(timeline, window, origin_s)],
+        shapes=[*training_bands(timeline, window, origin_s), *_restarts(timeline, window, origin_s)],
     )
 
 
@@ -183,7 +183,7 @@ def _active(active: Sequence[tuple[float, int]], origin_s: float) -> dict[str, A
     return {**curve, "hovertemplate": "%{y} samples decoding<extra></extra>"}
 
 
-def _training(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
+def training_bands(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """Bands from the batch's consumption to the publication of the weights it made."""
     published = {p.policy_version: p.time_s for p in timeline.publishes}
     bands = []

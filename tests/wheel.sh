@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# wheel.sh: builds the wheel and tries it in two empty environments, outside the repository: with the core alone, and
-# with the extra "all". Needs a package index; PYTHON names the interpreter.
+# wheel.sh: builds the wheel and tries it in empty environments, outside the repository: with the core alone, with the
+# extra "swarm", and with "all". Needs a package index; PYTHON names the interpreter.
 set -euo pipefail
 unset PYTHONPATH
 
@@ -45,6 +45,20 @@ refused report "$work/core/bin/rollover" simulate light-8k --out page.html
 refused report "$work/core/bin/rollover" report .
 refused plan "$work/core/bin/rollover" plan 8xh100 --model .
 refused plan "$work/core/bin/rollover" workload fit lengths.jsonl
+
+echo "a worker over a server"
+environment swarm "$wheel[swarm]"
+! "$work/swarm/bin/python" -c "import torch" 2>/dev/null
+ROLLOVER_SWARM_TOKEN=$("$work/swarm/bin/python" -c "
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rollover.swarm.wire.token import WorkerToken
+print(WorkerToken.make('laptop', Ed25519PrivateKey.generate().public_key()).text)")
+export ROLLOVER_SWARM_TOKEN
+refused train "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9
+timeout --signal=INT 20 "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9 --cache cache \
+    --engine.kind vllm --engine.urls '["http://127.0.0.1:9"]' 2>said.txt || true
+grep -q "nobody listens there" said.txt
+unset ROLLOVER_SWARM_TOKEN
 
 echo "with everything"
 environment all "$wheel[all]"

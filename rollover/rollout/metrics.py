@@ -89,8 +89,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def ledger_metrics(ledger: Ledger) -> dict[str, float]:
-    """The token account so far, and what is in flight."""
+    """The token account so far, and what is in flight.
+
+    ``rollout/starvation_age`` is the age in versions of the oldest group that has started and was not consumed.
+    """
     tokens = ledger.tokens
+    starts = [v for counts in (ledger.starts_of_open, ledger.starts_of_ready) for v, n in counts.items() if n]
     return {
         "rollout/decoded_tokens": tokens.decoded,
         "rollout/trained_tokens": tokens.trained,
@@ -99,6 +103,7 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
         "rollout/failed_samples": ledger.num_failed,
         "rollout/parked_samples": len(ledger.parked),
         "rollout/unconsumed_groups": ledger.num_unconsumed,
+        "rollout/starvation_age": ledger.next_step - min(starts, default=ledger.next_step),
         **{f"rollout/wasted_tokens/{cause}": count for cause, count in sorted(tokens.wasted.items())},
     }
 

@@ -73,6 +73,10 @@ def test_the_account_of_a_ledger_is_its_own() -> None:
     numbers = ledger_metrics(ledger)
     assert (numbers["rollout/decoded_tokens"], numbers["rollout/live_tokens"]) == (3, 3)
     assert (numbers["rollout/trained_tokens"], numbers["rollout/parked_samples"]) == (0, 1)
+    assert numbers["rollout/starvation_age"] == 0
+    ledger.next_step = 3  # three batches went by, and the group that was begun under version 0 was in none
+    assert ledger_metrics(ledger)["rollout/starvation_age"] == 3
+    assert ledger_metrics(Ledger())["rollout/starvation_age"] == 0, "nothing has begun"
 
 
 def test_draft_tokens_are_counted_between_two_looks_and_only_where_there_are_any() -> None:

@@ -16,6 +16,7 @@ _WASTED = "rollout/wasted_tokens/"
 _STEP = {
     "staleness_mean": ("staleness/mean", "Versions that the tokens of the last batch were behind, on average."),
     "staleness_max": ("staleness/max", "Versions that the oldest token of the last batch was behind."),
+    "starvation_age": ("rollout/starvation_age", "Versions since the oldest group that is not trained yet was begun."),
     "trained_tokens": ("rollout/trained_tokens", "Tokens trained so far."),
     "live_tokens": ("rollout/live_tokens", "Tokens that wait to be trained."),
 }

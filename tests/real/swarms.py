@@ -31,6 +31,8 @@ DEADLINE_S = 600.0
 TOLERANCE = 1e-4
 """Between a server's log-probs and transformers', both float32; nats."""
 PROMPT = (5, 6, 7)
+CONTEXT = 480
+"""SGLang keeps some of the model's 512 for itself."""
 PATIENT = {"connect_timeout_s": 300.0, "first_token_timeout_s": 300.0, "token_timeout_s": 300.0}
 PATIENT |= {"control_timeout_s": 300.0, "abort_timeout_s": 120.0, "all_down_timeout_s": 600.0}
 """For a machine that has other things to do."""
@@ -102,7 +104,7 @@ async def check_worker(config: ServerConfig, models: list[Path], root: Path) -> 
     """Calls, weights in full and by delta, a response that two engines make, a server that is killed, a clean end."""
     async with (
         asyncio.timeout(DEADLINE_S),
-        swarm(root / "swarm", models[0], mode="pull", max_context_tokens=512, lease_s=60.0) as engine,
+        swarm(root / "swarm", models[0], mode="pull", max_context_tokens=CONTEXT, lease_s=60.0) as engine,
     ):
         async with joined(engine, root, "server", config) as lines:
             await until(lambda: any("serving version 0" in line for line in lines), "it serves version 0")

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import EngineError, ResourceError
-from rollover.swarm.wire.messages import Leaving, NotServing, Serving
-from rollover.swarm.worker.host import EngineBroken
+from rollover.swarm.wire.messages import Heartbeat, Leaving, NotServing, Serving
+from rollover.swarm.worker.calls import WorkerCalls
+from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.host import EngineBroken, EngineHost
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens
@@ -239,5 +241,94 @@ def test_the_folder_on_which_servers_are_started_is_not_among_those_that_come_an
             root = tmp_path / "shared" / "worker-laptop"
             assert bench.opened_on == root / "opened" / "v0"
             assert folders == [root / f"v{version}" for version in (1, 2, 3)]
+
+    run(main())
+
+
+class Away(FakeEngine):
+    """Its servers can all be down, for a while or until its patience is over."""
+
+    def __init__(self) -> None:
+        super().__init__(length_of)
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+        self.why = ""
+
+    async def until_up(self) -> None:
+        await self.is_up.wait()
+        if self.why:
+            raise EngineError(self.why)
+
+
+def test_a_worker_whose_servers_are_all_down_is_no_member_until_one_is_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Away
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            bench.engine.is_up.clear()  # type: ignore[attr-defined]
+            await bench.clock.move(31.0)
+            await link.until(lambda: link.is_closed)
+            assert not link.all(Heartbeat)
+            await bench.clock.move(100.0)
+            assert len(bench.coordinator.authorizations) == 1, "it does not come back without an engine"
+            bench.engine.is_up.set()  # type: ignore[attr-defined]
+            await bench.member_again(head(0))
+
+    run(main())
+
+
+def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = Away
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]
+            await bench.clock.move(11.0)
+            error = await bench.failure()
+            assert isinstance(error, EngineBroken)
+            assert str(error) == f"the engine does not answer any more: {bench.engine.why}"  # type: ignore[attr-defined]
+            assert link.all(Leaving) == [Leaving(reason=str(error))]
+
+    run(main())
+
+
+def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
+    from rollover.engine.servers.vllm.config import VLLMConfig
+
+    class Starting(Away):
+        num_asked = 0
+
+        async def until_up(self) -> None:
+            self.num_asked += 1
+            if self.num_asked < 4:
+                await bench.clock.sleep(120.0)
+                raise EngineError("no engine has been up for 120 s")
+
+    bench = Bench(tmp_path, engine=VLLMConfig(launch=True, launch_timeout_s=400.0))
+
+    async def main() -> None:
+        engine = Starting()
+        host = EngineHost(
+            bench.config,
+            WorkerCalls(HeldCalls(10), bench.clock, spawn=asyncio.create_task, notify=lambda: None),
+            bench.clock,
+            open_on=bench.open_on,
+            name="laptop",
+            work=tmp_path,
+            announce=lambda fetched, pause_s: None,
+        )
+        host.engine = engine
+        probing = asyncio.create_task(host.probe())
+        await bench.until(lambda: engine.num_asked)
+        await bench.clock.move(360.0)
+        await probing
+        engine.num_asked = -1  # from now on it takes too long
+        probing = asyncio.create_task(host.probe())
+        await bench.until(lambda: engine.num_asked == 0)
+        await bench.clock.move(480.0)
+        with pytest.raises(EngineBroken, match="no engine has been up for 120 s"):
+            await probing
 
     run(main())

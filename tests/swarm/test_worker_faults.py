@@ -25,6 +25,7 @@ from rollover.swarm.wire.messages import (
     Leaving,
     NotServing,
     Ready,
+    Release,
     Serving,
     Welcome,
     encode,
@@ -255,6 +256,38 @@ def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(tmp_path: Path) 
             await link.until(lambda: link.is_closed)
             assert any("has not answered for the length of a lease" in line for line in bench.lines)
             await bench.member_again(head(0))
+
+    run(main())
+
+
+def test_a_worker_that_was_stopped_for_longer_than_its_lease_hands_over_only_what_is_still_wanted(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            for name in "ab":
+                await link.send(assign(name))
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            await bench.engine.tick(3)
+            await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 3)
+            link.beats = False  # its coordinator has given the lease up meanwhile
+            bench.clock.jump(300.0)
+            await bench.clock.move(0.0)
+            await link.until(lambda: link.is_closed)
+            await bench.engine.tick(5)
+            back = await bench.again()
+            assert {(call.call_id, call.end) for call in back.hello.held} == {("a", 8), ("b", 8)}
+            await back.welcome(head(0))
+            await back.serving(0)
+            await back.send(Release(call_ids=("a",)))  # done elsewhere
+            await back.adopt(back.hello.held[1], offset=3)
+            await bench.until(lambda: bench.engine.stats().num_running == 1)
+            await bench.engine.tick(40)
+            assert await back.ended("b") == "length"
+            assert {message.call_id for message in back.all(Decoded)} == {"b"}
+            assert len(bench.coordinator.response("a")) == 3 and bench.coordinator.num_repeated == 0
 
     run(main())
 

@@ -98,11 +98,17 @@ class MovedClock:
         heapq.heappush(self._sleepers, (self._now_s + seconds, next(self._numbers), future))
         await future
 
+    def jump(self, seconds: float) -> None:
+        """Let time pass at once, as for a process that was stopped; who should have woken up meanwhile does so when the
+        time is moved next."""
+        self._now_s += seconds
+
     async def move(self, seconds: float) -> None:
         """Let time pass; who wakes up acts before the next one does."""
         until_s = self._now_s + seconds
         while self._sleepers and self._sleepers[0][0] <= until_s:
-            self._now_s, _, future = heapq.heappop(self._sleepers)
+            due_s, _, future = heapq.heappop(self._sleepers)
+            self._now_s = max(self._now_s, due_s)
             if not future.done():
                 future.set_result(None)
             for _ in range(20):

@@ -84,6 +84,10 @@ class EnginePool:
             call.aborted.set()
         await asyncio.gather(*(member.engine.close() for member in self._members.all))
 
+    async def until_up(self) -> None:
+        """Return when a member is up. Raises ``EngineError`` after ``all_down_timeout_s``, naming each and why."""
+        await self._members.until_one_is_up(asyncio.Event())
+
     @property
     def capabilities(self) -> Capabilities:
         """Report what every member can do; room is that of the members that are up, at least one's."""

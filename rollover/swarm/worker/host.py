@@ -14,6 +14,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from rollover.clock import Clock, SystemClock
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -40,6 +41,18 @@ class EngineBroken(RolloverError):
 
 class OtherWeights(EngineError):
     """An engine that has other weights than it was given."""
+
+
+@runtime_checkable
+class MayBeDown(Protocol):
+    """An engine whose servers may all be away for a while, as those of ``EnginePool``.
+
+    Example: ``await engine.until_up()`` returns at once while one of its servers is well.
+    """
+
+    async def until_up(self) -> None:
+        """Return when one is up. Raises ``EngineError`` when none comes up in time."""
+        ...
 
 
 def opener(config: WorkerConfig, *, name: str, logs: Path) -> OpenEngine:
@@ -94,8 +107,9 @@ class EngineHost:
         """Return when the engine's loop has come round once more.
 
         The embedded engine takes an abort, here of a call that nobody knows, between two iterations: a loop that hangs
-        does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in time.
-        While weights change there is nothing to see; that has a deadline of its own.
+        does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in time;
+        where none of them is up, this waits for one. While weights change there is nothing to see; that has a deadline
+        of its own.
 
         Raises ``EngineBroken`` when the engine does not answer by its own deadline, or all its calls fail.
         """
@@ -104,9 +118,23 @@ class EngineHost:
         if self.engine is None or self.is_switching:
             return
         try:
+            if isinstance(self.engine, MayBeDown):
+                await self._until_up(self.engine)
             await self.engine.abort((f"heartbeat~{next(self._probes)}.",))
         except EngineError as e:
             raise EngineBroken(f"the engine does not answer any more: {e}") from e
+
+    async def _until_up(self, engine: MayBeDown) -> None:
+        """Wait as long as the servers may be away, and as one that is started anew may take to start."""
+        config = self._config.engine
+        starting_s = config.launch_timeout_s if isinstance(config, ServerConfig) and config.launch else 0.0
+        since_s = self._clock.now_s()
+        while True:
+            try:
+                return await engine.until_up()
+            except EngineError:
+                if self._clock.now_s() - since_s >= starting_s:
+                    raise
 
     async def take(self, fetched: Fetched) -> None:
         """Have the engine serve ``fetched``.

@@ -83,6 +83,8 @@ class ScriptedServer:
         """The tensor that it is of."""
         self.is_stuck = False
         """It answers "loaded" and keeps the weights that it has."""
+        self.is_wedged = False
+        """It answers, and what decodes behind it does nothing any more."""
         self.text: dict[int, str] = {}
         """What tokens spell, for stop strings."""
         self.network_delay_s = 0.0
@@ -143,6 +145,9 @@ class ScriptedServer:
             return Answer(401, {"error": "Unauthorized"})
         if self.scripted.get(parts.path):
             return self.scripted[parts.path].popleft()
+        is_streamed = isinstance(body, dict) and body.get("stream")
+        while self.is_wedged and parts.path in (self.generate_path, "/health_generate") and not is_streamed:
+            await asyncio.sleep(self.tick_s)
         route = getattr(self, f"_{method.lower()}{parts.path.replace('/', '_')}", None)
         if route is None or not self._offers(parts.path):
             return Answer(404, {"detail": "Not Found"})
@@ -179,7 +184,7 @@ class ScriptedServer:
         while self.requests:
             await asyncio.sleep(self.tick_s)
             await self._alive.wait()
-            if not self.paused:
+            if not (self.paused or self.is_wedged):
                 for name, running in list(self.requests.items()):
                     self._decode(name, running)
 

@@ -258,6 +258,37 @@ def test_a_lost_server_is_one_line_however_many_calls_it_had(
     run(main())
 
 
+@KINDS
+def test_a_server_that_answers_and_decodes_nothing_is_found_by_its_calls_and_left_out_until_it_decodes(
+    kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        fleet = Fleet(kind, model_folder(tmp_path / "v0"), token_timeout_s=3.0, first_token_timeout_s=6.0)
+        await fleet.open()
+        fleet.servers[1].is_wedged = True
+        names = [f"r{i}" for i in range(4)]
+        started_s = now_s()
+        ends = await asyncio.gather(
+            *(collect(fleet.pool, request(name, prompt_ids=(i + 1,))) for i, name in enumerate(names)),
+            return_exceptions=True,
+        )
+        assert now_s() - started_s < 10.0
+        failed = [end for end in ends if isinstance(end, BaseException)]
+        assert len(failed) == 2 and all(isinstance(end, EngineTimeout) for end in failed), ends
+        await asyncio.sleep(10.0)
+        assert len(lines(caplog, "http://s1 is taken out")) == 1
+        again = await asyncio.gather(
+            *(collect(fleet.pool, request(n, call=1, prompt_ids=(i,))) for i, n in enumerate(names))
+        )
+        assert {chunk.engine for chunks in again for chunk in chunks} == {"http://s0"}
+        fleet.servers[1].is_wedged = False
+        await asyncio.sleep(120.0)
+        assert len(lines(caplog, "http://s1 is back with weights version 0")) == 1
+        await fleet.pool.close()
+
+    run(main())
+
+
 def test_a_server_that_goes_on_sampling_after_a_pause_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     async def main() -> None:
         server = vllm_kit.Server()

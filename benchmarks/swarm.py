@@ -9,7 +9,7 @@
 Each arm and seed is a run of its own (``swarm_arms.py``): ``rollover train``, and for the swarm's arms a
 ``rollover worker`` for each of eight edge machines, whose engine is the embedded one held back by the clock
 (``edge.py``). Runs take turns, one at a time; what is recorded in ``--out`` already is not done again, so that the
-campaign can be stopped and gone on with.
+campaign can be stopped and gone on with. ``swarm_figure.py`` draws the picture of ``docs/measurements.md``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine import machine  # noqa: E402
 from forked import Forks  # noqa: E402
 from swarm_arms import ARMS, Task, train, warm_up  # noqa: E402
 from swarm_record import evaluate, record_of  # noqa: E402
-from swarm_summary import forecast, summarize  # noqa: E402
+from swarm_summary import forecast, markdown, summarize  # noqa: E402
 
 Record = dict[str, Any]
 
@@ -183,7 +183,13 @@ def main() -> None:
         return
     results.summarize([task])
     entry = results.found["tasks"][task.name]
-    print(json.dumps({"summary": entry["summary"], "forecast": entry["forecast"]}, indent=1))
+    if not entry["summary"]:
+        print("no seed has been through all arms yet")
+        return
+    print(markdown(entry["summary"]))
+    for key in ("paired", "pull_over_push_pull", "equal_batches", "equal_weights"):
+        print(key, json.dumps(entry["summary"].get(key)))
+    print("forecast", json.dumps(entry["forecast"]))
 
 
 if __name__ == "__main__":

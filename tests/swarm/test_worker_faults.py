@@ -243,6 +243,33 @@ def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(tmp_path: Pa
     run(main())
 
 
+def test_a_heartbeat_says_how_many_calls_shared_its_tokens_over_the_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            await bench.clock.move(1.0)
+            for name, limit in (("a", 4), ("b", 9)):
+                await link.send(assign(name, limit=limit))
+            await bench.until(lambda: len(bench.engine.requests) == 2)
+            await bench.clock.move(3.0)
+            await bench.engine.tick(4)
+            assert await link.ended("a") == "length"
+            await bench.clock.move(2.0)
+            await bench.engine.tick(5)
+            assert await link.ended("b") == "length"
+            for _ in range(2):
+                num = len(link.all(Heartbeat))
+                await bench.clock.move(10.0)
+                await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
+            busy, idle = link.all(Heartbeat)[:2]
+            assert (busy.num_running, busy.mean_running) == (0, pytest.approx((3.0 + 3.0 + 2.0) / 10.0))
+            assert busy.tokens_per_s == pytest.approx(13 / 10.0)
+            assert (idle.mean_running, idle.tokens_per_s) == (0.0, 0.0)
+
+    run(main())
+
+
 def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path)

@@ -227,11 +227,11 @@ def markdown(summary: Record) -> str:
     """The table for ``benchmarks/LOG.md``."""
     arms = summary["arms"]
 
-    def told(value: Sequence[float | None] | None, form: str = ".2f", scale: float = 1.0) -> str:
+    def told(value: Sequence[float | None] | None, form: str = ".2f", scale: float = 1.0, unit: str = "") -> str:
         if value is None or value[0] is None:
             return "–"
         mean, half = value
-        return f"{mean * scale:{form}}" + ("" if half is None else f" ± {half * scale:{form}}")
+        return f"{mean * scale:{form}}" + ("" if half is None else f" ± {half * scale:{form}}") + unit
 
     last = max(map(int, arms["co-located"]["accuracy_by_step"]), default=0)
     half_way = sorted(map(int, arms["co-located"]["accuracy_by_step"]))[
@@ -245,15 +245,15 @@ def markdown(summary: Record) -> str:
         (f"seconds for {last} steps", lambda a: told(a["wall_s"], ".1f")),
         ("staleness of a token, mean", lambda a: told(a["staleness_mean"])),
         ("staleness, largest", lambda a: str(a["staleness_max"])),
-        ("trainer waits for a batch", lambda a: told(a["trainer_idle"], ".0f", 100) + " %"),
-        ("a member has no call", lambda a: told(a.get("members_idle"), ".0f", 100) + " %"),
-        ("a place of a member has no call", lambda a: told(a.get("places_idle"), ".0f", 100) + " %"),
+        ("trainer waits for a batch", lambda a: told(a["trainer_idle"], ".0f", 100, " %")),
+        ("a member has no call", lambda a: told(a.get("members_idle"), ".0f", 100, " %")),
+        ("a place of a member has no call", lambda a: told(a.get("places_idle"), ".0f", 100, " %")),
         ("full weights, delta, on the wire (MB)", _bytes),
         ("all that members fetched (MB)", lambda a: told(a.get("wire_bytes"), ".1f", 1e-6)),
         ("to fetch and verify: mean, 95th of 100 (s)", lambda a: _two(a, "prepare_s")),
         ("engine stands still: mean, 95th of 100 (ms)", lambda a: _two(a, "pause_s", 1e3)),
         ("until the last member has them: mean, 95th of 100 (s)", lambda a: _two(a, "convergence_s")),
-        ("iterations that ended late", lambda a: told(a.get("late_iterations"), ".1f", 100) + " %"),
+        ("iterations that ended late", lambda a: told(a.get("late_iterations"), ".1f", 100, " %")),
     ]
     lines = [f"| {len(summary['seeds'])} seeds | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cell(arm) for arm in arms.values())} |" for name, cell in rows]

@@ -22,7 +22,7 @@ from rollover.swarm.publication.blobs import BlobFolder, space_on
 from rollover.swarm.publication.manifest import MAX_MANIFEST_BYTES, BlobRef, PublicationError
 from rollover.swarm.publication.sources import BlobSources
 
-_CONNECT_S, _STALL_S = 10.0, 20.0
+_CONNECT_S, _STALL_S = 10.0, 30.0
 _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
 """When so many times in a row each source has said that it has no such blob, there is none."""

@@ -74,6 +74,25 @@ def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_pa
     assert bad.num_asked == 2 and good.num_asked == 1
 
 
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Path, says_its_length: bool) -> None:
+    """Its disk ran full while it copied, say; the beginning is good, but nobody knows that before the end is there."""
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
+
+    def short(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        half = content[: len(content) // 2]
+        return whole(half, start) if says_its_length else (200, {"Connection": "close"}, half)
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
+            await downloads.get([blob])
+            assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
+            assert downloads.sources.estimate(bad.url).success <= 0.51
+
+    with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
+        asyncio.run(scenario())
+
+
 def test_a_file_that_was_replaced_while_it_was_fetched_comes_whole(tmp_path: Path) -> None:
     """The server had half of another file under this name, and has the blob by now."""
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)

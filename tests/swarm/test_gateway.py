@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,6 +27,7 @@ from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
 from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Goodbye, Welcome, decode_down, encode
 from rollover.types import FinishReason
+from tests.swarm.certificates import make_certificate
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
 
 DEADLINE_S = 60.0
@@ -310,5 +313,36 @@ def test_an_address_in_use_is_named(tmp_path: Path) -> None:
             other = Gateway(replace(SwarmConfig(), listen=taken), engine, member_of=lambda header: None, blobs=tmp_path)
             with pytest.raises(ConfigError, match=f"engine.listen = '{taken}' cannot be listened on: Address already"):
                 other.bind()
+
+    run(law)
+
+
+def close_and_stay(port: int) -> socket.socket:
+    """Open a WebSocket over TLS and close it, but not the TLS connection below it."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    client = context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S))
+    lines = ("GET /v1/session HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket", "Connection: Upgrade")
+    lines += ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
+    lines += (f"Sec-WebSocket-Protocol: {SUBPROTOCOL}", "Authorization: Bearer a", "", "")
+    client.sendall("\r\n".join(lines).encode())
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += client.recv(4096)
+    assert received.startswith(b"HTTP/1.1 101")
+    client.sendall(b"\x88\x80\x00\x00\x00\x00")
+    assert client.recv(1) == b"\x88", "the close is answered"
+    return client
+
+
+def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+    async def law() -> None:
+        certificate, key = make_certificate(tmp_path, "127.0.0.1")
+        async with swarm(tmp_path, tls_certificate=certificate, tls_key=key) as engine:
+            client = await asyncio.to_thread(close_and_stay, int(engine.url.rpartition(":")[2]))
+            try:
+                await engine.close()
+            finally:
+                client.close()
 
     run(law)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -27,10 +27,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.listening import open_listener
+from rollover.swarm.coordinator.ports import LibraryServer
 from rollover.swarm.coordinator.transport import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
@@ -58,7 +61,7 @@ class Gateway:
         self._blobs = blobs
         self._connections: set[QueuedConnection] = set()
         self._socket: socket.socket | None = None
-        self._server: _Server | None = None
+        self._server: LibraryServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -83,7 +86,7 @@ class Gateway:
             log_level="critical",  # what it would say of a worker that is refused, the worker says itself
             access_log=False,
             lifespan="off",
-            ws="websockets-sansio",
+            ws=_SessionProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,
             ws_ping_timeout=self._config.lease_s,
@@ -97,7 +100,7 @@ class Gateway:
             self._socket.close()
             files = f"{self._config.tls_certificate!r} and engine.tls_key: {self._config.tls_key!r}"
             raise ConfigError(f"engine.tls_certificate: {files} cannot be used: {e}") from e
-        self._server = _Server(settings)
+        self._server = LibraryServer(settings)
 
     async def serve(self) -> None:
         """Answer from now on; workers that dialled in before have waited."""
@@ -177,12 +180,14 @@ class _BlobResponse(FileResponse):
     chunk_size = 2**20
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signal handlers to their owner."""
+class _SessionProtocol(WebSocketsSansIOProtocol):
+    """A WebSocket that can be shut down while its peer is closing it, which takes a while over TLS."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        except InvalidState:
+            self.transport.close()
 
 
 def _unauthorized() -> Response:

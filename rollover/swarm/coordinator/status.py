@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from rollover.errors import RunError
 from rollover.privacy import redacted_text
@@ -185,7 +187,7 @@ class StatusFile:
         self.path = path
 
     def write(self, status: SwarmStatus) -> None:
-        replace_file(self.path, json.dumps(asdict(status), indent=1).encode() + b"\n")
+        replace_file(self.path, msgspec.json.encode(status) + b"\n")
 
     def read(self) -> SwarmStatus:
         """Raises ``RunError`` when there is none."""

@@ -20,13 +20,13 @@ import hashlib
 import re
 import socket
 import time
-from dataclasses import asdict
 from importlib import resources
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -96,7 +96,7 @@ def application(board: StatusBoard) -> ASGIApp:
         return Response(page, media_type="text/html; charset=utf-8", headers=policy)
 
     async def state(request: Request) -> Response:
-        return JSONResponse(_data(board.view))
+        return Response(_data(board.view), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(exposition(board.view.status) if board.view else "", media_type=CONTENT_TYPE)
@@ -105,10 +105,9 @@ def application(board: StatusBoard) -> ASGIApp:
     return _OnlyHere(Starlette(routes=routes))
 
 
-def _data(view: BoardView | None) -> dict[str, object]:
-    if view is None:
-        return {"status": None, "now_s": time.time()}
-    return {**asdict(view), "now_s": time.time()}
+def _data(view: BoardView | None) -> bytes:
+    parts = {} if view is None else {"history": view.history, "history_s": view.history_s, "histories": view.histories}
+    return msgspec.json.encode({"status": view and view.status, **parts, "now_s": time.time()})
 
 
 class _OnlyHere:

@@ -26,13 +26,13 @@ class SwarmCalls:
     has arrived, and has the member forget it.
     """
 
-    def __init__(self, members: Mapping[str, SwarmMember]) -> None:
+    def __init__(self, members: Mapping[str, SwarmMember], *, newest: int) -> None:
         self._members = members
         self._calls: dict[str, SwarmCall] = {}
         self._waiting: dict[str, None] = {}
         """Calls without a member, in order of arrival."""
         self.acknowledgements = Acknowledgements()
-        self.newest = 0
+        self.newest = newest
         """The newest version, which a call claims that is cut off without a token."""
 
     @property

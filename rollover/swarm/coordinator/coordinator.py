@@ -100,8 +100,8 @@ class Coordinator:
         self._publications = {head.version: head.manifest}
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._calls = SwarmCalls(self.members)
-        self._calls.newest = head.version
+        self._calls = SwarmCalls(self.members, newest=head.version)
+        self.calls_of = self._calls.of
         self._remaining = RemainingTokens()
         self._num_to_come = 0
         self._now_s = 0.0

@@ -21,6 +21,7 @@ from rollover.swarm.coordinator.members import SwarmMember
 from rollover.swarm.publication.blobs import replace_file
 
 _MAX_NOTE = 500
+_MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,17 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             pause_s=member.pause_s,
             wire_bytes=member.wire_bytes,
             note=shown(_note(member, state)),
+            assignments=tuple(_assignments(coordinator, member)),
         )
+
+
+def _assignments(coordinator: Coordinator, member: SwarmMember) -> Iterable[AssignmentStatus]:
+    """Yield a member's longest calls: up to ``_MAX_EACH``, and up to ``_MAX_ASSIGNMENTS`` of all members together."""
+    limit = min(_MAX_EACH, _MAX_ASSIGNMENTS // len(coordinator.members))
+    longest = sorted(coordinator.calls_of(member), key=lambda pair: -pair[1].stream.position)
+    for _, call in longest[:limit]:
+        sample = call.request.sample_key.rstrip(".")
+        yield AssignmentStatus(sample=sample, num_tokens=call.stream.position, max_tokens=call.limit)
 
 
 def _note(member: SwarmMember, state: str) -> str:

@@ -1,0 +1,59 @@
+"""The state of a swarm as people see it, taken from a coordinator."""
+
+from __future__ import annotations
+
+from rollover.swarm.coordinator.status import swarm_status
+from tests.swarm.kit import LENGTH, ModelWorker, head, request
+from tests.swarm.test_coordinator import beat, coordinator, decoded, join
+
+
+def test_a_workers_longest_calls_are_its_assignments() -> None:
+    hub, worker = coordinator(), ModelWorker("a", room=4)
+    join(hub, worker)
+    for i, num_done in enumerate((0, 7, 3)):
+        for effect in hub.opened(request(f"g{i}.0", num_done=num_done)):
+            worker.got(effect.message)  # type: ignore[union-attr]
+    for piece in decoded(worker, "g0.0#0.", 5):
+        hub.received(worker.lease, piece, 1.0)
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert [(a.sample, a.num_tokens, a.max_tokens) for a in seen.assignments] == [
+        ("g1.0", 7, LENGTH),
+        ("g0.0", 5, LENGTH),
+        ("g2.0", 3, LENGTH),
+    ]
+    assert (seen.state, seen.num_calls, seen.num_decoded) == ("ready", 3, 5)
+
+
+def test_of_a_large_swarm_few_assignments_are_shown() -> None:
+    hub = coordinator()
+    workers = [ModelWorker(f"w{i:03}", room=8) for i in range(130)]
+    for worker in workers:
+        join(hub, worker)
+    for i in range(1040):
+        hub.opened(request(f"g{i}.0"))
+    seen = swarm_status(hub, "ws://x").workers
+    assert {len(w.assignments) for w in seen} == {1024 // 130}
+    assert sum(w.num_calls for w in seen) == 1040
+
+
+def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.received(worker.lease, beat(number=1, num_held=90, is_full=True), 1.0)
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert (seen.state, seen.num_held) == ("full", 90) and "stands still until they are journaled" in seen.note
+    hub.received(worker.lease, beat(number=2, num_held=10), 2.0)
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert (seen.state, seen.note) == ("ready", "")
+
+
+def test_what_new_weights_took_is_told_by_worker() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(1))
+    serving = worker.change(head(1))
+    took = type(serving)(version=1, manifest=serving.manifest, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264)
+    hub.received(worker.lease, took, 1.0)
+    hub.received(worker.lease, serving, 2.0)  # again, which tells nothing of that
+    (seen,) = swarm_status(hub, "ws://x").workers
+    assert (seen.version, seen.lag, seen.prepare_s, seen.pause_s, seen.wire_bytes) == (1, 0, 4.1, 0.3, 81_264)

@@ -26,14 +26,13 @@ def test_a_workers_longest_calls_are_its_assignments() -> None:
 
 def test_of_a_large_swarm_few_assignments_are_shown() -> None:
     hub = coordinator()
-    workers = [ModelWorker(f"w{i:03}", room=8) for i in range(130)]
-    for worker in workers:
-        join(hub, worker)
-    for i in range(1040):
-        hub.opened(request(f"g{i}.0"))
-    seen = swarm_status(hub, "ws://x").workers
-    assert {len(w.assignments) for w in seen} == {1024 // 130}
-    assert sum(w.num_calls for w in seen) == 1040
+    for i in range(400):
+        join(hub, ModelWorker(f"w{i:03}", room=4))
+    for i in range(8):
+        hub.opened(request(f"g{i}.0"), only="w000")
+    first, *others = swarm_status(hub, "ws://x").workers
+    assert (first.num_calls, len(first.assignments)) == (8, 1024 // 400)
+    assert not any(w.assignments for w in others)
 
 
 def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
@@ -57,3 +56,11 @@ def test_what_new_weights_took_is_told_by_worker() -> None:
     hub.received(worker.lease, serving, 2.0)  # again, which tells nothing of that
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.version, seen.lag, seen.prepare_s, seen.pause_s, seen.wire_bytes) == (1, 0, 4.1, 0.3, 81_264)
+
+
+def test_a_worker_whose_new_weights_are_being_checked_is_not_said_to_load_them() -> None:
+    hub, worker = coordinator(checks=True), ModelWorker("a")
+    join(hub, worker)
+    assert [w.state for w in swarm_status(hub, "ws://x").workers] == ["checking"]
+    hub.checked("a", 0)
+    assert [w.state for w in swarm_status(hub, "ws://x").workers] == ["ready"]

@@ -47,7 +47,8 @@ class WorkerStatus:
     name: str
     state: str
     """``ready``; ``full`` (it holds all the tokens that it may, and stands still until they are journaled); ``loading``
-    (connected, without weights that it may sample from); ``away`` or ``sent away``."""
+    (connected, without weights yet); ``checking`` (its log-probs under new weights are being compared, before it gets
+    further calls); ``away`` or ``sent away``."""
     version: int | None
     lag: int | None
     """Versions that it is behind the newest publication."""
@@ -145,6 +146,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             "sent away" if member.distrust or member.is_revoked else
             "full" if serving is not None and member.is_full else
             "ready" if serving is not None else
+            "checking" if member.is_connected and member.version is not None else
             "loading" if member.is_connected else
             "away"
         )  # fmt: skip

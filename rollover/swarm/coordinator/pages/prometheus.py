@@ -86,7 +86,7 @@ def families(status: SwarmStatus) -> Iterator[Family]:
 
 
 def _of_swarm(status: SwarmStatus) -> Iterator[Family]:
-    states = ("ready", "full", "loading", "away", "sent away")
+    states = ("ready", "full", "checking", "loading", "away", "sent away")
     counts = {state: sum(worker.state == state for worker in status.workers) for state in states}
     samples = tuple(Sample(labels={"state": state}, value=count) for state, count in counts.items())
     yield Family(name="workers", kind="gauge", help="Workers by state.", samples=samples)

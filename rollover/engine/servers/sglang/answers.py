@@ -55,7 +55,8 @@ class WorkerPlace(Answer):
 class WorkerChecksums(Answer):
     checksums: Mapping[str, str]
     """By the name of the tensor in the worker."""
-    parallelism_info: WorkerPlace
+    parallelism_info: Annotated[list[WorkerPlace], Field(min_length=1)]
+    """The same for each model that it runs."""
 
 
 class WeightChecks(Answer):

@@ -109,7 +109,7 @@ class SGLangWeights:
             raise
         except EngineError as e:
             raise NoDigests(str(e)) from e
-        return dict(_held(found))
+        return dict(held_tensors(found))
 
     async def _post(self, path: str, body: Any) -> None:
         answer = await self._client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=self._config.load_timeout_s)
@@ -117,9 +117,10 @@ class SGLangWeights:
             raise EngineError(f"{self._client} refused POST {path}: {answer.message or 'no reason given'}")
 
 
-def _held(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
+def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
+    """Yield the tensor that each checksum is of, and the checksum."""
     for worker in found.ranks:
-        place = worker.parallelism_info
+        place = worker.parallelism_info[0]
         for name, digest in worker.checksums.items():
             held = HeldTensor(name=name, part=place.tp_rank, num_parts=place.tp_size, replica=str(place.dp_rank))
             yield held, digest

@@ -131,11 +131,11 @@ class VLLMWeights:
         except EngineError as e:
             raise NoDigests(str(e)) from e
         self._checksums.compare(source, repr(self._client), found.checksums)
-        return dict(_places(found.checksums))
+        return dict(held_tensors(found.checksums))
 
 
-def _places(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
-    """Yield the tensor that each checksum is of."""
+def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
+    """Yield the tensor that each checksum is of, and the checksum."""
     parsed = {key: _KEY.fullmatch(key) for key in checksums}
     num_parts = 1 + max((int(m["part"]) for m in parsed.values() if m is not None), default=0)
     for key, match in parsed.items():

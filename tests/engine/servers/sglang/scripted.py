@@ -168,7 +168,7 @@ class ScriptedSGLang(ScriptedServer):
             return Answer(400, {"success": False, "message": "no device"})
         place = {"tp_rank": 0, "tp_size": 1, "dp_rank": 0}
         checksums = {self.tensor: self.checksums(self.weights)}
-        return Answer(body={"success": True, "ranks": [{"checksums": checksums, "parallelism_info": place}]})
+        return Answer(body={"success": True, "ranks": [{"checksums": checksums, "parallelism_info": [place]}]})
 
     def _updated(self, weights: str, body: Any) -> Answer:
         if not self.is_stuck:

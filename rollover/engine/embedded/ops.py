@@ -85,7 +85,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def same_bits(held: Tensor, given: Tensor) -> bool:
     """Say whether ``held`` is ``given``, rounded to its number format: not-a-numbers and zeros of either sign too."""
     integers = _INTEGERS[held.element_size()]
-    return torch.equal(held.view(integers), given.to(held.device, held.dtype).view(integers))
+    given = given.to(held.device, held.dtype)
+    return torch.equal(
+        held.contiguous().view(integers), given.contiguous().view(integers)
+    )  # strides cost five times it
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

@@ -132,6 +132,28 @@ def test_a_worker_fetches_what_stays_once_and_has_the_sum_to_the_bit(tmp_path: P
     assert all(p.wire_bytes < 1.1 * adapter_bytes for p in published[1:])
 
 
+def test_what_has_hardly_changed_is_sent_as_a_delta_of_the_sums(tmp_path: Path) -> None:
+    """Adapters are dense, however little they move; in bfloat16 few of the sums do."""
+    publisher = open_publisher(tmp_path)
+    moved = adapters(2)[UP]
+    nearly = {UP: LowRank(a_RI=moved.a_RI, b_OR=moved.b_OR * 1.0001, scale=SCALE)}
+    (first, second) = publish(publisher, 1, 2)
+    third = publisher.publish(AdapterWeights(3, MergedWeights(served(initial_weights()), nearly)))
+    assert [first.kind, second.kind, third.kind] == ["full", "adapter", "delta"]
+    assert third.wire_bytes < second.wire_bytes / 4
+
+    async def main() -> None:
+        with serving(publisher.blobs.root) as server:
+            async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+                await fetch(fetcher, second.head, server)
+                found = tensors(await fetch(fetcher, third.head, server))
+            async with open_fetcher(publisher, tmp_path / "late") as late:
+                assert_same(tensors(await fetch(late, third.head, server)), found)
+        assert torch.allclose(found[UP].float(), expected(2)[UP].float(), atol=2e-3)
+
+    asyncio.run(main())
+
+
 def test_engines_that_take_tensors_are_given_the_same_sum_up_to_rounding() -> None:
     ours, torchs = expected(1), dict(AdapterWeights(1, weights(1)).tensors())
     assert list(ours) == list(torchs)

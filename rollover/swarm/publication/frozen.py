@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from rollover.swarm.publication.blobs import BlobFolder
@@ -57,34 +58,41 @@ class FrozenTensors:
             )
         return cls(tensors=tuple(tensors), contents=contents, blobs=stream.finish(), num_bytes=stream.num_bytes)
 
-    def with_adapters(
-        self, adapters: Mapping[str, LowRank], folder: BlobFolder
-    ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]:
-        """Write adapters into blobs, to stand behind those of the base. Returns all tensors and the new blobs."""
+    def are_first_in(self, blobs: Sequence[BlobRef]) -> bool:
+        """Return whether a publication of ``blobs`` holds these tensors already."""
+        return self.blobs == tuple(blobs[: len(self.blobs)])
+
+    def num_adapter_bytes(self, adapters: Mapping[str, LowRank]) -> int:
+        """Return the size of adapters, uncompressed."""
+        return sum(4 * (adapter.a_RI.numel() + adapter.b_OR.numel()) for adapter in adapters.values())
+
+    def merged_with(self, adapters: Mapping[str, LowRank]) -> TensorBytes:
+        """Return what engines serve: each matrix with its adapter added."""
         assert adapters.keys() <= self.contents.keys(), "an adapter stands beside a tensor"
+        new = dict(self.contents)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for tensor in self.tensors:
+                if (adapter := adapters.get(tensor.name)) is not None:
+                    a_RI, b_OR = _floats(adapter.a_RI), _floats(adapter.b_OR)
+                    new[tensor.name] = merged(new[tensor.name], tensor.dtype, a_RI, b_OR, adapter.scale, pool=pool)
+        return new
+
+    def with_adapters(
+        self, adapters: Mapping[str, LowRank], new: TensorBytes, folder: BlobFolder
+    ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]:
+        """Write adapters into blobs, to stand behind those of the base. Returns all tensors, whose sums are ``new``,
+        and the new blobs."""
         stream = StreamWriter(folder, start=self.num_bytes)
 
         def placed(tensor: PublishedTensor) -> PublishedTensor:
             if (adapter := adapters.get(tensor.name)) is None:
                 return tensor
-            start, a_RI, b_OR = stream.num_bytes, _floats(adapter.a_RI), _floats(adapter.b_OR)
-            for part in (a_RI, b_OR):
+            published = PublishedAdapter(rank=len(adapter.a_RI), scale=adapter.scale, start=stream.num_bytes)
+            for part in (_floats(adapter.a_RI), _floats(adapter.b_OR)):
                 stream.append(part.astype("<f4", copy=False).reshape(-1).view(np.uint8).data)
-            content = merged(self.contents[tensor.name], tensor.dtype, a_RI, b_OR, adapter.scale, pool=pool)
-            return PublishedTensor(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                digest=digest_of(content.data),
-                start=tensor.start,
-                num_bytes=tensor.num_bytes,
-                encoding="raw",
-                adapter=PublishedAdapter(rank=len(a_RI), scale=adapter.scale, start=start),
-            )
+            return msgspec.structs.replace(tensor, digest=digest_of(new[tensor.name].data), adapter=published)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            tensors = tuple(map(placed, self.tensors))
-        return tensors, stream.finish()
+        return tuple(map(placed, self.tensors)), stream.finish()
 
 
 def _floats(tensor: Tensor) -> Floats:

@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
+_Body = tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]
+"""Tensors of a publication and the blobs that hold them."""
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -77,7 +79,7 @@ class PublishedWeights:
 
     head: Head
     kind: str
-    """"full", "delta" or "adapter"."""
+    """"full", "delta", or "adapter": full, but for tensors that workers have already."""
     reason: str
     """Why it is of this kind."""
     wire_bytes: int
@@ -125,7 +127,7 @@ class SwarmPublisher:
         self._log = PublicationLog(root / "publications.json", run_id=run_id, keep_versions=keep_versions)
         self._log.refuse_regress(run_epoch)
         self._mirror = mirror
-        self._base: dict[str, Bytes] | None = None
+        self._base: TensorBytes | None = None
         self._frozen: FrozenTensors | None = None
         """What stays where adapters are trained, once it is written."""
 
@@ -153,9 +155,9 @@ class SwarmPublisher:
         self._log.refuse_regress(self._run_epoch, version)
         try:
             if isinstance(source, AdapterWeights):
-                published, tensors = self._commit_adapters(source, started_s), None
+                published, tensors = self._commit_adapters(source, started_s)
             else:
-                published, tensors = self._commit(version, dict(source.tensors()), started_s)
+                published, tensors = self._commit_whole(source, started_s)
         except BaseException:
             self._base = self._frozen = None
             self._log.read()  # what has been committed counts, not what was meant
@@ -168,19 +170,14 @@ class SwarmPublisher:
     def __repr__(self) -> str:
         return f"the publisher in {self._root}"
 
-    def _commit(
-        self, version: int, weights: dict[str, Tensor], started_s: float
-    ) -> tuple[PublishedWeights, dict[str, Bytes]]:
-        """Write the blobs, then the manifest, then the head."""
-        specs, new = self._served(weights)
-        base, reason = self._find_base(new)
-        body = None if base is None else self._write(specs, new, base, below=self._log.chain[0].wire_bytes)
-        newest = None if body is None else self._log.kept[-1]
+    def _commit_whole(self, source: WeightSource, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
+        """Publish a delta, or all tensors where that makes no sense or is smaller."""
+        specs, new = self._served(dict(source.tensors()))
+        body, newest, reason = self._delta(specs, new, below=lambda: self._log.chain[0].wire_bytes)
         if body is None:
-            reason = reason if base is None else "a delta would not have been smaller"
             body = self._write(specs, new)
             assert body is not None
-        manifest, head = self._commit_manifest(version, *body, base=newest)
+        manifest, head = self._commit_manifest(source.manifest.version, *body, base=newest)
         published = PublishedWeights(
             head=head,
             kind=manifest.kind,
@@ -191,22 +188,41 @@ class SwarmPublisher:
         )
         return published, new
 
-    def _commit_adapters(self, source: AdapterWeights, started_s: float) -> PublishedWeights:
-        """Publish what stays, whose blobs are the same each time, and the adapters behind it."""
+    def _commit_adapters(self, source: AdapterWeights, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
+        """Publish a delta of the sums, or, where that is larger than the adapters, these behind what stays, whose blobs
+        are the same each time."""
         if self._frozen is None:
             self._frozen = FrozenTensors.write(*self._served(dict(source.weights.base)), self.blobs)
-        frozen, newest = self._frozen, self._log.kept[-1] if self._log.kept else None
-        is_known = newest is not None and frozen.blobs == self._manifest(newest).blobs[: len(frozen.blobs)]
-        tensors, blobs = frozen.with_adapters(source.weights.adapters, self.blobs)
-        manifest, head = self._commit_manifest(source.version, tensors, (*frozen.blobs, *blobs))
-        return PublishedWeights(
+        frozen, adapters = self._frozen, source.weights.adapters
+        is_known = bool(self._log.kept) and frozen.are_first_in(self._manifest(self._log.chain[0]).blobs)
+        new = frozen.merged_with(adapters)
+        body, newest, reason = self._delta(frozen.tensors, new, below=lambda: frozen.num_adapter_bytes(adapters))
+        kind, wire_bytes = "delta", 0
+        if body is None:
+            tensors, blobs = frozen.with_adapters(adapters, new, self.blobs)
+            body, kind = (tensors, (*frozen.blobs, *blobs)), "adapter" if is_known else "full"
+            wire_bytes = sum(blob.num_bytes for blob in blobs)
+        manifest, head = self._commit_manifest(source.version, *body, base=newest)
+        published = PublishedWeights(
             head=head,
-            kind="adapter" if is_known else "full",
-            reason="the tensors that stay were published before" if is_known else "the tensors that stay are new",
-            wire_bytes=sum(blob.num_bytes for blob in blobs) if is_known else manifest.wire_bytes,
+            kind=kind,
+            reason=reason,
+            wire_bytes=wire_bytes if kind == "adapter" else manifest.wire_bytes,
             full_bytes=frozen.num_bytes,
             elapsed_s=time.perf_counter() - started_s,
         )
+        return published, new
+
+    def _delta(
+        self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes, *, below: Callable[[], int]
+    ) -> tuple[_Body | None, KeptPublication | None, str]:
+        """Return the delta to the head with the publication that this is, or ``None`` where there is none smaller than
+        ``below`` bytes; and the reason."""
+        base, reason = self._find_base(new)
+        body = None if base is None else self._write(specs, new, base, below=below())
+        if body is None:
+            return None, None, reason if base is None else "a delta would not have been smaller"
+        return body, self._log.kept[-1], reason
 
     def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""
@@ -248,15 +264,15 @@ class SwarmPublisher:
 
     def _write(
         self,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec | PublishedTensor],
         new: TensorBytes,
         base: TensorBytes | None = None,
         *,
         below: int | None = None,
-    ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]] | None:
+    ) -> _Body | None:
         """Write all tensors into blobs; ``None`` when they take as many bytes as ``below``, or more."""
 
-        def prepared(spec: TensorSpec) -> tuple[str, bytes | None]:
+        def prepared(spec: TensorSpec | PublishedTensor) -> tuple[str, bytes | None]:
             content = new[spec.name]
             encoded = None if base is None else smaller_encoding(base[spec.name], content, DTYPE_BYTES[spec.dtype])
             return digest_of(content.data), encoded
@@ -299,7 +315,7 @@ class SwarmPublisher:
 
     # -- what the next publication is made from ---------------------------------------------------------------------
 
-    def _find_base(self, new: dict[str, Bytes]) -> tuple[dict[str, Bytes] | None, str]:
+    def _find_base(self, new: TensorBytes) -> tuple[TensorBytes | None, str]:
         """Return the tensors of the head, where a delta to them makes sense, and the reason for the kind."""
         if not self._log.kept:
             return None, "it is the first"

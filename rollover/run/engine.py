@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,9 +85,7 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
             require("nats", purpose='engine.transport = "nats"')
             from rollover.swarm.coordinator.nats_open import check_nats
 
-            with ThreadPoolExecutor(1) as pool:  # a run that begins has an event loop of its own in this thread
-                found = pool.submit(asyncio.run, check_nats(config.engine)).result()
-            return [f"swarm: {line}" for line in (*found, *blobs)]
+            return [f"swarm: {line}" for line in (*asyncio.run(check_nats(config.engine)), *blobs)]
         from rollover.swarm.coordinator.listening import check_listening
 
         return [f"swarm: {line}" for line in (*check_listening(config.engine), *blobs)]

@@ -17,7 +17,9 @@ from rollover.swarm.wire.messages import (
     Assign,
     Decoded,
     Goodbye,
+    Head,
     Heartbeat,
+    HeldCall,
     Hello,
     Leaving,
     Ready,
@@ -527,3 +529,23 @@ class Swarm(RuleBasedStateMachine):
 
 TestSwarm = Swarm.TestCase
 TestSwarm.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+
+
+def test_tokens_of_the_weights_that_a_start_of_the_run_began_with_are_taken_from_the_start_before() -> None:
+    """The same weights are published again, in the new epoch under another manifest."""
+    run = RunIdentity(run_id="run", run_epoch=2, vocab_size=VOCAB, max_context_tokens=64)
+    coordinator = Coordinator(run, Head(version=0, manifest=""), ttl_s=10.0, exact=False, checks=False)
+    coordinator.published(head(3))
+    before = Head(version=3, manifest="f" * 64)
+
+    def hello(*served: Head) -> Hello:
+        held = (HeldCall(call_id="old", sample_key="g0.0.", start=0, end=4, is_running=True),)
+        return Hello(protocols=(1,), software="model", run_id="run", run_epoch=1, served=served, held=held)
+
+    coordinator.connected("laptop", hello(before), 0.0)
+    assert coordinator.members["laptop"].served == {3: before.manifest}
+    assert "g0.0." in coordinator.members["laptop"].held
+    coordinator.published(head(4))
+    effects = coordinator.connected("phone", hello(before, Head(version=4, manifest="e" * 64)), 0.0)
+    assert any(isinstance(e, Send) and isinstance(e.message, Release) for e in effects)  # not those of this start
+    assert not coordinator.members["phone"].held

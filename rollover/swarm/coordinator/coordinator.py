@@ -97,7 +97,8 @@ class Coordinator:
         self._ttl_s = ttl_s
         self._exact = exact
         self._blob_urls = blob_urls
-        self._publications = {head.version: head.manifest}
+        self._publications = {head.version: head.manifest} if head.manifest else {}
+        self._began_at = head.version
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
         self._calls = SwarmCalls(self.members, newest=head.version)
@@ -119,10 +120,9 @@ class Coordinator:
         self._leases.pop(member.lease, None)
         self.last_lease += 1
         member.lease = self.last_lease
-        if refusal := member.refusal(hello):
-            self._leases[member.lease] = member
-            return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         self._leases[member.lease] = member
+        if refusal := member.refusal(hello):
+            return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.ready = member.version = member.checked_version = None
         member.last_heartbeat, member.suspected = 0, {}
@@ -147,12 +147,13 @@ class Coordinator:
             return self._calls.failed(member, f"{member.name} was started anew", set(member.calls))
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
-        if any(head.version > self.head.version for head in hello.served):
+        # Weights with which this start of the run began are those of the start before, under another manifest.
+        common = self._began_at if 0 < hello.run_epoch < self.run.run_epoch else -1
+        if any(head.version > (self.head.version if common < 0 else common) for head in hello.served):
             # Sampled from weights that this start of the run, from an older checkpoint, has not made yet.
-            if held:
-                effects.append(Send(member.lease, Release(call_ids=tuple(held))))
+            effects += [Send(member.lease, Release(call_ids=tuple(held)))] if held else []
             held = {}
-        self._confirm(member, hello.served)
+        self._confirm(member, hello.served, common)
         effects += self._calls.failed(member, f"{member.name} was started anew", member.calls - held.keys())
         member.held = {}
         for call_id, offer in held.items():
@@ -165,10 +166,10 @@ class Coordinator:
                 member.held[offer.sample_key] = offer
         return effects
 
-    def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
+    def _confirm(self, member: SwarmMember, heads: Iterable[Head], common: int = -1) -> None:
         """Tokens of a member may come from these publications."""
         for head in heads:
-            if self._publications.get(head.version, head.manifest) == head.manifest:
+            if head.version <= common or self._publications.get(head.version, head.manifest) == head.manifest:
                 member.served[head.version] = head.manifest
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
@@ -343,15 +344,14 @@ class Coordinator:
     def published(self, head: Head) -> list[Effect]:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
+        self._began_at = self._began_at if self._publications else head.version
         self.head, self._published_s, self._calls.newest = head, self._now_s, head.version
         self._publications[head.version] = head.manifest
-        connected = [member for member in self._leases.values() if member.is_connected]
-        return [Send(member.lease, head) for member in connected]
+        return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:
         """The log-probs of a member are those of ``version``."""
-        member = self.members[name]
-        member.checked_version = version
+        self.members[name].checked_version = version
         return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placed()]
 
     def distrust(self, name: str, reason: str) -> list[Effect]:

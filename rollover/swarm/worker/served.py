@@ -5,6 +5,9 @@ from __future__ import annotations
 from rollover.swarm.wire.messages import Head
 from rollover.swarm.worker.held import HeldCalls
 
+_KEPT = 64
+"""As many as a coordinator remembers."""
+
 
 class ServedHeads:
     """The part of a ``Hello`` about the versions that held tokens may claim.
@@ -17,7 +20,10 @@ class ServedHeads:
         self._heads: list[Head] = []
 
     def add(self, head: Head) -> None:
-        self._heads = [*self.needed(), head]
+        """Take note of weights that are served now. Tokens of those before may still come out of the engine, unless
+        this is an older version, of a later epoch."""
+        goes_back = any(head.version <= before.version for before in self._heads)
+        self._heads = [*(self.needed() if goes_back else self._heads), head][-_KEPT:]
 
     def clear(self) -> None:
         self._heads = []

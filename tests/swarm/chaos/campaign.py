@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -38,6 +38,9 @@ STORM = Blows()
 
 WEATHER = WireFaults(cut=0.002, delay=0.05, longest_s=0.2, flip=0.05, truncate=0.05, missing=0.05)
 """A network that is bad, but delivers what it takes in order and once."""
+ROUGH = replace(WEATHER, drop=0.01, double=0.02, overtake=0.02)
+"""A network that loses, doubles and reorders as well."""
+CALM = WireFaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Case:
     num_kills: int = 12
     """The run is left alone afterwards."""
     blows: Blows = STORM
-    wire: WireFaults = WEATHER
+    wire: WireFaults = ROUGH
     seed: int = 0
 
     @property

@@ -6,13 +6,15 @@ of its name, and dies with the tests however they end.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
+import functools
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,6 +24,22 @@ from tests.runs import Cue, signal_at
 
 _ROOT = Path(__file__).parents[3]
 _PR_SET_PDEATHSIG = 1
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _begun() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    with contextlib.chdir(_ROOT):  # where the server finds what it imports
+        forkserver.ensure_running()
+    return context
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    """Return the server, which is started once: the working directory is that of all threads."""
+    with _LOCK:
+        return _begun()
 
 
 class Forked:
@@ -43,11 +61,7 @@ class Forked:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preloaded"])
-        with contextlib.chdir(_ROOT):  # where the server finds what it imports
-            forkserver.ensure_running()
-        self._process = context.Process(target=_main, args=(str(folder), name, tuple(argv), kill_at, tokens_per_s))
+        self._process = _server().Process(target=_main, args=(str(folder), name, tuple(argv), kill_at, tokens_per_s))
         self._process.start()
 
     @property
@@ -66,14 +80,6 @@ class Forked:
 
     def last_words(self) -> str:
         return f"-- {self.name}: {self.exit_code}\n{self.log.read_text(errors='replace')[-3000:]}"
-
-
-async def until_over(process: Forked, limit_s: float) -> int:
-    """Wait for the end of a process and return its exit code."""
-    async with asyncio.timeout(limit_s):
-        while (code := process.exit_code) is None:
-            await asyncio.sleep(0.02)
-    return code
 
 
 def _main(folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, tokens_per_s: float | None) -> None:

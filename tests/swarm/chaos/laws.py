@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,9 @@ from pathlib import Path
 
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
+from rollover.types import Batch
 from tests import runs
-from tests.swarm.chaos.record import WireRecord
-
-_SAMPLE = re.compile(r"g\d+\.\d+\.")
-"""Keys of samples that are trained; checks and evaluations have others, and are in no journal."""
+from tests.swarm.chaos.record import SAMPLE, WireRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +40,17 @@ def check_laws(run: Path, steps: int, bound: int, wire: WireRecord) -> Held:
     lags = [batch.step - v for batch in batches for t in batch.trajectories for v in t.policy_versions]
     assert all(0 <= lag <= bound for lag in lags), "a token is older than the bound, or newer than its step"
     assert {row["step"] for row in runs.rows(run)} == set(range(steps)), "a step has no metrics"
-    rewards = tuple(
-        sum(t.reward or 0.0 for t in batch.trajectories) / len(batch.trajectories) for batch in batches
-    )  # fmt: skip
     return Held(
         decoded_tokens=tokens.decoded,
         acked_tokens=check_acknowledged(wire, journaled),
         max_lag=max(lags, default=0),
         mean_lag=sum(lags) / max(1, len(lags)),
-        rewards=rewards,
+        rewards=mean_rewards(batches),
     )
+
+
+def mean_rewards(batches: Sequence[Batch]) -> tuple[float, ...]:
+    return tuple(sum(t.reward or 0.0 for t in batch.trajectories) / len(batch.trajectories) for batch in batches)
 
 
 def check_members(wire: WireRecord) -> None:
@@ -66,7 +64,7 @@ def check_acknowledged(wire: WireRecord, journaled: Mapping[str, Sequence[int]])
     """Nothing is lost that a worker was told to be durable: the journal has these very tokens. Returns how many."""
     most: dict[str, int] = defaultdict(int)
     for call_id, call in wire.calls.items():
-        if not _SAMPLE.fullmatch(call.sample_key):
+        if not SAMPLE.fullmatch(call.sample_key):
             continue
         response = journaled.get(call.sample_key, ())
         assert call.num_acked <= len(response), f"{call_id}: {call.num_acked} tokens acknowledged, {len(response)} kept"

@@ -45,6 +45,8 @@ class FaultProxy:
     def __init__(self, upstream: int, seed: str) -> None:
         self.faults = WireFaults()
         self.record = WireRecord()
+        self.starved: set[str] = set()
+        """Members that get no blobs."""
         self.port = 0
         self._upstream = f"127.0.0.1:{upstream}"
         self._seed = seed
@@ -73,9 +75,12 @@ class FaultProxy:
             try:
                 yield self
             finally:
+                for member in list(self._links):
+                    self.cut(member)
                 for _, dialled in self._dialled.values():
                     await dialled.close()
         await self._http.aclose()
+        await asyncio.sleep(0.1)  # what was cut is closed in a later turn
 
     def cut(self, member: str) -> None:
         """End the connections of a member without a word."""
@@ -90,10 +95,12 @@ class FaultProxy:
     async def _answer(self, down: ServerConnection, request: Request) -> Response | None:
         """Answer for the coordinator, or dial it and let the session begin."""
         authorization = request.headers.get("Authorization", "")
-        if request.path.startswith("/v1/blobs/"):
-            return await self._blob(request, authorization)
         parts = authorization.split(".")
         member = parts[1] if len(parts) > 1 else "nobody"
+        if request.path.startswith("/v1/blobs/"):
+            if member in self.starved:
+                return _response(404, b"there is no such blob\n")
+            return await self._blob(request, authorization)
         for other, (name, dialled) in list(self._dialled.items()):
             if name == member:  # the worker has given up in between
                 del self._dialled[other]
@@ -143,16 +150,18 @@ class FaultProxy:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0.05)  # what was on its way arrives, as a goodbye does before the end
+            for end in (up, down):
+                with suppress(ConnectionClosed, OSError):
+                    await end.close()
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for end in (up, down):
+                end.transport.abort()  # also where the proxy is closed meanwhile
                 ends.remove(end)
-                with suppress(ConnectionClosed, OSError):
-                    await end.close()
             for lane_ in (rising, falling):
                 self._lanes[member].remove(lane_)
+            await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()  # a mistake of ours, or a law that was broken
 

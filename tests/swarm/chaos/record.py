@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from rollover.swarm.wire.messages import (
     unpack_ids,
 )
 
+SAMPLE = re.compile(r"g\d+\.\d+\.")
+"""Keys of samples that are trained; checks and evaluations have others, and are in no journal."""
+
 
 @dataclass
 class SeenCall:
@@ -29,6 +33,7 @@ class SeenCall:
     tokens: dict[int, int]
     num_acked: int = 0
     """Its worker was told that so many tokens are durable."""
+    is_over: bool = False
 
     def put(self, offset: int, ids: tuple[int, ...]) -> int:
         """Take note of tokens, and return how many of them were known. A position never changes."""
@@ -59,12 +64,14 @@ class WireRecord:
         match message:
             case Hello(held=held):
                 self.hellos.append((time.monotonic(), member))
-                for call in held:
-                    self.calls.setdefault(call.call_id, SeenCall(call.sample_key, {}))
+                for offer in held:
+                    self.calls.setdefault(offer.call_id, SeenCall(offer.sample_key, {}))
             case Serving(version=version):
                 self.servings.append((time.monotonic(), member, version))
             case Decoded():
-                self.repeated_tokens += self.calls[message.call_id].put(message.offset, unpack_ids(message.token_ids))
+                call = self.calls[message.call_id]
+                self.repeated_tokens += call.put(message.offset, unpack_ids(message.token_ids))
+                call.is_over = message.finish_reason is not None
 
     def down(self, member: str, message: FromCoordinator) -> None:
         """A message goes out to a worker."""
@@ -86,6 +93,8 @@ class WireRecord:
             case Goodbye():
                 self.goodbyes.append((member, message))
 
-    def first(self, events: list[tuple[float, str]], member: str, since_s: float) -> float | None:
-        """Return the time of the first of ``events`` of a member behind ``since_s``."""
-        return next((at_s for at_s, name in events if name == member and at_s > since_s), None)
+    def num_under_way(self) -> int:
+        """Return how many calls of samples that are trained have tokens, and more to come."""
+        return sum(
+            bool(call.tokens) and not call.is_over for call in self.calls.values() if SAMPLE.fullmatch(call.sample_key)
+        )

@@ -11,18 +11,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.launch import free_port
 from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.status import StatusFile, SwarmStatus
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 from tests.runs import Cue
@@ -70,6 +71,9 @@ class Stage:
     Args:
         argv: settings of the run.
         seed: of the lots that the network draws.
+        run: the run directory.
+        caches: the folder of the members' caches.
+        with_relay: blobs go through nginx, where it is installed.
     """
 
     def __init__(
@@ -81,9 +85,11 @@ class Stage:
         speeds: Mapping[str, float] = SPEEDS,
         run: Path | None = None,
         caches: Path | None = None,
+        with_relay: bool = True,
     ) -> None:
         self.folder, self.speeds, self.run = folder, speeds, run or folder / "out"
         self._caches = caches or folder
+        self._with_relay = with_relay and nginx_program() is not None
         self._argv = tuple(argv)
         self.port = free_port()
         self.proxy = FaultProxy(self.port, seed)
@@ -98,7 +104,7 @@ class Stage:
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_blow_s = 0.0
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
         """Start everybody; in the end nobody is left."""
         async with self.proxy.listening():
@@ -116,8 +122,7 @@ class Stage:
         config = re.sub(r"\[engine\]\n.*?(?=\[trainer\])", "", runs.CONFIG, flags=re.DOTALL)
         engine = f'[engine]\nkind = "swarm"\nlease_s = {LEASE_S}\nmax_running = 24\n'
         swarm = self.run / "swarm"
-        with_relay = nginx_program() is not None
-        if with_relay:
+        if self._with_relay:
             # Made before the trainer has made its folder, since the address of the relay is in its settings.
             relay = Relay(self.folder / "nginx", f"http://127.0.0.1:{self.proxy.port}/v1/blobs")
             engine += f'blob_urls = ["{relay.url}"]\n'
@@ -126,7 +131,7 @@ class Stage:
         await self.until("the swarm", lambda: (swarm / "status.json").exists())
         key = open_key(swarm / "publisher.key").public_key()
         credentials = Credentials(swarm / "workers.json")
-        if with_relay:
+        if self._with_relay:
             relay.configure(credentials.add("nginx", key).text)
             relay.start()
             self.cast["nginx"] = relay
@@ -250,7 +255,7 @@ class Stage:
         if name not in ("coordinator", "nginx"):
             return any(who == name and at_s > start_s for at_s, who, _ in self.proxy.record.servings)
         relay = self.cast["nginx"] if name == "nginx" else None
-        return await _answers(relay.port if isinstance(relay, Relay) else self.port)
+        return await answers(relay.port if isinstance(relay, Relay) else self.port)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -273,6 +278,10 @@ class Stage:
                 self.spawn(self._again(name, way, 0.0))
             assert code in (None, 0, -signal.SIGKILL), f"{name} ended with {code}\n{self.last_words()}"
 
+    def status(self) -> SwarmStatus:
+        """Return the state of the swarm as the coordinator has written it last."""
+        return StatusFile(self.run / "swarm" / "status.json").read()
+
     def last_words(self) -> str:
         return "\n".join(process.last_words() for process in self.cast.values())
 
@@ -282,7 +291,7 @@ class Stage:
         return len(set(re.findall(r'"step": (\d+)', path.read_text()))) if path.exists() else 0
 
 
-async def _answers(port: int) -> bool:
+async def answers(port: int) -> bool:
     """Tell whether a server on this machine answers a request, whatever it says."""
     try:
         async with asyncio.timeout(2.0):
@@ -292,5 +301,7 @@ async def _answers(port: int) -> bool:
                 return (await reader.readline()).startswith(b"HTTP/1.1 ")
             finally:
                 writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
     except (OSError, TimeoutError):
         return False

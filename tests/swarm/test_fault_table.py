@@ -1,0 +1,173 @@
+"""Faults of whole processes, one at a time, and the law that must hold of each; ``test_chaos.py`` mixes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.swarm.chaos.forked import Forked
+from tests.swarm.chaos.laws import check_laws, check_members
+from tests.swarm.chaos.stage import LEASE_S, Stage
+
+pytestmark = pytest.mark.slow
+
+STEPS, BOUND = 8, 2
+TWO = {"laptop": 1000.0, "phone": 300.0}
+
+
+@pytest.fixture
+def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
+    return runs.write_experiment(tmp_path, tiny_model).parent
+
+
+def stage_in(folder: Path, *argv: str, steps: int = STEPS, speeds: Mapping[str, float] = TWO, **more: Path) -> Stage:
+    settings = ("--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(BOUND), "--steps", str(steps))
+    return Stage(folder, (*settings, *argv), seed="0", speeds=speeds, with_relay=False, **more)
+
+
+async def finish(stage: Stage, steps: int = STEPS) -> None:
+    await stage.until("the end of the run", lambda: stage.is_over)
+    check_laws(stage.run, steps, BOUND, stage.proxy.record)
+    check_members(stage.proxy.record)
+
+
+async def until_step(stage: Stage, step: int) -> None:
+    await stage.until(f"step {step}", lambda: stage.steps_done() > step)
+
+
+def test_a_worker_that_is_stopped_for_longer_than_its_lease_wakes_up_fenced_and_joins_again(
+    experiment_folder: Path,
+) -> None:
+    async def scene() -> None:
+        async with stage_in(experiment_folder, steps=16).open() as stage:
+            await until_step(stage, 1)
+            await stage.until("a call of the laptop", lambda: any(w.num_calls for w in stage.status().workers))
+            stage.spawn(stage.pause("laptop", 2 * LEASE_S))
+            paused_s, steps = time.monotonic(), stage.steps_done()
+            away = "the end of the laptop's lease"
+            await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["laptop"] == "away")
+            assert time.monotonic() - paused_s > LEASE_S / 2
+            await stage.until("a step without the laptop", lambda: stage.steps_done() > steps)
+            back = "the laptop's return"
+            await stage.until(
+                back, lambda: any(at_s > paused_s for at_s, who in stage.proxy.record.welcomes if who == "laptop")
+            )
+            await finish(stage, 16)
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_doubles_nothing(
+    experiment_folder: Path,
+) -> None:
+    async def scene() -> None:
+        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
+        async with stage_in(experiment_folder, speeds=slow).open() as stage:
+            await until_step(stage, 1)
+            await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
+            hellos = len(stage.proxy.record.hellos)
+            await stage.kill("coordinator", 0.5)
+            await finish(stage)
+            again = {member for _, member in stage.proxy.record.hellos[hellos:]}
+            assert again == set(TWO)
+
+    asyncio.run(scene())
+
+
+def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder: Path) -> None:
+    async def scene() -> None:
+        async with stage_in(experiment_folder, steps=4).open() as stage:
+            await until_step(stage, 0)
+            second = Forked(experiment_folder, "second", ("train", "--resume", str(stage.run)))
+            try:
+                await stage.until("the end of the second", lambda: second.exit_code is not None)
+            finally:
+                second.kill()
+            assert second.exit_code == 2
+            assert "in use by" in second.last_words() or "another process" in second.last_words()
+            await finish(stage, 4)
+
+    asyncio.run(scene())
+
+
+def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_folder: Path) -> None:
+    async def scene() -> None:
+        async with stage_in(experiment_folder).open() as stage:
+            await stage.until("the phone", lambda: any(who == "phone" for _, who, _ in stage.proxy.record.servings))
+            stage.proxy.starved.add("phone")
+            await until_step(stage, STEPS - 2)
+            phone = next(w for w in stage.status().workers if w.name == "phone")
+            assert phone.lag is not None and phone.lag > BOUND
+            assert "no source has blob" in (experiment_folder / "phone.log").read_text()
+            await finish(stage)
+
+    asyncio.run(scene())
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of its own, where one may be mounted."""
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "rollover-test", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take all the space that is left."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return ballast
+
+
+def test_a_full_disk_at_the_coordinator_ends_the_run_with_a_message_and_loses_nothing(experiment_folder: Path) -> None:
+    async def scene(disk: Path) -> None:
+        async with stage_in(experiment_folder, run=disk / "out").open() as stage:
+            await until_step(stage, 1)
+            ballast = fill(disk)
+            coordinator = stage.cast["coordinator"]
+            give_up_s = time.monotonic() + 60
+            while (code := coordinator.exit_code) is None:
+                assert time.monotonic() < give_up_s, stage.last_words()
+                await asyncio.sleep(0.05)
+            assert code == 2 and "space" in coordinator.last_words()
+            ballast.unlink()
+            stage.start("coordinator")
+            await finish(stage)
+
+    with small_disk(experiment_folder / "disk", 512) as disk:  # a run asks for some beforehand
+        asyncio.run(scene(disk))
+
+
+def test_a_full_disk_at_a_worker_leaves_it_with_the_weights_it_has(experiment_folder: Path) -> None:
+    async def scene(disk: Path) -> None:
+        async with stage_in(experiment_folder, steps=12, caches=disk).open() as stage:
+            await until_step(stage, 0)
+            ballast = fill(disk)
+            log = experiment_folder / "laptop.log"
+            await stage.until("the message", lambda: "no space left on the disk" in log.read_text())
+            ballast.unlink()
+            servings, full_s = stage.proxy.record.servings, time.monotonic()
+            await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
+            await finish(stage, 12)
+
+    with small_disk(experiment_folder / "disk", 24) as disk:
+        asyncio.run(scene(disk))

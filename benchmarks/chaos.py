@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -114,7 +115,8 @@ def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs:
     root = Path(tempfile.mkdtemp(prefix="rollover-chaos-"))
     model = runs.save_model(root / "model")
     todo = (case for seed in range(1000) for case in cases(seed) if (case.name, case.seed) not in known)
-    with ThreadPoolExecutor(jobs) as pool:
+    # Processes, each with a server of its own to fork from: whose children have ended is not known twice.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(one, next(todo), model, root) for _ in range(jobs)}
         try:
             while running:

@@ -99,7 +99,7 @@ def command(
         require("nats", purpose=f"joining {address}")
         address = address.having(NatsCredentials.read(nats_credentials) if nats_credentials is not None else None)
     elif nats_credentials is not None:
-        raise ConfigError(f"--nats-credentials has no effect: {address} is not on a NATS cluster")
+        raise ConfigError(f"{address} is not on a NATS cluster: leave out --nats-credentials")
     token = read_token(token_file, os.environ)
     if isinstance(config.engine, EmbeddedConfig):
         require("torch", "safetensors", purpose="the embedded engine of a worker")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +84,7 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
             require("nats", purpose='engine.transport = "nats"')
             from rollover.swarm.coordinator.nats_open import check_nats
 
-            return [f"swarm: {line}" for line in (*asyncio.run(check_nats(config.engine)), *blobs)]
+            return [f"swarm: {line}" for line in (*check_nats(config.engine), *blobs)]
         from rollover.swarm.coordinator.listening import check_listening
 
         return [f"swarm: {line}" for line in (*check_listening(config.engine), *blobs)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollover.errors import ConfigError, EngineError, require
@@ -105,8 +106,13 @@ async def open_nats_side(config: SwarmConfig) -> NatsSide:
     return NatsSide(cluster, bucket)
 
 
-async def check_nats(config: SwarmConfig) -> list[str]:
+def check_nats(config: SwarmConfig) -> list[str]:
     """Try the cluster and leave it again; return what a user should know. Raises as ``open_nats_side``."""
+    with ThreadPoolExecutor(1) as pool:  # the caller may be on an event loop, which this must not be
+        return pool.submit(lambda: asyncio.run(_checked(config))).result()
+
+
+async def _checked(config: SwarmConfig) -> list[str]:
     side = await open_nats_side(config)
     await side.close()
     places = ", ".join((*config.blob_urls, *side.blob_urls))

@@ -48,7 +48,7 @@ class NatsAddress:
         if "@" in hosts or "?" in url or "#" in url:
             raise ConfigError(
                 "the NATS address holds a login, a query or a fragment: leave it out; logins belong in a file"
-                " (--nats-credentials, or engine.nats_credentials)"
+                " (--nats-credentials)"
             )
         servers = tuple(_server(scheme, host, url) for host in hosts.split(","))
         subject = subject.rstrip("/") or _DEFAULT_SUBJECT

@@ -42,6 +42,7 @@ _LEAST_PAYLOAD_BYTES = 4096
 _MAX_PENDING_BYTES = 64 * 2**20
 """Messages that came and were not dealt with; beyond, they are dropped, which the sessions notice."""
 _MAX_REASON = 300
+_CERTIFICATE_WANTED = "if it wants a client certificate, name its file by --nats-credentials"
 
 
 class NatsFailure(EngineError):
@@ -135,8 +136,9 @@ class NatsConnection:
             raise
         return True
 
-    async def flush(self, timeout_s: float = PING_S) -> None:
-        """Return when the server has dealt with all that was sent. Raises ``NatsFailure``."""
+    async def flush(self) -> None:
+        """Return when the server has dealt with all that was sent. Raises ``NatsFailure``, after ``PING_S``."""
+        timeout_s = PING_S
         try:
             async with asyncio.timeout(timeout_s):
                 await self._unless_ended(self._client.flush(timeout=timeout_s * 2))  # type: ignore[arg-type]
@@ -230,8 +232,7 @@ async def _connect(
     if not client.is_connected:
         await _close(client)
         raise NatsFailure(
-            f"{server} has closed the connection instead of letting us in: does it want a client certificate"
-            " (--nats-credentials, engine.nats_credentials)?",
+            f"{server} has closed the connection instead of letting us in; {_CERTIFICATE_WANTED}",
             is_final=False,
         )
     connection = NatsConnection(client, server)
@@ -256,7 +257,9 @@ class _OneServer(Client):
 
     async def failed(self, error: Exception) -> None:
         if self.owner is None:
-            raise error
+            if self._reading_task is None:  # no connection yet: the library would try again
+                raise error
+            return
         if isinstance(error, nats.errors.SlowConsumerError):
             return  # what was dropped is missing in its session, which ends
         if "permissions violation" in str(error).lower():
@@ -304,22 +307,25 @@ def _not_connected(server: str, error: Exception, timeout_s: float) -> NatsFailu
             is_final=True,
         )
     if isinstance(error, ssl.SSLError):
-        return NatsFailure(f"{server}: TLS failed: {error.reason or text}", is_final=True)
+        reason = str(getattr(error, "reason", None) or error.args[0])
+        wanted = f"; {_CERTIFICATE_WANTED}" if "CERTIFICATE" in reason else ""
+        return NatsFailure(f"{server}: TLS failed: {reason}{wanted}", is_final=True)
     if "authorization" in text.lower() or "authentication" in text.lower():
         return NatsFailure(
-            f"{server} refuses the login ({_said(error)}): name the file of one that is valid with --nats-credentials"
-            " (engine.nats_credentials)",
+            f"{server} refuses the login ({_said(error)}): name the file with a valid one by --nats-credentials",
             is_final=True,
         )
     if isinstance(error, TimeoutError):
         return NatsFailure(f"{server} did not open a connection within {timeout_s:g} s", is_final=False)
     if "INFO" in text:
         return NatsFailure(f"{server} does not answer as a NATS server does; is the address right?", is_final=True)
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return NatsFailure(f"{server} has closed the connection at once; {_CERTIFICATE_WANTED}", is_final=False)
     if isinstance(error, OSError):
         return NatsFailure(f"{server} cannot be reached: {error.strerror or error}", is_final=False)
     return NatsFailure(f"{server} did not open a connection: {_said(error)}", is_final=False)
 
 
 def _said(error: BaseException | None) -> str:
-    text = str(error).removeprefix("nats: ").strip("'\" ") or type(error).__name__
+    text = str(error).removeprefix("nats: ").strip("' ") or type(error).__name__
     return redacted_text(text)[:_MAX_REASON]

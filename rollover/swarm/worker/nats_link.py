@@ -96,6 +96,8 @@ class NatsLink:
     async def _watch(self) -> None:
         """Notice the end of the connection."""
         failure = await self._connection.until_ended()
+        if not self._opened.done():
+            self._fail(failure)
         self._fail(Disconnected(f"the connection to {self._address} ended: {failure}"))
 
     async def _send(self, pump: ChannelPump) -> None:

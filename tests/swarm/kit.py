@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -60,6 +61,19 @@ def request(
         least_version=least_version,
         is_journaled=journaled,
     )
+
+
+def assert_ranked(hub: Coordinator) -> None:
+    """The ranking was told of every change."""
+    able = {m.name: m for m in hub.members.values() if m.serves(checked=hub.checks) is not None}
+    ranking = hub._ranking
+    assert ranking.max_running == sum(m.ready.max_running for m in able.values() if m.ready is not None)
+    assert ranking._places.keys() == able.keys()
+    for name, place in ranking._places.items():
+        candidate = able[name].candidate(hub.head.version, 0.0)
+        load = candidate.num_running / candidate.max_running
+        assert place.key == (-(candidate.call_tokens_per_s or 0.0), load, name)
+        assert (place.version, place.is_free) == (candidate.version, candidate.room > 0)
 
 
 @dataclass

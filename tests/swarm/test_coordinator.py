@@ -30,7 +30,7 @@ from rollover.swarm.wire.messages import (
     pack_logprobs,
 )
 from rollover.types import FinishReason
-from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
+from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, assert_ranked, head, request, response
 
 TTL_S = 15.0
 
@@ -518,6 +518,10 @@ class Swarm(RuleBasedStateMachine):
     def tokens_are_the_samples_own(self) -> None:
         for sample, tokens in self.done.items():
             assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
+
+    @invariant()
+    def members_are_ranked_as_they_are(self) -> None:
+        assert_ranked(self.hub)
 
     @invariant()
     def each_call_is_with_one_member(self) -> None:

@@ -25,7 +25,16 @@ from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Goodbye, Welcome, decode_down, encode
+from rollover.swarm.wire.messages import (
+    SUBPROTOCOL,
+    CallState,
+    FromWorker,
+    Goodbye,
+    Heartbeat,
+    Welcome,
+    decode_down,
+    encode,
+)
 from rollover.types import FinishReason
 from tests.swarm.certificates import make_certificate
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
@@ -253,6 +262,18 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
             wire.worker.decode("g0.0#0.", 10)
             for piece in wire.worker.send("g0.0#0."):
                 await wire.say(structs.replace(piece, version=1))
+            # They are refused; the next heartbeat says that they were sent, and names no such version.
+            sent = CallState(call_id="g0.0#0.", start=0, sent=20)
+            beat = Heartbeat(
+                number=1,
+                num_running=1,
+                tokens_per_s=9.0,
+                mean_running=1.0,
+                num_held=20,
+                calls=(sent,),
+                serving=head(0),
+            )
+            await wire.say(beat)
             bye = await wire.hear()
             assert isinstance(bye, Goodbye) and bye.is_final
             assert "tokens of version 1, which it was not confirmed to serve" in bye.reason

@@ -36,7 +36,7 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.types import FinishReason
 from tests.swarm.held_worker import HeldWorker
-from tests.swarm.kit import LENGTH, VOCAB, head, request, response
+from tests.swarm.kit import LENGTH, VOCAB, assert_ranked, head, request, response
 
 TTL_S = 15.0
 NUM_ROUNDS = 60
@@ -587,6 +587,10 @@ class LossySwarm(RuleBasedStateMachine):
     @invariant()
     def nobody_is_sent_away_for_what_the_network_did(self) -> None:
         assert not any(member.distrust for member in self.hub.members.values())
+
+    @invariant()
+    def members_are_ranked_as_they_are(self) -> None:
+        assert_ranked(self.hub)
 
     @invariant()
     def each_call_is_with_one_member(self) -> None:

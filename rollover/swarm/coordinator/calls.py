@@ -6,7 +6,7 @@ wanted any more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from rollover.swarm.coordinator.acknowledgements import Acknowledgements
 from rollover.swarm.coordinator.effects import Deliver, Effect, Fail, Send
@@ -21,13 +21,16 @@ class SwarmCalls:
 
     Args:
         members: the swarm's, by name.
+        changed: called when the load of a member has changed.
 
     Example: ``calls.add("a#1.", call)`` and ``calls.give("a#1.", member)``; ``calls.cut(["a#1."])`` ends it with what
     has arrived, and has the member forget it.
     """
 
-    def __init__(self, members: Mapping[str, SwarmMember], *, newest: int) -> None:
-        self._members = members
+    def __init__(
+        self, members: Mapping[str, SwarmMember], changed: Callable[[SwarmMember], None], *, newest: int
+    ) -> None:
+        self._members, self._changed = members, changed
         self._calls: dict[str, SwarmCall] = {}
         self._waiting: dict[str, None] = {}
         """Calls without a member, in order of arrival."""
@@ -65,6 +68,7 @@ class SwarmCalls:
         self._waiting.pop(call_id, None)
         call.member, call.held_as = member.name, held_as
         member.calls.add(call_id)
+        self._changed(member)
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
 
     def ended(self, call_id: str) -> None:
@@ -77,7 +81,9 @@ class SwarmCalls:
         else:
             self.acknowledgements.dropped(call_id)
         if call.member is not None:
-            self._members[call.member].calls.discard(call_id)
+            member = self._members[call.member]
+            member.calls.discard(call_id)
+            self._changed(member)
 
     def failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
         """End calls of a member with an error; those that were to be stopped anyway, with what has arrived."""

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.calls import SwarmCalls
-from rollover.swarm.coordinator.dispatch import Candidate, Work, choose, drain_s
 from rollover.swarm.coordinator.effects import (
     Changed,
     CheckLogprobs,
@@ -33,8 +32,9 @@ from rollover.swarm.coordinator.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.placing import Placing
+from rollover.swarm.coordinator.ranking import Ranking
 from rollover.swarm.coordinator.reconcile import confirmed, disagreements
-from rollover.swarm.coordinator.remaining import RemainingTokens
 from rollover.swarm.coordinator.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -95,19 +95,16 @@ class Coordinator:
         self.counters = SwarmCounters()
         self.checks = checks
         self._ttl_s = ttl_s
-        self._exact = exact
         self._blob_urls = blob_urls
         self._publications = {head.version: head.manifest} if head.manifest else {}
         self._began_at = head.version
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._calls = SwarmCalls(self.members, newest=head.version)
+        self._ranking = Ranking(checks=checks)
+        self._calls = SwarmCalls(self.members, self._ranking.changed, newest=head.version)
         self.calls_of = self._calls.of
-        self._remaining = RemainingTokens()
-        self._num_to_come = 0
-        self._now_s = 0.0
-        """When something was heard last."""
-        self._published_s = 0.0
+        self._placing = Placing(self.members, self._calls, self._ranking, self.counters, exact=exact, checks=checks)
+        self._placing.newest = head.version
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -126,6 +123,7 @@ class Coordinator:
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.ready = member.version = member.checked_version = None
         member.last_heartbeat, member.suspected = 0, {}
+        self._ranking.changed(member)
         effects.append(Send(member.lease, self._welcome(member)))
         return effects + self._take_up(member, hello)
 
@@ -143,6 +141,7 @@ class Coordinator:
 
     def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
         """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
+        self._placing.forget(member)
         if hello.run_id != self.run.run_id:
             return self._calls.failed(member, f"{member.name} was started anew", set(member.calls))
         held = {call.call_id: call for call in hello.held}
@@ -155,7 +154,6 @@ class Coordinator:
             held = {}
         self._confirm(member, hello.served, common)
         effects += self._calls.failed(member, f"{member.name} was started anew", member.calls - held.keys())
-        member.held = {}
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
             if call is not None and call.member == member.name:
@@ -163,7 +161,7 @@ class Coordinator:
                 if call.is_aborted:
                     effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
             elif self._calls.acknowledgements.get(call_id) is None:
-                member.held[offer.sample_key] = offer
+                self._placing.offer(member, offer)
         return effects
 
     def _confirm(self, member: SwarmMember, heads: Iterable[Head], common: int = -1) -> None:
@@ -176,6 +174,7 @@ class Coordinator:
         """The connection of a lease is gone; the lease goes on until its time is over."""
         if (member := self._leases.get(lease)) is not None:
             member.is_connected = False
+            self._ranking.changed(member)
             return [Changed(f"{member.name} has lost its connection")]
         return []
 
@@ -183,7 +182,7 @@ class Coordinator:
         """End the leases whose members were not heard of for ``ttl_s``, and promises that nobody took up."""
         effects: list[Effect] = []
         for lease, member in list(self._leases.items()):
-            member.reserved = {key: until_s for key, until_s in member.reserved.items() if until_s > now_s}
+            self._placing.lapse(member, now_s)
             if now_s - member.heard_s > self._ttl_s:
                 self.counters.expired_leases += 1
                 reason = f"{member.name} has not been heard of for {self._ttl_s:g} s"
@@ -202,7 +201,8 @@ class Coordinator:
         self._leases.pop(member.lease, None)
         member.is_connected, member.lease, member.last_error = False, 0, reason
         member.ready = member.version = member.checked_version = None
-        member.reserved, member.held = {}, {}
+        self._placing.forget(member)
+        self._ranking.changed(member)
         failed = self._calls.failed(member, reason, set(member.calls))
         return [*failed, Changed(reason)]
 
@@ -217,7 +217,7 @@ class Coordinator:
         if member is None or not member.is_connected:
             self.counters.fenced += 1
             return []
-        member.heard_s = self._now_s = now_s
+        member.heard_s = self._placing.now_s = now_s
         try:
             return self._handle(member, message)
         except ProtocolError as e:
@@ -228,13 +228,16 @@ class Coordinator:
             case Decoded():
                 return self._decoded(member, message)
             case Heartbeat():
-                return [*self._beaten(member, message), *self._placed()]
+                return [*self._beaten(member, message), *self._placing.place_waiting()]
             case CallFailed(call_id=call_id, reason=reason):
-                return self._calls.failed(member, f"{member.name}: {reason}", {call_id} & member.calls) + self._placed()
+                return (
+                    self._calls.failed(member, f"{member.name}: {reason}", {call_id} & member.calls)
+                    + self._placing.place_waiting()
+                )
             case Ready():
-                return [*self._is_ready(member, message), *self._placed()]
+                return [*self._is_ready(member, message), *self._placing.place_waiting()]
             case Serving():
-                return [*self._serving(member, message), *self._placed()]
+                return [*self._serving(member, message), *self._placing.place_waiting()]
             case NotServing(version=version, reason=reason):
                 member.last_error = f"version {version}: {reason}"
                 return []
@@ -254,6 +257,7 @@ class Coordinator:
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         member.ready = ready
+        self._ranking.changed(member)
         return [Changed(f"{member.name} is ready")]
 
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
@@ -266,6 +270,7 @@ class Coordinator:
         member.loaded(serving)
         if version == member.version:
             return []
+        self._ranking.changed(member)
         effects: list[Effect] = [] if version in member.served else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
         for old in sorted(member.served)[:-NUM_SERVED]:
@@ -298,10 +303,10 @@ class Coordinator:
             effects.append(Send(member.lease, ack))
         if call.stream.is_over:
             if out[-1].finish_reason is not FinishReason.ABORT:
-                self._remaining.ended(call.stream.position)
-                effects += self._withdrawn(call.request.sample_key)
+                self._placing.remaining.ended(call.stream.position)
+                effects += self._placing.withdraw(call.request.sample_key)
             self._calls.ended(message.call_id)
-            effects += self._placed()
+            effects += self._placing.place_waiting()
         return effects
 
     def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
@@ -309,8 +314,11 @@ class Coordinator:
         effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
+        if not (0 <= beat.tokens_per_s < math.inf and 0 <= beat.mean_running < math.inf):
+            raise ProtocolError(f"a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g} calls")
         member.last_heartbeat = beat.number
         member.measured(beat.tokens_per_s, beat.mean_running)
+        self._ranking.changed(member)
         member.num_held, member.is_full = beat.num_held, beat.is_full
         self._confirm(member, (head for head in beat.served if head.version <= self.head.version))
         if beat.serving is not None:
@@ -345,14 +353,16 @@ class Coordinator:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
         self._began_at = self._began_at if self._publications else head.version
-        self.head, self._published_s, self._calls.newest = head, self._now_s, head.version
+        self.head, self._calls.newest, self._placing.newest = head, head.version, head.version
+        self._placing.published_s = self._placing.now_s
         self._publications[head.version] = head.manifest
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:
         """The log-probs of a member are those of ``version``."""
+        self._ranking.changed(self.members[name])
         self.members[name].checked_version = version
-        return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placed()]
+        return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placing.place_waiting()]
 
     def distrust(self, name: str, reason: str) -> list[Effect]:
         """Send a member away for good; its calls fail."""
@@ -378,7 +388,7 @@ class Coordinator:
     @property
     def max_running(self) -> int:
         """Calls that all members which may get some decode at the same time."""
-        return sum(m.ready.max_running for m in self._serving_members() if m.ready is not None)
+        return self._ranking.max_running
 
     @property
     def num_running(self) -> int:
@@ -394,33 +404,23 @@ class Coordinator:
     ) -> int | None:
         """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
         when no member should get the call now. ``num_waiting``: calls that are still to come beside this one."""
-        self._num_to_come = num_waiting
-        name = choose(self._candidates(), self._work(self._least(least_version), 0, max_new_tokens))
-        if name is None:
-            return None
-        member = self.members[name]
-        member.reserved[sample_key] = until_s
-        return member.version
+        return self._placing.promise(
+            sample_key, least_version, max_new_tokens, num_waiting=num_waiting, until_s=until_s
+        )
 
     def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
         """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
         none, and then also before its log-probs are checked."""
         call_id = request.request_id
-        call = SwarmCall(request, self._least(request.least_version))
+        call = SwarmCall(request, self._placing.least(request.least_version))
         self._calls.add(call_id, call)
-        if only is not None:
-            member = self.members[only]
-            if member.serves(checked=False) is not None:
-                return self._assign(call_id, call, member)
-            self._calls.ended(call_id)
-            return [Fail(call_id, f"{only} is gone: {member.last_error}")]
-        effects = self._adopted(call_id, call)
-        if call.member is not None:
-            return effects
-        for member in self._leases.values():
-            if member.reserved.pop(request.sample_key, None) is not None and self._can_serve(member, call):
-                return [*effects, *self._assign(call_id, call, member)]
-        return [*effects, *self._placed()]
+        if only is None:
+            return self._placing.place(call_id, call)
+        member = self.members[only]
+        if member.serves(checked=False) is not None:
+            return self._placing.assign(call_id, call, member)
+        self._calls.ended(call_id)
+        return [Fail(call_id, f"{only} is gone: {member.last_error}")]
 
     def aborted(self, call_ids: Collection[str]) -> list[Effect]:
         """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
@@ -433,68 +433,3 @@ class Coordinator:
     def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
         """The first ``num_tokens`` of a sample's response are durable."""
         return self._calls.durable(sample_key, num_tokens)
-
-    # -- placing ----------------------------------------------------------------------------------------------
-
-    def _placed(self) -> list[Effect]:
-        """Give waiting calls to members as far as there is room."""
-        effects: list[Effect] = []
-        for call_id, call in self._calls.waiting():
-            candidates = self._candidates()
-            if not any(c.room > 0 for c in candidates):
-                break
-            effects += self._adopted(call_id, call)
-            if call.member is None:
-                name = choose(candidates, self._work(call.least_version, call.stream.position, call.limit))
-                if name is not None:
-                    effects += self._assign(call_id, call, self.members[name])
-        return effects
-
-    def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
-        """Have a member go on with a call of the sample that it holds, where one does."""
-        key, position = call.request.sample_key, call.stream.position
-        for member in self._leases.values():
-            offer = member.held.get(key)
-            if offer is None or not member.is_connected:
-                continue
-            del member.held[key]
-            if not offer.start <= position <= offer.end:
-                return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
-            self._calls.give(call_id, member, held_as=offer.call_id)
-            self.counters.adopted_calls += 1
-            return [Send(member.lease, call.adoption(offer.call_id, call_id))]
-        return []
-
-    def _withdrawn(self, sample_key: str) -> list[Effect]:
-        """Let go of what members offer of a sample that is finished."""
-        offers = [(m, offer) for m in self._leases.values() if (offer := m.held.pop(sample_key, None)) is not None]
-        return [Send(member.lease, Release(call_ids=(offer.call_id,))) for member, offer in offers]
-
-    def _assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
-        self._calls.give(call_id, member)
-        return [Send(member.lease, call.assignment(call_id))]
-
-    def _serving_members(self) -> list[SwarmMember]:
-        return [member for member in self._leases.values() if member.serves(checked=self.checks) is not None]
-
-    def _candidates(self) -> list[Candidate]:
-        elapsed_s = self._now_s - self._published_s
-        return [member.candidate(self.head.version, elapsed_s) for member in self._serving_members()]
-
-    def _can_serve(self, member: SwarmMember, call: SwarmCall) -> bool:
-        version = member.serves(checked=self.checks)
-        return version is not None and version >= call.least_version
-
-    def _least(self, least_version: int) -> int:
-        return max(least_version, self.head.version) if self._exact else least_version
-
-    def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
-        typical = self._remaining.expected(0, limit)
-        num_calls = self.num_running / 2 + self.num_waiting + self._num_to_come
-        return Work(
-            least_version=least_version,
-            remaining_tokens=self._remaining.expected(num_decoded, limit),
-            mean_remaining_tokens=typical / 2,
-            # A batch that is waited for has an end; where members decode without pause there is always more.
-            horizon_s=drain_s(self._candidates(), num_calls * typical) if self._exact else math.inf,
-        )

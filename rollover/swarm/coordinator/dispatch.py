@@ -66,7 +66,7 @@ class Work:
 def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
     """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
     able = [c for c in candidates if c.max_running > 0 and (c.version >= work.least_version or c.ready_s < math.inf)]
-    typical = _typical_speed(able)
+    typical = typical_speed(able)
     timed = [
         (finish_s(c, work, typical), c.num_running / c.max_running, c.name)
         for c in able
@@ -92,11 +92,11 @@ def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> floa
 
 def drain_s(candidates: Iterable[Candidate], num_tokens: float) -> float:
     """Return the time in which all members together would decode ``num_tokens``; infinite while no speed is known."""
-    speed = sum((c.call_tokens_per_s or 0.0) * c.max_running for c in candidates)
+    speed = math.fsum((c.call_tokens_per_s or 0.0) * c.max_running for c in candidates)
     return num_tokens / speed if speed else math.inf
 
 
-def _typical_speed(candidates: Iterable[Candidate]) -> float:
+def typical_speed(candidates: Iterable[Candidate]) -> float:
     """Return what a member is taken for whose speed is not known: the median of the others."""
     speeds = sorted(c.call_tokens_per_s for c in candidates if c.call_tokens_per_s)
     return speeds[len(speeds) // 2] if speeds else 1.0

@@ -10,6 +10,7 @@ it is; what cannot be decoded is one ``ProtocolError``.
 from __future__ import annotations
 
 import sys
+import threading
 from array import array
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
@@ -366,6 +367,15 @@ class DownEnvelope(Envelope, frozen=True, kw_only=True):
     message: FromCoordinator
 
 
+class _Codecs(threading.local):
+    """The zstd contexts of a thread: making one costs more than compressing a small frame."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_CODECS = _Codecs()
 _ENCODER = msgspec.msgpack.Encoder()
 _UP = msgspec.msgpack.Decoder(UpEnvelope)
 _DOWN = msgspec.msgpack.Decoder(DownEnvelope)
@@ -378,7 +388,7 @@ def encode(lease: int, message: FromWorker | FromCoordinator) -> bytes:
         raise ProtocolError(f"a message of {len(body):,} bytes is above the protocol's {MAX_FRAME_BYTES:,}")
     if len(body) <= _COMPRESS_ABOVE_BYTES:
         return _PLAIN + body
-    return _ZSTD + zstandard.ZstdCompressor(level=1).compress(body)
+    return _ZSTD + _CODECS.compressor.compress(body)
 
 
 def decode_up(frame: bytes) -> UpEnvelope:
@@ -409,7 +419,7 @@ def _body(frame: bytes) -> bytes:
     size = zstandard.frame_content_size(body)
     if not 0 <= size <= MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame says it holds {size:,} bytes, allowed are 0 to {MAX_FRAME_BYTES:,}")
-    return zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_FRAME_BYTES)
+    return _CODECS.decompressor.decompress(body, max_output_size=MAX_FRAME_BYTES)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -1,0 +1,179 @@
+"""Giving calls to members: by promise, by what they hold already, or by the dispatch rule.
+
+What it keeps true: a promise is kept as long as its member can keep it; a call goes to a member whose weights it
+accepts, and in sequential pull only to one that has the newest; nobody decodes again what a connected member offers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rollover.swarm.coordinator.calls import SwarmCalls
+from rollover.swarm.coordinator.dispatch import Work
+from rollover.swarm.coordinator.effects import Effect, Send
+from rollover.swarm.coordinator.members import SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.ranking import Ranking
+from rollover.swarm.coordinator.remaining import RemainingTokens
+from rollover.swarm.coordinator.swarm_call import SwarmCall
+from rollover.swarm.wire.messages import HeldCall, Release
+
+
+class Placing:
+    """Decides who gets which call.
+
+    Args:
+        members: the swarm's, by name.
+        exact: calls go to members with the newest version only.
+        checks: members get calls only under a version that passed the log-prob check.
+
+    Example: ``placing.promised("g4.1.", 3, 512, until_s=60.0)`` returns 4: there is a place at a member that serves
+    version 4.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, SwarmMember],
+        calls: SwarmCalls,
+        ranking: Ranking,
+        counters: SwarmCounters,
+        *,
+        exact: bool,
+        checks: bool,
+    ) -> None:
+        self._members, self._calls, self._ranking, self._counters = members, calls, ranking, counters
+        self._exact, self._checks = exact, checks
+        self.remaining = RemainingTokens()
+        self.newest = 0
+        self.now_s = self.published_s = 0.0
+        """When something was heard last, and when the newest version was published."""
+        self._num_to_come = 0
+        self._promises: dict[str, str] = {}
+        """Member by sample key."""
+        self._offers: dict[str, list[str]] = {}
+        """Members that offer to go on with a sample, by its key."""
+
+    def least(self, least_version: int) -> int:
+        """Return the oldest version that may decode a call."""
+        return max(least_version, self.newest) if self._exact else least_version
+
+    # -- promises -------------------------------------------------------------------------------------------------
+
+    def promise(
+        self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int, until_s: float
+    ) -> int | None:
+        """Keep a place for a call that will be opened soon. Returns the version that its member serves; ``None`` when
+        no member should get the call now."""
+        self._num_to_come = num_waiting
+        name = self._choose(self.least(least_version), 0, max_new_tokens)
+        if name is None:
+            return None
+        self._take_back(sample_key)
+        member = self._members[name]
+        member.reserved[sample_key] = until_s
+        self._promises[sample_key] = name
+        self._ranking.changed(member)
+        return member.version
+
+    def _take_back(self, sample_key: str) -> SwarmMember | None:
+        """End a promise. Returns the member that it named."""
+        member = self._members.get(self._promises.pop(sample_key, ""))
+        if member is None or member.reserved.pop(sample_key, None) is None:
+            return None
+        self._ranking.changed(member)
+        return member
+
+    def lapse(self, member: SwarmMember, now_s: float) -> None:
+        """End the promises that nobody has taken up in time."""
+        for key in [key for key, until_s in member.reserved.items() if until_s <= now_s]:
+            self._take_back(key)
+
+    # -- offers ---------------------------------------------------------------------------------------------------
+
+    def offer(self, member: SwarmMember, held: HeldCall) -> None:
+        """A member could go on with a call of a sample that nobody has asked for yet."""
+        member.held[held.sample_key] = held
+        self._offers.setdefault(held.sample_key, []).append(member.name)
+
+    def forget(self, member: SwarmMember) -> None:
+        """A member keeps no promise and offers nothing any more."""
+        for key in list(member.held):
+            self._let_go(member, key)
+        for key in list(member.reserved):
+            self._promises.pop(key, None)
+        member.reserved.clear()
+
+    def withdraw(self, sample_key: str) -> list[Effect]:
+        """Have members let go of what they offer of a sample that is finished."""
+        effects: list[Effect] = []
+        for name in list(self._offers.get(sample_key, ())):
+            member = self._members[name]
+            offer = self._let_go(member, sample_key)
+            effects.append(Send(member.lease, Release(call_ids=(offer.call_id,))))
+        return effects
+
+    def _let_go(self, member: SwarmMember, sample_key: str) -> HeldCall:
+        names = self._offers[sample_key]
+        names.remove(member.name)
+        if not names:
+            del self._offers[sample_key]
+        return member.held.pop(sample_key)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def place(self, call_id: str, call: SwarmCall) -> list[Effect]:
+        """Give a new call to a member, or have it wait."""
+        effects, member = self._adopted(call_id, call), self._take_back(call.request.sample_key)
+        if call.member is None and member is not None:
+            version = member.serves(checked=self._checks)
+            if version is not None and version >= call.least_version:
+                return [*effects, *self.assign(call_id, call, member)]
+        return effects if call.member is not None else [*effects, *self.place_waiting()]
+
+    def place_waiting(self) -> list[Effect]:
+        """Give waiting calls to members as far as there is room."""
+        effects: list[Effect] = []
+        for call_id, call in self._calls.waiting():
+            if not self._ranking.has_room:
+                break
+            effects += self._adopted(call_id, call)
+            if call.member is None:
+                name = self._choose(call.least_version, call.stream.position, call.limit)
+                if name is not None:
+                    effects += self.assign(call_id, call, self._members[name])
+        return effects
+
+    def assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
+        """Give a call to a member."""
+        self._calls.give(call_id, member)
+        return [Send(member.lease, call.assignment(call_id))]
+
+    def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
+        """Have a member go on with a call of the sample that it holds, where one does."""
+        key, position = call.request.sample_key, call.stream.position
+        connected = (m for name in self._offers.get(key, ()) if (m := self._members[name]).is_connected)
+        if (member := next(connected, None)) is None:
+            return []
+        offer = self._let_go(member, key)
+        if not offer.start <= position <= offer.end:
+            return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
+        self._calls.give(call_id, member, held_as=offer.call_id)
+        self._counters.adopted_calls += 1
+        return [Send(member.lease, call.adoption(offer.call_id, call_id))]
+
+    def _choose(self, least_version: int, num_decoded: int, limit: int) -> str | None:
+        if not self._ranking.has_room:
+            return None
+        work = self._work(least_version, num_decoded, limit)
+        return self._ranking.choose(work, self.newest, self.now_s - self.published_s)
+
+    def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
+        typical = self.remaining.expected(0, limit)
+        num_calls = self._calls.num_running / 2 + self._calls.num_waiting + self._num_to_come
+        return Work(
+            least_version=least_version,
+            remaining_tokens=self.remaining.expected(num_decoded, limit),
+            mean_remaining_tokens=typical / 2,
+            # A batch that is waited for has an end; where members decode without pause there is always more.
+            horizon_s=self._ranking.drain_s(num_calls * typical) if self._exact else math.inf,
+        )

@@ -1,0 +1,106 @@
+"""Members that are kept in order get the same calls as by the plain rule, which looks at all of them."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rollover.swarm.coordinator.dispatch import Work, choose, drain_s
+from rollover.swarm.coordinator.members import SwarmMember
+from rollover.swarm.coordinator.ranking import Ranking
+from rollover.swarm.wire.messages import Ready
+
+HEAD = 3
+SPEEDS = st.sampled_from([None, 1.0, 3.0, 3.0, 7.0, math.nextafter(7.0, 8.0), 50.0]) | st.floats(0.1, 100.0)
+
+
+def ready(max_running: int) -> Ready:
+    return Ready(max_running=max_running, max_context_tokens=64, seeded=True, number_format="float32")
+
+
+class Members(RuleBasedStateMachine):
+    """Members come, go, change and get calls; every so often a call is placed, both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranking = Ranking(checks=False)
+        self.members: dict[str, SwarmMember] = {}
+
+    names = st.sampled_from([f"m{i}" for i in range(7)])
+
+    @rule(
+        name=names,
+        version=st.integers(1, HEAD),
+        speed=SPEEDS,
+        room=st.integers(1, 6),
+        prepare_s=st.none() | st.floats(0, 100),
+    )
+    def joins(self, name: str, version: int, speed: float | None, room: int, prepare_s: float | None) -> None:
+        member = SwarmMember(name, is_connected=True, ready=ready(room), version=version)
+        member.call_tokens_per_s, member.prepare_s = speed, prepare_s
+        if name in self.members:
+            member.calls = self.members[name].calls
+        self.members[name] = member
+        self.ranking.changed(member)
+
+    @rule(name=names, num=st.integers(0, 6))
+    def has_calls(self, name: str, num: int) -> None:
+        if name in self.members:
+            self.members[name].calls = {str(i) for i in range(num)}
+            self.ranking.changed(self.members[name])
+
+    @rule(name=names)
+    def goes(self, name: str) -> None:
+        if name in self.members:
+            self.members[name].is_connected = False
+            self.ranking.changed(self.members[name])
+
+    @rule(
+        least=st.integers(0, HEAD),
+        tokens=st.sampled_from([1.0, 1e-9]) | st.floats(1, 1e4),
+        mean=st.floats(1, 1e4),
+        horizon_s=st.sampled_from([0.0, math.inf]) | st.floats(0, 1e3),
+        elapsed_s=st.floats(0, 200),
+    )
+    def a_call_is_placed(self, least: int, tokens: float, mean: float, horizon_s: float, elapsed_s: float) -> None:
+        work = Work(least_version=least, remaining_tokens=tokens, mean_remaining_tokens=mean, horizon_s=horizon_s)
+        able = [m for m in self.members.values() if m.serves(checked=False) is not None]
+        candidates = [m.candidate(HEAD, elapsed_s) for m in able]
+        chosen = self.ranking.choose(work, HEAD, elapsed_s)
+        assert chosen == choose(candidates, work)
+        assert self.ranking.drain_s(tokens) == drain_s(candidates, tokens)
+        if chosen is not None:
+            self.members[chosen].calls = self.members[chosen].calls | {"new"}
+            self.ranking.changed(self.members[chosen])
+
+    @invariant()
+    def it_knows_how_much_they_hold_together(self) -> None:
+        able = [m for m in self.members.values() if m.serves(checked=False) is not None]
+        assert self.ranking.max_running == sum(m.ready.max_running for m in able if m.ready is not None)
+        assert self.ranking.has_room == any(m.candidate(HEAD, 0.0).room > 0 for m in able)
+
+
+TestMembers = Members.TestCase
+TestMembers.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_a_call_among_a_thousand_members_looks_at_few_of_them() -> None:
+    ranking = Ranking(checks=False)
+    looked_at = []
+
+    class Watched(SwarmMember):
+        def candidate(self, head_version: int, elapsed_s: float) -> object:  # type: ignore[override]
+            looked_at.append(self.name)
+            return super().candidate(head_version, elapsed_s)
+
+    for i in range(1000):
+        member = Watched(f"m{i:04d}", is_connected=True, ready=ready(4), version=1)
+        member.call_tokens_per_s = 1.0 + i % 50
+        ranking.changed(member)
+    assert ranking.max_running == 4000
+    looked_at.clear()
+    work = Work(least_version=1, remaining_tokens=100.0, mean_remaining_tokens=50.0, horizon_s=math.inf)
+    assert ranking.choose(work, 1, 0.0) == "m0049" and looked_at == []

@@ -87,8 +87,7 @@ class WireRecord:
                 # What the worker has sent of it is a response of its own, should the call have failed since.
                 before = {i: token for i, token in held.tokens.items() if i < message.offset}
                 self.calls.setdefault(message.call_id, SeenCall(held.sample_key, before))
-            case Ack():
-                call = self.calls[message.call_id]
+            case Ack() if (call := self.calls.get(message.call_id)) is not None:  # else its assignment was lost
                 call.num_acked = max(call.num_acked, message.offset)
             case Goodbye():
                 self.goodbyes.append((member, message))

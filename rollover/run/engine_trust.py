@@ -30,6 +30,7 @@ from rollover.engine.logprob_check import (
     default_tolerance,
 )
 from rollover.engine.open import TrainedEngine
+from rollover.engine.reexecution import DisputedMembers, trainers_verdict
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
@@ -130,6 +131,16 @@ class Trust:
             f" {self._tolerance:g}); {self._remedy}"
             for name, found in too_far(drift, self._tolerance).items()
         }
+
+    async def settle_disputes(self) -> None:
+        """Say by the trainer's weights, which must not change meanwhile, who is right where two members disagree about
+        what they make."""
+        if not isinstance(self._engine, DisputedMembers):
+            return
+        for dispute in self._engine.disputes(self._trainer.version):
+            logits_PV = await asyncio.to_thread(self._trainer.next_logits, dispute.contexts)
+            if (verdict := trainers_verdict(dispute, logits_PV, self._trainer.version)) is not None:
+                self._engine.decide(dispute, verdict)
 
     def part_with(self, name: str, reason: str) -> None:
         """Send no more calls to this engine. Raises ``EngineMismatch`` when none is left."""

@@ -34,6 +34,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 batch = await interrupt.unless(session.driver.next_batch())
             if batch is None:
                 break
+            await session.weights.trust.settle_disputes()
             with meter.timed("time/train_s"):
                 trained = await _train(session, batch)
             await session.weights.judge_engines(batch, trained)

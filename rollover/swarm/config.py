@@ -81,9 +81,15 @@ class SwarmConfig:
     """As for servers: largest mean difference, in nats, between the log-probs that a worker reports and the trainer's.
     Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002
     where both are float32, 0.1 where one is in half precision."""
+    reexecute: Changeable[float] = 0.02
+    """Share of the samples that a second worker decodes again, where workers draw by seeds: who samples from something
+    else than it says is found by that, whatever log-probs it reports. Costs that share of the tokens, as far as workers
+    have room. 0 switches it off."""
 
     def __post_init__(self) -> None:
         self._check_transport()
+        if not 0 <= self.reexecute <= 1:
+            raise ValueError(f"reexecute must lie in [0, 1], got {self.reexecute}")
         match = _ADDRESS.fullmatch(self.listen)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")

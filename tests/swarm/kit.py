@@ -106,6 +106,7 @@ class ModelWorker:
     served: dict[int, Head] = field(default_factory=dict)
     calls: dict[str, ModelCall] = field(default_factory=dict)
     run_id: str = ""
+    run_epoch: int = 0
     goodbye: Goodbye | None = None
 
     def hello(self) -> Hello:
@@ -114,11 +115,17 @@ class ModelWorker:
             for c in self.calls.values()
         )
         return Hello(
-            protocols=(PROTOCOL,), software="model", run_id=self.run_id, served=tuple(self.served.values()), held=held
+            protocols=(PROTOCOL,),
+            software="model",
+            run_id=self.run_id,
+            run_epoch=self.run_epoch,
+            served=tuple(self.served.values()),
+            held=held,
         )
 
     def start(self, welcome: Welcome) -> list[FromWorker]:
-        self.lease, self.run_id, self.goodbye = welcome.lease, welcome.run_id, None
+        self.lease, self.run_id, self.run_epoch = welcome.lease, welcome.run_id, welcome.run_epoch
+        self.goodbye = None
         if not self.served:
             self.version = welcome.head.version
             self.served[self.version] = welcome.head

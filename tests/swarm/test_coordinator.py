@@ -136,7 +136,7 @@ def test_silence_beyond_the_lease_fails_the_calls_and_fences_what_comes_later() 
     assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
     assert sent(effects, Goodbye)[0].is_final is False
     assert hub.received(worker.lease, decoded(worker, "g0.0#0.", 5)[0], 20.0) == []
-    assert hub.counters.fenced == 1 and hub.counters.expired_leases == 1
+    assert hub.counters.fenced == 1 and hub.counters.expired_leases == 1 and hub.counters.late_tokens == 5
 
 
 def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
@@ -202,14 +202,42 @@ def test_tokens_of_weights_that_a_run_restarted_from_an_older_checkpoint_has_not
     join(first, worker)
     worker.got(sent(first.opened(request("g0.0")), Assign)[0])
     decoded(worker, "g0.0#0.", 30)
-    second = coordinator()
-    second.published(head(1))
+    second = restarted(2, at=1)
     effects = second.connected("a", worker.hello(), 0.0)
     assert sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
     worker.version, worker.served = 1, {1: head(1)}
     for message in worker.start(sent(effects, Welcome)[0]):
         second.received(worker.lease, message, 0.0)
     assert len(sent(second.opened(request("g0.0", 1, num_done=12)), Assign)) == 1
+
+
+def restarted(epoch: int, *, at: int) -> Coordinator:
+    """Return the coordinator of a run that was started again from a checkpoint."""
+    run = RunIdentity(run_id="run", run_epoch=epoch, vocab_size=VOCAB, max_context_tokens=64)
+    hub = Coordinator(run, Head(version=0, manifest=""), ttl_s=TTL_S, exact=False, checks=False)
+    hub.published(head(at))
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("epoch", "restart_at", "head_now", "kept"),
+    [(2, 3, 3, True), (2, 3, 5, True), (2, 2, 2, False), (2, 2, 7, False), (3, 3, 3, False)],
+)
+def test_held_tokens_are_taken_only_where_their_versions_are_what_they_were(
+    epoch: int, restart_at: int, head_now: int, kept: bool
+) -> None:
+    """The worker has served version 3 in epoch 1; a run that went on from version 2 has made another version 3 since."""
+    first, worker = coordinator(), ModelWorker("a")
+    first.published(head(3))
+    join(first, worker)
+    worker.got(sent(first.opened(request("g0.0")), Assign)[0])
+    decoded(worker, "g0.0#0.", 30)
+    later = restarted(epoch, at=restart_at)
+    if head_now > restart_at:
+        later.published(head(head_now))
+    effects = later.connected("a", worker.hello(), 0.0)
+    assert bool(sent(effects, Release)) is not kept
+    assert bool(later.members["a"].held) is kept and not later.members["a"].distrust
 
 
 def test_the_last_tokens_of_a_call_are_acknowledged_however_many_notices_come() -> None:

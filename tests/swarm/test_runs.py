@@ -58,7 +58,7 @@ class Swarm:
             *("--cache", str(self.folder / f"cache-{name}"), "--engine.max_running", "12", *argv),
         )
 
-    def rollover(self, *argv: str) -> str:
+    def rollover(self, *argv: str, code: int = 0) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "rollover", *argv],
             cwd=self.folder,
@@ -68,8 +68,8 @@ class Swarm:
             timeout=DEADLINE_S,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
 
     def kill(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGKILL)
@@ -199,6 +199,8 @@ def test_a_revoked_worker_is_sent_away_and_says_so(experiment: Path) -> None:
         assert it.processes["a"].wait(DEADLINE_S) == 2
         assert "revoked" in (experiment / "a.log").read_text()
         assert "sent away" in it.rollover("workers", str(it.run))
+        second = it.rollover("train", "--resume", str(it.run), "--engine.listen", "127.0.0.1:0", code=2)
+        assert f"is in use by pid {it.processes['trainer'].pid}" in second, "a run has one coordinator"
         step = runs.rows(it.run)[-1]["step"]
         it.until_step(step + 2)
         it.processes["trainer"].send_signal(signal.SIGINT)

@@ -36,10 +36,10 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.drafts import Draft, NgramDrafter
 from rollover.engine.embedded.kv_cache import Ints
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes
-from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, differing, load_weights
+from rollover.engine.noise import uniforms
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, ModelError
 from rollover.hf.architecture import Architecture

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from rollover.clock import Clock
-from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.directed import DirectedEngine, OneMember
 from rollover.swarm.coordinator.effects import Effect
 
 logger = logging.getLogger(__name__)
@@ -21,12 +20,6 @@ CHECK_TIMEOUT_S = 300.0
 """How long a member may take to answer a check: its few tokens wait behind what it decodes already."""
 AGAIN_S = 30.0
 """Time after which a member that has not answered is asked again."""
-
-
-class DirectedEngine(Engine, Protocol):
-    """An engine whose caller may say which member decodes a call."""
-
-    def generate(self, request: GenerateRequest, *, only: str | None = None) -> AsyncIterator[Chunk]: ...
 
 
 class MemberChecks:
@@ -96,28 +89,3 @@ class MemberChecks:
             member.last_error = f"log-prob check of version {version}, attempt {attempt}: {problem}"
             logger.warning("%s gets no call: %s", name, member.last_error)
             await self._clock.sleep(AGAIN_S)
-
-
-class OneMember:
-    """The swarm as an engine with one member.
-
-    Example: ``OneMember(swarm, "laptop").generate(request)`` is decoded by the laptop or by nobody.
-    """
-
-    def __init__(self, swarm: DirectedEngine, name: str) -> None:
-        self._swarm = swarm
-        self._name = name
-        self.stats, self.abort = swarm.stats, swarm.abort
-
-    def __repr__(self) -> str:
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._swarm.capabilities
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        return self._swarm.generate(request, only=self._name)
-
-    async def close(self) -> None:
-        """Nothing was opened."""

@@ -31,6 +31,7 @@ from rollover.swarm.coordinator.effects import (
     SentAway,
     ServesAnew,
 )
+from rollover.swarm.coordinator.epochs import holds_foreign_tokens
 from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.placing import Placing
 from rollover.swarm.coordinator.ranking import Ranking
@@ -147,10 +148,9 @@ class Coordinator:
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
         # Weights with which this start of the run began are those of the start before, under another manifest.
-        common = self._began_at if 0 < hello.run_epoch < self.run.run_epoch else -1
-        if any(head.version > (self.head.version if common < 0 else common) for head in hello.served):
-            # Sampled from weights that this start of the run, from an older checkpoint, has not made yet.
-            effects += [Send(member.lease, Release(call_ids=tuple(held)))] if held else []
+        common = self._began_at if hello.run_epoch == self.run.run_epoch - 1 else -1
+        if held and holds_foreign_tokens(hello, self.run.run_epoch, self._began_at, self.head):
+            effects.append(Send(member.lease, Release(call_ids=tuple(held))))
             held = {}
         self._confirm(member, hello.served, common)
         effects += self._calls.failed(member, f"{member.name} was started anew", member.calls - held.keys())
@@ -215,7 +215,7 @@ class Coordinator:
         """A worker has sent ``message`` under ``lease``."""
         member = self._leases.get(lease)
         if member is None or not member.is_connected:
-            self.counters.fenced += 1
+            self.counters.refuse(message)
             return []
         member.heard_s = self._placing.now_s = now_s
         try:
@@ -302,7 +302,7 @@ class Coordinator:
             ack = Ack(call_id=message.call_id, offset=call.stream.position, is_over=call.stream.is_over)
             effects.append(Send(member.lease, ack))
         if call.stream.is_over:
-            if out[-1].finish_reason is not FinishReason.ABORT:
+            if out[-1].finish_reason is not FinishReason.ABORT and not call.is_directed:
                 self._placing.remaining.ended(call.stream.position)
                 effects += self._placing.withdraw(call.request.sample_key)
             self._calls.ended(message.call_id)
@@ -412,7 +412,7 @@ class Coordinator:
         """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
         none, and then also before its log-probs are checked."""
         call_id = request.request_id
-        call = SwarmCall(request, self._placing.least(request.least_version))
+        call = SwarmCall(request, self._placing.least(request.least_version), is_directed=only is not None)
         self._calls.add(call_id, call)
         if only is None:
             return self._placing.place(call_id, call)

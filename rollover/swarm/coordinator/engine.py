@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
+from rollover.engine.reexecution import Dispute, Verdict
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.board import StatusBoard
@@ -48,6 +49,7 @@ from rollover.swarm.coordinator.effects import (
 )
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
 from rollover.swarm.coordinator.pages.listener import AdminListener
+from rollover.swarm.coordinator.reexecutions import Reexecutions
 from rollover.swarm.coordinator.status import swarm_status
 from rollover.swarm.coordinator.transport import Connection, Transport
 from rollover.swarm.coordinator.weight_log import WeightLog
@@ -67,8 +69,8 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``ReportsMetrics``,
-    ``WatchesSteps`` and a transport's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``DisputedMembers``,
+    ``ReportsMetrics``, ``WatchesSteps`` and a transport's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
@@ -111,6 +113,14 @@ class SwarmEngine:
         self._connections = Connections()
         self._outlets = Outlets()
         self._checks = MemberChecks(self, coordinator, self._perform, clock)
+        self.reexecutions = Reexecutions(
+            self,
+            coordinator,
+            self._perform,
+            clock,
+            share=config.reexecute,
+            tolerance=config.logprob_tolerance,
+        )
         self._listeners: list[Callable[[], None]] = []
         self._distrust_listeners: list[Callable[[str], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +157,7 @@ class SwarmEngine:
         self._flow()
         self._perform(self.coordinator.cut(self._outlets.ids))
         await self._checks.close()
+        await self.reexecutions.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -179,6 +190,7 @@ class SwarmEngine:
             policy_version=self.coordinator.head.version,
             decoded_tokens=self._outlets.num_decoded,
             reprefilled_tokens=self._outlets.num_reprefilled,
+            reexecuted_tokens=self.reexecutions.counters.num_tokens,
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -209,6 +221,8 @@ class SwarmEngine:
         if (needed := len(request.prompt_ids) + request.params.max_new_tokens) > limit:
             raise EngineError(f"{call_id} needs a context of {needed} tokens, the model's holds {limit}")
         outlet = self._outlets.open(request)
+        if only is None:
+            self.reexecutions.opened(request)
         if only is not None or not self._outlets.hold_back(request):
             self._perform(self.coordinator.opened(request, only=only))
         return outlet
@@ -328,7 +342,7 @@ class SwarmEngine:
 
     def _write_status(self, url: str) -> None:
         if self._board is not None:
-            self._board.write(swarm_status(self.coordinator, url))
+            self._board.write(swarm_status(self.coordinator, url, self.reexecutions.counters.named()))
 
     async def _keep(self) -> None:
         """End leases in time, and say how things are."""
@@ -336,6 +350,7 @@ class SwarmEngine:
             self._perform(self.coordinator.expire(self._clock.now_s()))
             for listener in self._listeners:  # time alone may change who should get a call
                 listener()
+            self.reexecutions.proceed()
             self._write_status(self.url)
             await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
@@ -363,6 +378,14 @@ class SwarmEngine:
             reasons = "; ".join(f"{member.name}: {member.distrust}" for member in members)
             raise EngineMismatch(f"no worker is left whose log-probs can be trusted: {reasons}")
 
+    def disputes(self, version: int) -> Sequence[Dispute]:
+        """See ``DisputedMembers.disputes``."""
+        return self.reexecutions.disputes(version)
+
+    def decide(self, dispute: Dispute, verdict: Verdict) -> None:
+        """See ``DisputedMembers.decide``."""
+        self.reexecutions.decide(dispute, verdict)
+
     # -- effects ----------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Iterable[Effect]) -> None:
@@ -375,8 +398,10 @@ class SwarmEngine:
                     self._connections.close(lease)
                 case Deliver():
                     self._outlets.deliver(effect)
+                    self.reexecutions.delivered(effect)
                 case Fail(call_id, reason):
                     self._outlets.fail(call_id, reason)
+                    self.reexecutions.ended(call_id)
                 case CheckLogprobs(name, version):
                     self._checks.begin(name, version)
                 case SentAway(name, reason):

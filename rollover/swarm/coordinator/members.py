@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rollover.swarm.coordinator.dispatch import Candidate
 from rollover.swarm.coordinator.reconcile import Disagreement
-from rollover.swarm.wire.messages import PROTOCOL, HeldCall, Hello, Ready, Serving
+from rollover.swarm.wire.messages import PROTOCOL, Decoded, FromWorker, HeldCall, Hello, Ready, Serving
 
 _KEPT = 0.7
 """What a measurement of a member's speed still weighs when the next one comes."""
@@ -72,6 +72,8 @@ class SwarmMember:
     is_full: bool = False
     """It stands still until some of the tokens that it holds are acknowledged."""
     num_decoded: int = 0
+    num_verified: int = 0
+    """Tokens that another member has decoded again and found the same."""
     distrust: str = ""
     """Why it gets no call any more."""
     is_revoked: bool = False
@@ -139,6 +141,8 @@ class SwarmCounters:
     """
 
     fenced: int = 0
+    late_tokens: int = 0
+    """Tokens in these messages. A worker that comes back offers them again, where somebody may still want them."""
     repeated_tokens: int = 0
     adopted_calls: int = 0
     expired_leases: int = 0
@@ -148,3 +152,9 @@ class SwarmCounters:
     """Tokens refused, since their member had not confirmed to serve their version."""
     refused: dict[str, int] = field(default_factory=dict)
     """Members sent away for breaking the protocol, by name."""
+
+    def refuse(self, message: FromWorker) -> None:
+        """Take note of a message under a lease that has ended."""
+        self.fenced += 1
+        if isinstance(message, Decoded):
+            self.late_tokens += len(message.token_ids) // 4

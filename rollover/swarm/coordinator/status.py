@@ -60,6 +60,8 @@ class WorkerStatus:
     """Tokens that it holds until they are journaled."""
     note: str
     """Why it was sent away, or what went wrong last."""
+    num_verified: int = 0
+    """Tokens of it that another worker has decoded again and found the same."""
     drift: float | None = None
     """Mean distance of the log-probs that it reported from the trainer's, in nats, over its tokens in the last batch
     that had some of the weights in force."""
@@ -121,8 +123,8 @@ class SwarmStatus:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
-    """Return the state of a swarm."""
+def swarm_status(coordinator: Coordinator, url: str, reexecutions: Mapping[str, int] | None = None) -> SwarmStatus:
+    """Return the state of a swarm. ``reexecutions``: what came of them."""
     counters = coordinator.counters
     return SwarmStatus(
         url=url,
@@ -132,9 +134,11 @@ def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
         workers=tuple(_workers(coordinator)),
         counters={
             "fenced": counters.fenced,
+            "late_tokens": counters.late_tokens,
             "repeated_tokens": counters.repeated_tokens,
             "adopted_calls": counters.adopted_calls,
             "expired_leases": counters.expired_leases,
+            **(reexecutions or {}),
         },
     )
 
@@ -159,6 +163,7 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             max_running=0 if member.ready is None else member.ready.max_running,
             tokens_per_s=member.tokens_per_s if member.is_connected else 0.0,
             num_decoded=member.num_decoded,
+            num_verified=member.num_verified,
             num_held=member.num_held,
             prepare_s=member.prepare_s,
             pause_s=member.pause_s,

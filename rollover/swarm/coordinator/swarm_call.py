@@ -28,8 +28,10 @@ class SwarmCall:
     Example: a call that resumes a sample at 300 tokens begins with ``stream.position == 300``.
     """
 
-    def __init__(self, request: GenerateRequest, least_version: int) -> None:
+    def __init__(self, request: GenerateRequest, least_version: int, *, is_directed: bool = False) -> None:
         self.request = request
+        self.is_directed = is_directed
+        """It is for one member, to look at that: its length says nothing of those of responses."""
         self.least_version = least_version
         self.start = len(request.response_ids)
         self.stream = TokenStream(self.start)

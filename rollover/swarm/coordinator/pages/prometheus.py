@@ -23,6 +23,12 @@ _STEP = {
 _COUNTERS = {
     "duplicates": ("repeated_tokens", "Tokens that arrived more than once and came out once."),
     "fenced_writes": ("fenced", "Messages under leases that had ended; they changed nothing."),
+    "late_tokens": ("late_tokens", "Tokens in such messages."),
+    "reexecuted_tokens": ("reexecuted_tokens", "Tokens decoded to check what another worker has sampled."),
+    "reexecuted_drawn": ("reexecuted_drawn", "Parts of responses that were drawn to be decoded again."),
+    "reexecuted_missed": ("reexecuted_missed", "Those that no other worker could decode again."),
+    "reexecuted_disputed": ("reexecuted_disputed", "Those of which the other worker sampled something else."),
+    "reexecuted_undecided": ("reexecuted_undecided", "Disputes that nobody could decide."),
     "adopted_calls": ("adopted_calls", "Calls that went on with what a worker had kept."),
     "expired_leases": ("expired_leases", "Workers that were not heard of in time."),
 }

@@ -1,0 +1,178 @@
+"""Workers that lie: real ones, with an embedded engine that does something else than it says.
+
+The log-prob check asks for single tokens. Liars that are ``cunning`` answer these honestly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.open import TrainedEngine
+from rollover.swarm.worker.host import OpenEngine
+from rollover.types import FinishReason
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights, MemoryWeights
+
+Coarse = Callable[[torch.Tensor], torch.Tensor]
+
+
+def int8(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 2:
+        return tensor
+    scale = tensor.abs().amax(1, keepdim=True) / 127
+    return (tensor / scale).round() * scale
+
+
+def bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+class Liar:
+    """An engine that passes for ``honest``, and is, but where a subclass says otherwise."""
+
+    def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
+        self.honest, self.other = honest, other
+        """Two engines of the same model; a liar may do something to the other."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.honest, name)
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        is_check = request.params.max_new_tokens - len(request.response_ids) == 1
+        return self.honest.generate(request) if is_check else self.lie(request)
+
+    def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self.honest.generate(request)
+
+    @property
+    def version(self) -> int:
+        return self.honest.stats().policy_version
+
+    async def pause(self) -> None:
+        await self.honest.pause()
+        await self.other.pause()
+
+    async def resume(self) -> None:
+        await self.honest.resume()
+        await self.other.resume()
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        await self.honest.load(version, source)
+        await self.load_other(version, source)
+
+    async def load_other(self, version: int, source: WeightSource) -> None:
+        """Leave the other engine as it is."""
+
+    async def abort(self, request_ids: Any) -> None:
+        await self.honest.abort(request_ids)
+        await self.other.abort(request_ids)
+
+    async def close(self) -> None:
+        await self.honest.close()
+        await self.other.close()
+
+
+class OldWeights(Liar):
+    """Samples from the first weights for ever, under the newest version."""
+
+    async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        async for chunk in self.other.generate(request):
+            yield replace(chunk, policy_version=self.version, kv_version=self.version)
+
+
+class OtherWeights(Liar):
+    """Samples from weights that it has rounded."""
+
+    coarse: Coarse
+
+    async def load_other(self, version: int, source: WeightSource) -> None:
+        tensors = {name: self.coarse(tensor.float()) for name, tensor in source.tensors()}
+        await self.other.load(version, MemoryWeights(version, tensors))
+
+    def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self.other.generate(request)
+
+
+class Int8(OtherWeights):
+    """Quantises to 8 bits."""
+
+    coarse = staticmethod(int8)
+
+
+class BFloat16(OtherWeights):
+    """Rounds weights to bfloat16."""
+
+    coarse = staticmethod(bfloat16)
+
+
+class AlteredTokens(Liar):
+    """Draws by noise of its own: its log-probs are true of its tokens."""
+
+    def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self.honest.generate(replace(request, seed=request.seed ^ 1))
+
+
+class InventedLogprobs(Liar):
+    """Reports log-probs that look well."""
+
+    async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        async for chunk in self.honest.generate(request):
+            yield replace(chunk, logprobs=tuple(-0.3 - 0.01 * (t % 7) for t in chunk.token_ids))
+
+
+class Replay(Liar):
+    """Answers with what it has decoded before, with the log-probs of that time."""
+
+    def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
+        super().__init__(honest, other)
+        self.answers: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        """By version and prompt."""
+
+    def recalled(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        """Return an answer to another prompt."""
+        return next((a for (_, prompt), a in self.answers.items() if prompt != request.prompt_ids), None)
+
+    async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        limit = request.params.max_new_tokens - len(request.response_ids)
+        if (recalled := self.recalled(request)) is not None and len(recalled[0]) >= limit:
+            ids, logprobs = recalled[0][:limit], recalled[1][:limit]
+            yield Chunk(
+                token_ids=ids,
+                logprobs=logprobs,
+                policy_version=self.version,
+                kv_version=self.version,
+                finish_reason=FinishReason.LENGTH,
+            )
+            return
+        ids, logprobs, began_at = (), (), self.version
+        async for chunk in self.honest.generate(request):
+            ids, logprobs = (*ids, *chunk.token_ids), (*logprobs, *chunk.logprobs)
+            if chunk.finish_reason is not None and not request.response_ids and self.version == began_at:
+                self.answers[self.version, request.prompt_ids] = ids, logprobs
+            yield chunk
+
+
+class ReplayToSibling(Replay):
+    """Answers a prompt as it has answered it before under the same weights, so that its log-probs are true."""
+
+    def recalled(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        return self.answers.get((self.version, request.prompt_ids))
+
+
+def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> Callable[[Path], Awaitable[TrainedEngine]]:
+    """Return how the engine of a liar is opened."""
+
+    async def opened(folder: Path) -> TrainedEngine:
+        liar: Any = kind(await open_on(folder), await open_on(folder))
+        if not cunning:
+            liar.generate = liar.lie
+        await liar.load_other(0, FolderWeights(0, folder))
+        return liar
+
+    return opened

@@ -1,0 +1,226 @@
+"""Real workers that lie, among honest ones: each is found within a stated number of samples, and nobody else is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollover.engine.base import Engine
+from rollover.engine.logprob_check import (
+    FLOAT32_TOLERANCE,
+    TEMPERATURES,
+    Reference,
+    check_logprobs,
+    check_prompts,
+)
+from rollover.errors import EngineError
+from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.worker import joining
+from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.connection import Refused
+from tests.engine.contract import request
+from tests.engine.models import VOCAB, saved, tiny_model
+from tests.swarm import liars
+from tests.swarm.liars import Liar, lying
+from tests.swarm.test_worker_real import ENGINE, swarm, weights
+
+HONEST = ("anna", "bert")
+SHARE = 0.25
+MAX_SAMPLES = 60
+"""Of the liar, until it is found: a share of 0.25 misses none of so many with a probability of 3e-8 only."""
+MAX_ON_THE_WAY = 2 * ENGINE.max_running
+"""Those that it decodes while its stretch is decoded again."""
+Opened = Callable[[WorkerConfig, str], Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a model that is in doubt at each token."""
+    root = tmp_path_factory.mktemp("models")
+    return [saved(tiny_model(seed=seed, sharpness=2.0), root / f"v{seed}") for seed in range(2)]
+
+
+@asynccontextmanager
+async def workers(
+    root: Path, engine: SwarmEngine, names: tuple[str, ...], kind: type[Liar] | None, *, cunning: bool
+) -> AsyncIterator[None]:
+    """Join workers of these names, and one that is called ``liar`` where ``kind`` says how it lies."""
+    key, credentials = open_key(root / "publisher.key").public_key(), Credentials(root / "workers.json")
+    honest = joining.opener
+
+    def opener(config: WorkerConfig, *, name: str, logs: Path) -> Any:
+        open_on = honest(config, name=name, logs=logs)
+        return lying(kind, open_on, cunning=cunning) if kind is not None and name == "worker-liar" else open_on
+
+    stops: list[Callable[[str], None]] = []
+
+    async def joined(name: str) -> None:
+        address, config = CoordinatorAddress.parse(engine.url), WorkerConfig(engine=ENGINE)
+        token = credentials.add(name, key)
+        try:
+            await joining.work_for(address, token, config, root / name, None, "test", lambda line: None, stops.append)
+        except Refused:
+            assert name == "liar"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "opener", opener)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(joined(name)) for name in (*names, *(("liar",) if kind else ()))]
+            yield
+            for stop in stops:
+                stop("done")
+            await asyncio.gather(*running)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def serving(engine: SwarmEngine, version: int, names: tuple[str, ...]) -> bool:
+    members = engine.coordinator.members
+    checked = engine.coordinator.checks
+    return all(name in members and members[name].serves(checked=checked) == version for name in names)
+
+
+async def sampled_by(engine: SwarmEngine, number: int) -> str:
+    """Decode a sample. Returns who has decoded it."""
+    name = f"g{number // 4}.{number % 4}."
+    settings: dict[str, Any] = {"prompt_ids": (5, 6, 7 + number // 4 % 3), "seed": 1000 + number, "max_new_tokens": 24}
+    try:
+        return [chunk.engine async for chunk in engine.generate(request(name, **settings))][-1]
+    except EngineError:
+        return "nobody"
+
+
+async def samples_until_found(engine: SwarmEngine, *, most: int) -> int:
+    """Decode samples, a wave after the other, until the liar is sent away. Returns how many it had decoded."""
+    num_lies = number = 0
+    while not engine.coordinator.members["liar"].distrust:
+        assert num_lies <= most, engine.reexecutions.counters
+        wave = [sampled_by(engine, number + i) for i in range(3 * ENGINE.max_running)]
+        number += len(wave)
+        num_lies += (await asyncio.gather(*wave)).count("liar")
+        await until(lambda: engine.reexecutions.num_open == 0)
+    return num_lies
+
+
+def assert_only_the_liar_is_gone(engine: SwarmEngine, told: list[str]) -> None:
+    members = engine.coordinator.members
+    assert {name for name, member in members.items() if member.distrust} == {"liar"} == {*told}
+    assert all(members[name].is_connected for name in HONEST)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        liars.AlteredTokens,
+        liars.ReplayToSibling,
+        liars.Replay,
+        liars.InventedLogprobs,
+        liars.Int8,
+        liars.BFloat16,
+        liars.OldWeights,
+    ],
+)
+def test_a_liar_that_passes_the_log_prob_check_is_found_by_re_execution(
+    tmp_path: Path, models: list[Path], kind: type[Liar]
+) -> None:
+    async def main() -> None:
+        torch.set_num_threads(1)
+        root, names, told = tmp_path / "swarm", (*HONEST, "liar"), list[str]()
+        async with (
+            asyncio.timeout(120),
+            swarm(root, models[0], reexecute=SHARE) as engine,
+            workers(root, engine, HONEST, kind, cunning=True),
+        ):
+            engine.on_distrust(told.append)
+            await until(lambda: serving(engine, 0, names))
+            if kind is liars.OldWeights:
+                await engine.load(1, weights(1, models[1]))
+                await until(lambda: serving(engine, 1, names))
+            num_samples = await samples_until_found(engine, most=MAX_SAMPLES)
+            assert 0 < num_samples <= MAX_SAMPLES + MAX_ON_THE_WAY
+            assert "what its seeds and weights make" in engine.coordinator.members["liar"].distrust
+            assert_only_the_liar_is_gone(engine, told)
+            counters = engine.reexecutions.counters
+            assert counters.num_disputed >= 1 and counters.num_tokens == engine.stats().reexecuted_tokens > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16, liars.OldWeights])
+def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
+    tmp_path: Path, models: list[Path], kind: type[Liar]
+) -> None:
+    references = {}
+    prompts = check_prompts(VOCAB, 128)
+    for version, seed in enumerate((0, 1)):
+        model = tiny_model(seed=seed, sharpness=2.0)
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
+        references[version] = Reference(version=version, prompts=prompts, logits_PV=np.array(logits))
+
+    async def check(member: Engine, version: int) -> None:
+        await check_logprobs(
+            member, references[version], tolerance=FLOAT32_TOLERANCE, remedy="mend it", temperatures=TEMPERATURES
+        )
+
+    async def main() -> None:
+        torch.set_num_threads(1)
+        root, told = tmp_path / "swarm", list[str]()
+        async with (
+            asyncio.timeout(120),
+            swarm(root, models[0], reexecute=0.0) as engine,
+            workers(root, engine, HONEST, kind, cunning=False),
+        ):
+            engine.coordinator.checks = True
+            engine.check_logprobs_with(check)
+            engine.on_distrust(told.append)
+            await until(lambda: serving(engine, 0, HONEST))
+            decoders = set(await asyncio.gather(*(sampled_by(engine, i) for i in range(12))))
+            if kind is liars.OldWeights:
+                await until(lambda: serving(engine, 0, ("liar",)))
+                await engine.load(1, weights(1, models[1]))
+                await until(lambda: serving(engine, 1, HONEST))
+            await until(lambda: engine.coordinator.members["liar"].distrust)
+            assert "liar" not in decoders or kind is liars.OldWeights, "until the weights change its are right"
+            assert "does not sample from the trainer's policy" in engine.coordinator.members["liar"].distrust
+            assert_only_the_liar_is_gone(engine, told)
+
+    asyncio.run(main())
+
+
+def test_honest_members_are_never_sent_away_whatever_is_decoded_beside_a_call(
+    tmp_path: Path, models: list[Path]
+) -> None:
+    async def main() -> None:
+        torch.set_num_threads(1)
+        root, told = tmp_path / "swarm", list[str]()
+        async with (
+            asyncio.timeout(120),
+            swarm(root, models[0], reexecute=1.0) as engine,
+            workers(root, engine, (*HONEST, "carl"), None, cunning=False),
+        ):
+            engine.on_distrust(told.append)
+            await until(lambda: serving(engine, 0, (*HONEST, "carl")))
+            for wave in range(3):
+                await asyncio.gather(*(sampled_by(engine, 20 * wave + i) for i in range(20)))
+            await until(lambda: engine.reexecutions.num_open == 0)
+            counters = engine.reexecutions.counters
+            assert counters.num_drawn == 60 and counters.num_same + counters.num_missed == 60
+            assert counters.num_same >= 50 and not told
+            assert sum(m.num_verified for m in engine.coordinator.members.values()) == 24 * counters.num_same
+
+    asyncio.run(main())

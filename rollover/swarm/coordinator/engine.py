@@ -165,9 +165,8 @@ class SwarmEngine:
             stopped = Goodbye(reason="the run was stopped; it may go on later", is_final=False)
             ended = Goodbye(reason="the run has ended", is_final=True, has_ended=True)
             self._connections.say_goodbye(ended if self._has_ended else stopped)
-            url = self.url
             await self.gateway.close()
-            self._write_status(url)
+            self._write_status()
         if self.admin is not None:
             await self.admin.close()
 
@@ -340,9 +339,9 @@ class SwarmEngine:
                     self._perform(self.coordinator.revoked(name))
             await self._clock.sleep(_REVOCATION_S)
 
-    def _write_status(self, url: str) -> None:
+    def _write_status(self) -> None:
         if self._board is not None:
-            self._board.write(swarm_status(self.coordinator, url, self.reexecutions.counters.named()))
+            self._board.write(swarm_status(self.coordinator, self.url, self.reexecutions.counters.named()))
 
     async def _keep(self) -> None:
         """End leases in time, and say how things are."""
@@ -351,7 +350,7 @@ class SwarmEngine:
             for listener in self._listeners:  # time alone may change who should get a call
                 listener()
             self.reexecutions.proceed()
-            self._write_status(self.url)
+            self._write_status()
             await self._clock.sleep(min(2.0, self._config.lease_s / 4))
 
     # -- which members sample what they say -------------------------------------------------------------------

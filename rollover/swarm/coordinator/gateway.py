@@ -61,21 +61,23 @@ class Gateway:
         self._blobs = blobs
         self._connections: set[QueuedConnection] = set()
         self._socket: socket.socket | None = None
+        self._port = 0
         self._server: LibraryServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """The address that workers are to join."""
-        assert self._socket is not None, "the gateway is open"
-        host, port = self._config.address[0], self._socket.getsockname()[1]
+        assert self._port, "the address was taken before"
+        host = self._config.address[0]
         scheme = "ws" if self._config.tls_certificate is None else "wss"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate is no
         good."""
         self._socket = open_listener(self._config)
+        self._port = self._socket.getsockname()[1]
         routes = [
             WebSocketRoute("/v1/session", self._session),
             Route("/v1/blobs/{digest}", self._blob, methods=["GET"]),

@@ -18,6 +18,7 @@ from rollover import cli
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.launch import free_port
 from rollover.errors import RolloverError
+from rollover.rollout.events import GroupDropped
 from rollover.run.engine_trust import MIN_TOKENS
 from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.status import StatusFile
@@ -131,7 +132,8 @@ def assert_the_liar_is_out(workers: Workers, says: str) -> None:
     )
     counted = ledger.tokens
     assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
-    assert counted.wasted[WasteCause.UNTRUSTED_ENGINE] > 0
+    drops = [e for e in runs.events(OUT) if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
+    assert bool(drops) == (counted.wasted[WasteCause.UNTRUSTED_ENGINE] > 0), "it may have been found between two groups"
 
 
 @pytest.mark.parametrize("honest", [("anna",), ("anna", "bert")])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from websockets.exceptions import ConnectionClosed
 
 from rollover.clock import SystemClock
 from rollover.errors import EngineError
@@ -17,7 +20,7 @@ from rollover.swarm.coordinator.effects import Close, Deliver, Effect, Fail, Sen
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.wire.messages import Assign, Welcome, decode_down, encode
+from rollover.swarm.wire.messages import Adopt, Assign, Welcome, decode_down, encode
 from rollover.types import FinishReason
 from tests.swarm.held_worker import HeldWorker
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
@@ -123,23 +126,27 @@ class Light:
         self.engine, self.worker = engine, ModelWorker(name, room=8)
 
     async def live(self, dies_after: int | None) -> None:
-        """Serve until cancelled, or until so many calls were taken: then fall silent in the middle of one."""
-        async with dial(self.engine, self.worker.name) as socket:
-            await socket.send(encode(0, self.worker.hello()))
-            num_taken = 0
-            async for frame in socket:
-                message = decode_down(frame).message
-                for answer in self.worker.got(message):
-                    await socket.send(encode(self.worker.lease, answer))
-                if isinstance(message, Assign):
-                    num_taken += 1
-                    is_last = dies_after is not None and num_taken >= dies_after
-                    self.worker.decode(message.call_id, LENGTH // 2 if is_last else LENGTH)
-                    for piece in self.worker.send(message.call_id):
-                        await socket.send(encode(self.worker.lease, piece))
-                    if is_last:
-                        socket.transport.abort()
-                        return
+        """Serve until cancelled, or until so many calls were taken: then fall silent in the middle of one.
+
+        It sends no heartbeats, so where the machine is slow its lease ends; it then dials in again.
+        """
+        num_left = math.inf if dies_after is None else dies_after
+        while num_left > 0:
+            with suppress(ConnectionClosed):
+                async with dial(self.engine, self.worker.name) as socket:
+                    await socket.send(encode(0, self.worker.hello()))
+                    async for frame in socket:
+                        message = decode_down(frame).message
+                        for answer in self.worker.got(message):
+                            await socket.send(encode(self.worker.lease, answer))
+                        if isinstance(message, Assign | Adopt) and message.call_id in self.worker.calls:
+                            num_left -= 1
+                            self.worker.decode(message.call_id, LENGTH if num_left else LENGTH // 2)
+                            for piece in self.worker.send(message.call_id):
+                                await socket.send(encode(self.worker.lease, piece))
+                            if not num_left:
+                                socket.transport.abort()
+                                return
 
 
 def test_on_real_sockets_a_hundred_members_join_at_once_and_a_fifth_of_them_die(tmp_path: Path) -> None:
@@ -155,7 +162,7 @@ def test_on_real_sockets_a_hundred_members_join_at_once_and_a_fifth_of_them_die(
                     light.cancel()
                 await asyncio.gather(*lights, return_exceptions=True)
             assert responses == [response(f"g{i}.0.") for i in range(NUM_SAMPLES)]
-            assert engine.coordinator.counters.fenced == 0 and not engine.coordinator.counters.refused
+            assert not engine.coordinator.counters.refused
             assert len(engine.coordinator.members) == NUM_MEMBERS
 
     async def sample(engine: Any, name: str) -> tuple[int, ...]:

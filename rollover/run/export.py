@@ -14,6 +14,7 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.run import directory
 from rollover.run.config import RunConfig
+from rollover.run.prepare import check_began_with
 
 
 def export(run: Path, target: Path, *, step: int | None = None) -> Path:
@@ -24,7 +25,7 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
 
     Raises:
         RunError: there is no such run or checkpoint, or ``target`` exists.
-        ModelError: the checkpoint is damaged, or the model it began with is gone.
+        ModelError: the checkpoint is damaged, or the model it began with is gone or was changed.
         ResourceError: the disk is full.
     """
     from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER, read_manifest, verify_files
@@ -39,6 +40,8 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
         from rollover.trainer.lora import merge
 
         base = _base(config, run)
+        if (record := run / "began_with.json").is_file():
+            check_began_with(record, base)
         merge(checkpoint, target, base=base, companions=read_companions(base))
     else:
         own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])

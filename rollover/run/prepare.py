@@ -64,22 +64,28 @@ def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
 
     Raises ``ModelError`` naming what is different.
     """
+    if run.began_with.is_file():
+        check_began_with(run.began_with, folder, needs_weights=needs_weights)
+    else:  # the run begins, or goes on from an earlier version
+        replace_json(run.began_with, {"model": fingerprint(folder)})
+
+
+def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) -> None:
+    """Check that ``folder`` holds the model whose fingerprint a run has left in the file ``record``.
+
+    Raises ``ModelError`` naming what is different.
+    """
     found = fingerprint(folder)
-    if not run.began_with.is_file():  # the run begins, or goes on from an earlier version
-        replace_json(run.began_with, {"model": found})
-        return
     try:
-        began_with = dict(json.loads(run.began_with.read_text())["model"])
+        began_with = dict(json.loads(record.read_text())["model"])
     except (ValueError, KeyError, TypeError):
-        raise RunError(
-            f"{run.began_with} is damaged: delete it if {folder} is the model that the run began with"
-        ) from None
+        raise RunError(f"{record} is damaged: delete it if {folder} is the model that the run began with") from None
     for name in sorted(found.keys() | began_with.keys()):
         if found.get(name) != began_with.get(name) and (name != "weights" or needs_weights):
             what = "its weights are" if name == "weights" else f"{name} is"
             raise ModelError(
-                f"{folder} is not the model that the run began with: {what} different; name that model with"
-                " --model.path, or start a new run"
+                f"{folder} is not the model that the run began with: {what} different; bring that model"
+                " back, name it with --model.path, or start a new run"
             )
 
 

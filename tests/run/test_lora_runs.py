@@ -78,6 +78,15 @@ def test_a_run_is_exported_and_evaluated(experiment: Path, capsys: pytest.Captur
     assert "rollover export" in capsys.readouterr().err
 
 
+def test_adapters_are_not_merged_into_another_model(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.toml", "--run-dir", "out", *LORA, "--steps", "2") == 0
+    Path("model").unlink()
+    runs.save_model(Path("model"), seed=8)
+    assert cli.main(["export", "out", "exported"]) == 2
+    assert "is not the model that the run began with" in capsys.readouterr().err
+    assert not Path("exported").exists()
+
+
 def test_a_full_checkpoint_is_exported_without_what_only_training_needs(experiment: Path) -> None:
     assert train("run.toml", "--run-dir", "out", "--steps", "1") == 0
     checkpoint = export(Path("out"), Path("exported"))

@@ -101,15 +101,13 @@ def command(
             " somebody else.\n"
         )
     if token is not None:
-        click.echo(
-            f"Workers fetch there when the run names it, with the host as they reach it:\n\n{_named(settings.url)}"
-        )
+        click.echo(f"Workers fetch there when the run names it:\n\n{_named(settings.url)}")
     else:
         scheme = "ws" if tls_certificate is None else "wss"
         click.echo(
-            "Workers join through it, with the host as they reach it:\n\n"
-            f"  rollover worker --join {scheme}://{listen} ...\n\n"
-            "For workers that join elsewhere it needs a token of its own (--token-file), which it cannot pass on."
+            "Workers join through it:\n\n"
+            f"  rollover worker --join {scheme}://{settings.reached} ...\n\n"
+            "For workers that join elsewhere it needs a token of its own (--token-file)."
         )
 
 

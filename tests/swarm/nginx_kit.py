@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.relay.folder import write_folder
+from rollover.swarm.relay.folder import SLICE_MB, write_folder
 from rollover.swarm.relay.settings import RelaySettings
 from rollover.swarm.wire.address import CoordinatorAddress
 
@@ -76,11 +76,12 @@ def running(nginx: Nginx) -> Iterator[Nginx]:
 
 @contextmanager
 def relay(folder: Path, trainer: str, *, more: str = "", **settings: Any) -> Iterator[Nginx]:
-    """A relay in front of the trainer at the URL ``trainer``. ``more``: directives for its server."""
+    """A relay in front of the trainer at the URL ``trainer``, with pieces of 1 MiB. ``more``: directives for it."""
     port = free_port()
     address = CoordinatorAddress.parse(trainer.removesuffix("/v1/blobs"))
     made = RelaySettings(trainer=address, listen=f"127.0.0.1:{port}", **settings)
     config = write_folder(made, folder)
-    config.write_text(config.read_text().replace("sendfile on;", f"sendfile on; {more}"))
+    text = config.read_text().replace("sendfile on;", f"sendfile on; {more}")
+    config.write_text(text.replace(f"slice {SLICE_MB}m;", "slice 1m;"))
     with running(Nginx(folder, port, made.url)) as nginx:
         yield nginx

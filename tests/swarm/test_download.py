@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollover.swarm.publication.blobs import BlobFolder
-from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.download import BlobDownloads, BlobMissing
 from rollover.swarm.publication.manifest import BlobRef
 from tests.swarm.weights_kit import BlobServer, serving, whole
 
@@ -74,6 +74,25 @@ def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_pa
     assert bad.num_asked == 2 and good.num_asked == 1
 
 
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Path, says_its_length: bool) -> None:
+    """Its disk ran full while it copied, say; the beginning is good, but nobody knows that before the end is there."""
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
+
+    def short(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        half = content[: len(content) // 2]
+        return whole(half, start) if says_its_length else (200, {"Connection": "close"}, half)
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
+            await downloads.get([blob])
+            assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
+            assert downloads.sources.estimate(bad.url).success <= 0.51
+
+    with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
+        asyncio.run(scenario())
+
+
 def test_a_file_that_was_replaced_while_it_was_fetched_comes_whole(tmp_path: Path) -> None:
     """The server had half of another file under this name, and has the blob by now."""
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
@@ -125,6 +144,32 @@ def test_the_home_of_the_blobs_gives_a_little_of_a_large_one_and_the_relay_the_r
     assert sorted(start for _, start in relay.asked) == [0, 0, 2**20]
     for blob in blobs:
         assert hashlib.sha256((tmp_path / "worker" / blob.digest).read_bytes()).hexdigest() == blob.digest
+
+
+@pytest.mark.parametrize(
+    ("relay_says", "home_says", "is_gone"), [(403, 404, True), (404, 403, False), (503, 404, True)]
+)
+def test_a_blob_is_gone_when_its_home_says_so(tmp_path: Path, relay_says: int, home_says: int, is_gone: bool) -> None:
+    """A bucket that may be read by names alone answers 403 for a name that it does not have."""
+    rounds = 5
+
+    def says(status: int) -> Any:
+        return lambda server, digest, content, start: (status, {"Content-Length": "0"}, b"")
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", relay.url, home.url) as downloads:
+            missing = asyncio.create_task(downloads.manifest("0" * 64))
+            while not missing.done() and home.num_asked < rounds:
+                await asyncio.sleep(0.001)
+            assert missing.done() is is_gone
+            if is_gone:
+                with pytest.raises(BlobMissing, match="no source has blob"):
+                    await missing
+            missing.cancel()
+
+    with serving(tmp_path, says(relay_says)) as relay, serving(tmp_path, says(home_says)) as home:
+        asyncio.run(scenario())
+    assert home.num_asked == (3 if is_gone else rounds)
 
 
 def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Path) -> None:

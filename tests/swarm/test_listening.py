@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import pytest
 
 from rollover.cli import main
 from rollover.errors import ConfigError
+from rollover.run.config import load
+from rollover.run.engine import check_engine
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.listening import check_listening
 from tests.swarm.certificates import make_certificate
@@ -134,6 +137,22 @@ def test_a_certificate_that_ends_soon_and_an_open_key_are_warned_of(tmp_path: Pa
     _, soon, open_key = check(certificate, private)
     assert soon == "warning: the certificate ends on 2026-11-26 12:00 UTC; then no worker can come back"
     assert open_key.endswith(f"can read {private}: chmod 600 {private}")
+
+
+def test_a_cluster_is_tried_also_where_an_event_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does when a run begins."""
+    pytest.importorskip("nats")
+
+    async def refuses(config: SwarmConfig) -> None:
+        await asyncio.sleep(0)
+        raise ConfigError("nobody is there")
+
+    async def begins() -> list[str]:
+        return check_engine(load("quickstart", ["--engine.kind", "swarm", "--engine.transport", "nats"]), begins=True)
+
+    monkeypatch.setattr("rollover.swarm.coordinator.nats_open.open_nats_side", refuses)
+    with pytest.raises(ConfigError, match="nobody is there"):
+        asyncio.run(begins())
 
 
 def test_the_dry_run_and_the_run_itself_refuse_before_any_work(

@@ -150,5 +150,8 @@ def test_a_token_is_in_the_configuration_and_nowhere_else(
     assert main(["relay", "--join", "ws://127.0.0.1:8790", "--token-file", "relay.token"]) == 0
     shown = capsys.readouterr()
     assert token not in shown.out + shown.err and "'[\"http://127.0.0.1:8795/v1/blobs\"]'" in shown.out
+    argv = ["--listen", "0.0.0.0:8795", "--insecure", "--token-file", "relay.token"]
+    assert main(["relay", "--join", "ws://127.0.0.1:8790", *argv]) == 0
+    assert "'[\"http://HOST:8795/v1/blobs\"]'" in capsys.readouterr().out
     config = Path("relay/nginx.conf")
     assert f'"Bearer {token}"' in config.read_text() and config.stat().st_mode & 0o777 == 0o600

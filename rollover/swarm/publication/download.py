@@ -22,10 +22,10 @@ from rollover.swarm.publication.blobs import BlobFolder, space_on
 from rollover.swarm.publication.manifest import MAX_MANIFEST_BYTES, BlobRef, PublicationError
 from rollover.swarm.publication.sources import BlobSources
 
-_CONNECT_S, _STALL_S = 10.0, 20.0
+_CONNECT_S, _STALL_S = 10.0, 30.0
 _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
-"""When so many times in a row each source has said that it has no such blob, there is none."""
+"""When so many times in a row no source gave the blob, and the last, its home, has said that it has none."""
 _SLOW = 4
 """A download is continued elsewhere when so many times its bandwidth is to be had there."""
 _TRY_BYTES = 2**20
@@ -138,7 +138,8 @@ class BlobDownloads:
         self._waiting.pop(digest, None)
 
     async def _ask_each(self, digest: str, num_bytes: int | None) -> bool:
-        """Ask the sources one after the other until one gives the blob; say whether none has it."""
+        """Ask the sources one after the other until one gives the blob; say whether none has it. Its home knows: a
+        store may answer 403 for what it does not hold."""
         failures: dict[str, _Failed] = {}
         await self._try(digest, num_bytes, failures)
         while (url := self.sources.best(avoid=failures)) is not None:
@@ -153,7 +154,8 @@ class BlobDownloads:
                     self._damaged.add((url, digest))
         if failures:
             self._waiting[digest] = f"from any source ({_said(failures)})"
-        return all(failure.is_missing for failure in failures.values())
+        home = failures.get(self.sources.urls[-1]) if self.sources.urls else None
+        return home is None or home.is_missing
 
     async def _try(self, digest: str, num_bytes: int | None, failures: dict[str, _Failed]) -> None:
         """Take the beginning of a large blob from a source whose bandwidth is not known."""

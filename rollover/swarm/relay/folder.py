@@ -12,7 +12,7 @@ from rollover.errors import ConfigError
 from rollover.privacy import make_private
 from rollover.swarm.relay.settings import RelaySettings
 
-SLICE_MB = 1
+SLICE_MB = 2
 """Pieces in which blobs are fetched and kept, in MiB."""
 _PLAIN = re.compile(r"[\w./:@+,=-]+")
 """Texts that mean themselves in a configuration of nginx."""

@@ -74,8 +74,14 @@ class RelaySettings:
 
     @property
     def url(self) -> str:
-        """The URL of the blobs, with the address that it listens on for a host."""
-        return f"{'http' if self.tls_certificate is None else 'https'}://{self.listen}/v1/blobs"
+        """The URL of the blobs, as workers are to be told it; ``HOST`` stands for this machine's name if need be."""
+        return f"{'http' if self.tls_certificate is None else 'https'}://{self.reached}/v1/blobs"
+
+    @property
+    def reached(self) -> str:
+        """Host and port; ``HOST`` where it listens on all addresses."""
+        host, _, port = self.listen.rpartition(":")
+        return f"HOST:{port}" if host in ("0.0.0.0", "[::]") else self.listen
 
 
 def _is_number(host: str) -> bool:

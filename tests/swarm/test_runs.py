@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,10 +75,14 @@ class Swarm:
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes.pop(name).wait()
 
-    def until(self, what: str, path: Path, *, holds: str = "") -> None:
-        """Wait for a file, or for text in it."""
+    def until(self, what: str, condition: Path | Callable[[], bool], *, holds: str = "") -> None:
+        """Wait for a file, or for text in it, or for anything else that becomes true."""
         give_up_s = time.monotonic() + DEADLINE_S
-        while not (path.exists() and holds in path.read_text(errors="replace")):
+        while not (
+            condition.exists() and holds in condition.read_text(errors="replace")
+            if isinstance(condition, Path)
+            else condition()
+        ):
             assert time.monotonic() < give_up_s, f"{what} did not happen:\n{self.logs()}"
             ended = self.processes["trainer"].poll()
             assert ended is None, f"the trainer ended with {ended} before {what}:\n{self.logs()}"
@@ -86,6 +90,19 @@ class Swarm:
 
     def until_step(self, step: int) -> None:
         self.until(f"step {step}", self.run / "metrics.jsonl", holds=f'"step": {step}')
+
+    def until_decoded(self, name: str) -> None:
+        """Wait until the trainer that runs now has tokens of a worker."""
+        status = StatusFile(self.run / "swarm" / "status.json")
+        now_s = time.time()
+        self.until(
+            f"{name} has decoded",
+            lambda: (
+                status.path.exists()
+                and (found := status.read()).time_s > now_s
+                and any(w.name == name and w.num_decoded > 0 for w in found.workers)
+            ),
+        )
 
     def finish(self) -> None:
         try:
@@ -161,20 +178,23 @@ def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(
 
 
 def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:
-    steps = 14
+    steps = 40
     with swarm(experiment) as it:
         argv = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2", "--steps", str(steps)]
         it.train("swarm.toml", "--run-dir", "out", *argv)
         it.until("the swarm", it.run / "swarm" / "status.json")
         for name in ("a", "b"):
             it.join(name)
+        for name in ("a", "b"):
+            it.until_decoded(name)
         it.until_step(3)
         it.kill("a")
         it.until_step(5)
         it.kill("trainer")
         it.join("a")
         it.train("--resume", str(it.run))
-        it.until_step(9)
+        for name in ("a", "b"):
+            it.until_decoded(name)
         it.kill("b")
         it.kill("a")
         it.join("c")  # without which the run would not end

@@ -1,0 +1,432 @@
+"""The feed: batches of rollouts for a trainer that is not ours, made by the driver that makes them for ours.
+
+::
+
+    thread of the host                                  thread of the feed, with an event loop
+    ┌──────────────┐ ── batch(version) ──────────────▶ ┌────────────────┐ ──▶ engine
+    │ TRL, slime,  │ ◀───────────────────── Batch ──── │ RolloutDriver  │ ──▶ scorer
+    │ verl, yours  │ ── publish(version, load) ──────▶ │                │ ──▶ journal
+    └──────────────┘ ── trained, saved, close ───────▶ └────────────────┘
+
+=================  ===================================  ==============================  ===============================
+call of the host   consumes                             waits for                       is unblocked by
+=================  ===================================  ==============================  ===============================
+``batch``          ready groups                         a full batch                    the driver, or its stall limit
+``publish``        weights, through the host's ``load``  open calls to stop; ``load``   the engine; ``update_timeout_s``
+``trained``        what became of a batch's tokens      the journal                     the disk
+``saved``          the step of the oldest checkpoint    the journal                     the disk
+``close``          nothing                              open calls to stop              ``close_timeout_s``
+=================  ===================================  ==============================  ===============================
+
+A *version* counts the batches that the host has trained: weights of version ``s`` are those before batch ``s`` is
+trained, and batch ``s`` is the one that they train. A host that trains a batch in several optimizer steps still makes
+one version of it.
+
+What it keeps true: batches come in order, each once per life of the trainer, and after a restart those that the
+trainer's checkpoint has not seen come first, as they were; no token is older than the bound allows, counted in these
+versions; a host that loses count is refused and told which number was expected; no call waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollover.clock import SystemClock
+from rollover.engine.base import CallPlacement, Engine
+from rollover.errors import EngineError, EngineTimeout, RunError
+from rollover.rollout.config import Limits, RolloutConfig
+from rollover.rollout.driver import RolloutDriver, Scorer
+from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
+from rollover.rollout.journal import Journal, restart
+from rollover.rollout.metrics import ledger_metrics
+from rollover.rollout.scheduler import Source
+from rollover.rollout.state import RolloutState
+from rollover.types import Batch, Trajectory, WasteCause
+
+T = TypeVar("T")
+
+_LOOK_S = 5.0
+"""How often a waiting host looks whether the feed's thread is alive."""
+
+
+class ScoredByHost:
+    """A scorer for hosts that compute rewards themselves, once they have a batch: every response counts 0 here.
+
+    Example: ``await ScoredByHost().score(trajectory)`` is 0.0. Rewards in the journal are then no rewards, and group
+    filters of the host see the true ones.
+    """
+
+    async def score(self, trajectory: Trajectory) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedParts:
+    """The parts that a host brings, open on the event loop of the feed.
+
+    Example: ``FeedParts(engine=engine, source=rows, scorer=ScoredByHost(), stop_token_ids=(2,))``
+    """
+
+    engine: Engine
+    source: Source
+    """Prompts by number. Its ``prompt`` is called on the feed's thread."""
+    scorer: Scorer
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response."""
+    keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True
+    """Whether a group with these rewards is worth training; only a scorer that knows rewards can say."""
+
+
+OpenParts = Callable[[], AbstractAsyncContextManager[FeedParts]]
+"""Opens the parts within the feed's event loop and closes them at the end. It is called once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """The longest waits of a host, in seconds; the stall limit of ``batch`` is ``rollout.stall_timeout_s``.
+
+    Example: ``Deadlines(update_timeout_s=60.0)`` gives an engine a minute to load weights.
+    """
+
+    open_timeout_s: float = 1800.0
+    """Until the parts are open: an engine may read a large model from a slow disk."""
+    update_timeout_s: float = 600.0
+    """Until the engine has new weights."""
+    close_timeout_s: float = 120.0
+    """Until open calls have been stopped and all parts are closed."""
+
+
+class Feed:
+    """Batches for a host. Its methods are for the one thread that trains; each returns when it is done. It is a context
+    manager.
+
+    Example: a host's loop of two steps, begun from nothing::
+
+        with Feed(open_parts, rollout, journal=Path("out/journal.sqlite")) as feed:
+            for version in range(2):
+                feed.publish(version, load)          # ``await load()`` puts the host's weights into the engine
+                batch = feed.batch(version)          # Batch(step=version, groups=(...)), on disk already
+                ...                                  # train it; samples may go on decoding meanwhile
+            feed.saved(2)                            # the oldest checkpoint that is kept has seen two batches
+
+    Args:
+        open_parts: see ``OpenParts``.
+        rollout: batch size, strategy, bound, sampling.
+        journal: the file of the run's events. It is made for a new run; where it exists, the run goes on from it.
+        step: how many batches the host's checkpoint has seen; 0 for a new run.
+        seed: of the sampling noise.
+        observer: called on the feed's thread after each event.
+
+    Raises:
+        RunError: the journal and ``step`` do not belong together.
+        EngineTimeout: the parts were not open in time.
+        RolloverError: as ``open_parts`` does.
+    """
+
+    def __init__(
+        self,
+        open_parts: OpenParts,
+        rollout: RolloutConfig,
+        *,
+        journal: Path,
+        step: int = 0,
+        seed: int = 0,
+        deadlines: Deadlines | None = None,
+        observer: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._open_parts = open_parts
+        self._rollout = rollout
+        self._journal_path = journal
+        self._first_step = step
+        self._seed = seed
+        self._deadlines = deadlines or Deadlines()
+        self._observer = observer
+        self._published: int | None = None
+        """The version that this process has published last: an engine that was opened anew has none yet."""
+        self._is_closed = False
+        self._opened: Future[_Open] = Future()
+        self._ended: Future[None] = Future()
+        """Done when the thread is."""
+        self._last_answer_s = time.monotonic()
+        """When the event loop was last seen to turn."""
+        self._thread = threading.Thread(target=self._serve, name="rollover-feed", daemon=True)
+        self._thread.start()
+        try:
+            self._open = self._wait(
+                self._opened, self._deadlines.open_timeout_s, "open the engine and its parts", knob="open_timeout_s"
+            )
+        except BaseException:
+            self._stop_thread()
+            raise
+
+    # -- what the host calls ---------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> FeedParts:
+        """The parts as ``open_parts`` gave them; whoever uses them does so on the feed's event loop."""
+        return self._open.parts
+
+    @property
+    def next_version(self) -> int:
+        """Return the version whose batch comes next: ``step`` at first, one more after each ``batch``."""
+        return self._open.driver.ledger.next_step
+
+    def batch(self, version: int) -> Batch:
+        """Return the batch that weights ``version`` train. It is in the journal when this returns.
+
+        Raises:
+            RunError: another batch is next, or the engine's weights are too old, too new or not published yet.
+            EngineTimeout: nothing was decoded or scored for ``rollout.stall_timeout_s``; names the samples.
+            EngineError: the engine answers nobody.
+            DataError: every sample fails.
+        """
+        return self._call(self._next_batch(version), None, f"collect the batch of version {version}")
+
+    def publish(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Have the engine sample from weights ``version`` from now on.
+
+        Args:
+            load: called once, on the feed's event loop: puts the weights into the engine, and returns when every
+                token that is sampled afterwards is theirs. Running samples go on through it where the engine can, else
+                they are stopped before and resumed after it.
+
+        Raises:
+            RunError: ``version`` goes back, or is ahead of the batches that the host was given.
+            EngineTimeout: ``load`` took longer than ``update_timeout_s``.
+            EngineError: as ``load`` does.
+        """
+        self._call(self._publish(version, load), None, f"publish version {version}")
+
+    def trained(self, step: int, untrained: Mapping[WasteCause, int] | None = None) -> None:
+        """Record that the host has trained the batch of ``step``.
+
+        Args:
+            untrained: tokens of the batch that had no gradient, by cause. The others count as trained.
+
+        Raises:
+            RunError: that batch was not handed out, is trained already or is no longer on record.
+        """
+        self._call(self._trained(step, untrained or {}), self._deadlines.close_timeout_s, f"record step {step}")
+
+    def saved(self, step: int) -> None:
+        """Record that no restart will come back to a checkpoint before ``step``. Batches of earlier steps are then
+        forgotten, and those of ``step`` and later are kept for such a restart.
+
+        Args:
+            step: how many batches the *oldest* checkpoint that the host keeps has seen.
+
+        Raises:
+            RunError: it has seen more batches than were handed out.
+        """
+        self._call(self._saved(step), self._deadlines.close_timeout_s, f"record the checkpoint at step {step}")
+
+    def account(self) -> dict[str, float]:
+        """Return the tokens decoded, trained, live and wasted so far, and what is in flight, by metric name."""
+        return self._call(self._account(), self._deadlines.close_timeout_s, "read the account")
+
+    def close(self) -> None:
+        """Stop what runs, write it down and close all parts. The run can go on from its journal. Does nothing the
+        second time.
+
+        Raises:
+            EngineTimeout: a part did not close in time; what was decoded is in the journal.
+            RolloverError: as the closing parts do.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop_thread()
+        timeout_s = self._deadlines.close_timeout_s
+        self._thread.join(timeout_s)
+        if not self._ended.done():
+            raise EngineTimeout(
+                f"the feed did not close within {timeout_s:.0f} s (close_timeout_s): it waits for"
+                f" {self._open.parts.engine!r} to stop {len(self._open.driver.ledger.running)} samples, or to close"
+            )
+        self._ended.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:  # what the host failed with comes first
+            with suppress(Exception):
+                self.close()
+
+    # -- on the event loop -----------------------------------------------------------------------------------
+
+    async def _next_batch(self, version: int) -> Batch:
+        driver, bound = self._open.driver, self._rollout.staleness_bound
+        if version != (expected := driver.ledger.next_step):
+            raise RunError(
+                f"the host asks for the batch of version {version}, but that of version {expected} is next: each batch"
+                f" is trained once and in order; resume from a checkpoint that has seen {expected} batches"
+            )
+        if self._published is None:
+            raise RunError(f"the batch of version {version} is asked for before any weights were published")
+        if not version - bound <= self._published <= version:
+            raise RunError(
+                f"the engine samples from weights of version {self._published}, which the batch of version {version}"
+                f" must not hold: it takes versions {max(0, version - bound)} to {version}"
+                f" (rollout.max_staleness is {bound}); publish newer weights first"
+            )
+        return await driver.next_batch()
+
+    async def _publish(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        driver, timeout_s = self._open.driver, self._deadlines.update_timeout_s
+        oldest, newest = driver.ledger.policy_version, driver.ledger.next_step
+        if not oldest <= version <= newest:
+            raise RunError(
+                f"the host publishes weights of version {version}, where {oldest} to {newest} can follow: the engine"
+                f" samples from version {oldest}, and {newest} batches were handed out"
+            )
+
+        async def load_in_time() -> None:
+            try:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    await load()
+            except TimeoutError as error:
+                if isinstance(error, EngineError) or not deadline.expired():
+                    raise
+                raise EngineTimeout(
+                    f"{self._open.parts.engine!r} did not take the weights of version {version} within"
+                    f" {timeout_s:.0f} s (update_timeout_s)"
+                ) from None
+
+        await driver.update_weights(version, load_in_time)
+        self._published = version
+
+    async def _trained(self, step: int, untrained: Mapping[WasteCause, int]) -> None:
+        driver, ledger = self._open.driver, self._open.driver.ledger
+        if step >= ledger.next_step or step not in ledger.batches or step in ledger.untrained:
+            why = "is trained already" if step in ledger.untrained else "was not handed out, or is forgotten"
+            raise RunError(f"the host says that it has trained the batch of step {step}, which {why}")
+        driver.record(BatchTrained(time_s=self._open.clock.now_s(), step=step, untrained=dict(untrained)))
+
+    async def _saved(self, step: int) -> None:
+        driver = self._open.driver
+        if not 0 <= step <= driver.ledger.next_step:
+            raise RunError(
+                f"the host has saved a checkpoint that has seen {step} batches, but was given"
+                f" {driver.ledger.next_step} only"
+            )
+        driver.record(CheckpointSaved(time_s=self._open.clock.now_s(), step=step))
+
+    async def _account(self) -> dict[str, float]:
+        return ledger_metrics(self._open.driver.ledger)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Run the event loop until ``close``."""
+        error: BaseException | None = None
+        try:
+            asyncio.run(self._live())
+        except BaseException as e:
+            error = e
+        if not self._opened.done():
+            self._opened.set_exception(error or EngineError("the feed was closed before it was open"))
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    async def _live(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            parts = await stack.enter_async_context(self._open_parts())
+            is_new = not self._journal_path.exists()
+            if is_new and self._first_step:
+                raise RunError(
+                    f"{self._journal_path} is gone, and a checkpoint that has seen {self._first_step} batches cannot"
+                    " go on without it: put it back, or begin a new run from the checkpoint's model"
+                )
+            journal = Journal(self._journal_path)
+            stack.callback(journal.close)
+            state = RolloutState() if is_new else restart(journal, step=self._first_step, redo_round=False)
+            clock = SystemClock(journal.last_time_s)
+            driver = RolloutDriver(
+                engine=parts.engine,
+                strategy=self._rollout.build_strategy(parts.engine.capabilities),
+                source=parts.source,
+                scorer=parts.scorer,
+                sampling=self._rollout.sampling(parts.stop_token_ids),
+                seed=self._seed,
+                clock=clock,
+                state=state,
+                journal=journal,
+                limits=Limits.from_config(self._rollout),
+                keep_group=parts.keep_group,
+                observer=self._observer,
+                placement=parts.engine if isinstance(parts.engine, CallPlacement) else None,
+            )
+            stack.push_async_callback(driver.stop)
+            self._opened.set_result(_Open(parts=parts, driver=driver, clock=clock))
+            await self._closing.wait()
+
+    def _stop_thread(self) -> None:
+        with suppress(AttributeError, RuntimeError):  # it has not begun, or has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None, what: str) -> T:
+        """Have ``work`` done on the event loop. Without ``timeout_s`` it has deadlines of its own."""
+        if self._is_closed or self._ended.done():
+            work.close()
+            raise RunError(f"the feed is closed: it cannot {what}")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return self._wait(future, timeout_s, what, knob="close_timeout_s")
+        except BaseException:
+            future.cancel()  # Ctrl-C must not leave it running beside the next call
+            raise
+
+    def _wait(self, future: Future[T], timeout_s: float | None, what: str, *, knob: str) -> T:
+        began_s = self._last_answer_s = time.monotonic()
+        while not future.done():
+            wait([future, self._ended], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            if future.done():
+                break
+            if self._ended.done():
+                raise EngineError(f"the feed's event loop has ended: it cannot {what}") from self._ended.exception()
+            now_s = time.monotonic()
+            if timeout_s is not None and now_s - began_s >= timeout_s:
+                raise EngineTimeout(f"the feed did not {what} within {timeout_s:.0f} s ({knob})")
+            if self._opened.done():
+                self._look(now_s, what)
+        return future.result()
+
+    def _look(self, now_s: float, what: str) -> None:
+        """See that the event loop turns: its own deadlines are of no use while something blocks it."""
+        silent_s = now_s - self._last_answer_s
+        if silent_s >= self._rollout.stall_timeout_s + _LOOK_S:
+            raise EngineTimeout(
+                f"the feed's event loop has stood still for {silent_s:.0f} s (rollout.stall_timeout_s) and cannot"
+                f" {what}: the source of prompts, the scorer or the weight update blocks it"
+            )
+        self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._last_answer_s = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """The parts and the driver over them."""
+
+    parts: FeedParts
+    driver: RolloutDriver
+    clock: SystemClock

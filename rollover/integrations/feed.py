@@ -153,7 +153,7 @@ class Feed:
         self._published: int | None = None
         """The version that this process has published last: an engine that was opened anew has none yet."""
         self._is_closed = False
-        self._opened: Future[_Open] = Future()
+        self._opened: Future[_OpenFeed] = Future()
         self._ended: Future[None] = Future()
         """Done when the thread is."""
         self._last_answer_s = time.monotonic()
@@ -179,6 +179,15 @@ class Feed:
     def next_version(self) -> int:
         """Return the version whose batch comes next: ``step`` at first, one more after each ``batch``."""
         return self._open.driver.ledger.next_step
+
+    @property
+    def replayed(self) -> frozenset[int]:
+        """Return the steps whose batches an earlier process was handed, and that come again, as they were."""
+        return self._open.replayed
+
+    def now_s(self) -> float:
+        """Return the seconds since the run began, over all its processes, as the journal counts them."""
+        return self._open.clock.now_s()
 
     def batch(self, version: int) -> Batch:
         """Return the batch that weights ``version`` train. It is in the journal when this returns.
@@ -373,7 +382,8 @@ class Feed:
                 placement=parts.engine if isinstance(parts.engine, CallPlacement) else None,
             )
             stack.push_async_callback(driver.stop)
-            self._opened.set_result(_Open(parts=parts, driver=driver, clock=clock))
+            replayed = frozenset(state.ledger.replay)
+            self._opened.set_result(_OpenFeed(parts=parts, driver=driver, clock=clock, replayed=replayed))
             await self._closing.wait()
 
     def _stop_thread(self) -> None:
@@ -424,9 +434,10 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
+class _OpenFeed:
     """The parts and the driver over them."""
 
     parts: FeedParts
     driver: RolloutDriver
     clock: SystemClock
+    replayed: frozenset[int]

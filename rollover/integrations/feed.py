@@ -406,8 +406,9 @@ class Feed:
 
     def _wait(self, future: Future[T], timeout_s: float | None, what: str, *, knob: str) -> T:
         began_s = self._last_answer_s = time.monotonic()
+        awaited: tuple[Future[Any], ...] = (future, self._ended)
         while not future.done():
-            wait([future, self._ended], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            wait(awaited, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
             if future.done():
                 break
             if self._ended.done():

@@ -28,8 +28,8 @@ from edge import EdgeMachine
 from forked import Forks
 
 from rollover.run.config import find
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 
 ARMS = ("co-located", "pull", "push-pull")

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.gateway import Gateway
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef

@@ -43,10 +43,10 @@ from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.sim.strategies import SimulatedRollout
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import Head
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 

@@ -6,7 +6,7 @@
 A thousand members differ in speed by up to 50 times, in room, and in the bandwidth over which they fetch new weights;
 they leave and come back. Both rules are given the same members, responses and failures. *Even* gives a call to the
 member with the least calls for its room, as a pool of like servers does. *Rule* is ``choose`` in
-``rollover.swarm.coordinator.dispatch``.
+``rollover.swarm.coordinator.machine.dispatch``.
 
 Two loads: a batch of responses that is waited for (sequential pull), and members that are never out of work
 (asynchronous push-pull).
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from rollover.swarm.coordinator.dispatch import Candidate, Work, choose
-from rollover.swarm.coordinator.remaining import RemainingTokens
+from rollover.swarm.coordinator.machine.dispatch import Candidate, Work, choose
+from rollover.swarm.coordinator.machine.remaining import RemainingTokens
 
 LIMIT = 8192
 WEIGHTS_BYTES = 1e9

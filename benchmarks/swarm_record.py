@@ -22,7 +22,7 @@ from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.journal import effective, read_events
 from rollover.rollout.metrics import token_lags
 from rollover.rollout.state import RolloutState
-from rollover.swarm.coordinator.weight_log import FILE_NAME, MemberChange, PublishedVersion, read_weight_log
+from rollover.swarm.coordinator.status.weight_log import FILE_NAME, MemberChange, PublishedVersion, read_weight_log
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest
 from rollover.types import Batch
 

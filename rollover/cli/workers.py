@@ -13,7 +13,7 @@ import click
 from rollover.errors import ConfigError, RolloverError, RunError, require
 
 if TYPE_CHECKING:
-    from rollover.swarm.coordinator.status import SwarmStatus
+    from rollover.swarm.coordinator.status.snapshot import SwarmStatus
 
 
 _SILENT_S = 15.0
@@ -35,19 +35,19 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None) ->
     if add is not None:
         _add(run / "swarm", add, out)
     if revoke is not None:
-        from rollover.swarm.coordinator.credentials import Credentials
+        from rollover.swarm.coordinator.trust.credentials import Credentials
 
         Credentials(run / "swarm" / "workers.json").revoke(revoke)
         click.echo(f"{revoke}'s token is refused from now on")
     if add is None and revoke is None:
-        from rollover.swarm.coordinator.status import StatusFile
+        from rollover.swarm.coordinator.status.snapshot import StatusFile
 
         _show(run, StatusFile(run / "swarm" / "status.json").read())
 
 
 def _add(root: Path, name: str, out: Path | None) -> None:
     from rollover.privacy import make_private
-    from rollover.swarm.coordinator.credentials import Credentials
+    from rollover.swarm.coordinator.trust.credentials import Credentials
     from rollover.swarm.publication.keys import open_key
 
     if out is not None and out.exists():

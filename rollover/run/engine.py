@@ -82,10 +82,10 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
         blobs = check_blobs(config.engine, writes=begins)
         if config.engine.transport == "nats":
             require("nats", purpose='engine.transport = "nats"')
-            from rollover.swarm.coordinator.nats_open import check_nats
+            from rollover.swarm.coordinator.transports.nats.open import check_nats
 
             return [f"swarm: {line}" for line in (*check_nats(config.engine), *blobs)]
-        from rollover.swarm.coordinator.listening import check_listening
+        from rollover.swarm.coordinator.transports.listening import check_listening
 
         return [f"swarm: {line}" for line in (*check_listening(config.engine), *blobs)]
     if isinstance(config.engine, EmbeddedConfig):

@@ -18,8 +18,8 @@ from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers import supervisor
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig

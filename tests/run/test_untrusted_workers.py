@@ -20,8 +20,8 @@ from rollover.engine.servers.launch import free_port
 from rollover.errors import RolloverError
 from rollover.rollout.events import GroupDropped
 from rollover.run.engine_trust import MIN_TOKENS
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker import joining

@@ -17,9 +17,9 @@ import msgspec
 import zstandard
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Effect, Send
-from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect, Send
+from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,

@@ -8,9 +8,9 @@ from typing import Any
 
 from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineMismatch
-from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Effect, SentAway
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect, SentAway
+from rollover.swarm.coordinator.trust.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
 from tests.swarm.kit import ModelWorker, head
 from tests.swarm.test_coordinator import coordinator, join
 from tests.virtual_time import VirtualClock, run

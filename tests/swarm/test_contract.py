@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollover.swarm.coordinator.credentials import Credentials
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.messages import (
     Ack,
     Assign,

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
 from rollover.errors import ConfigError, RunError
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.status import StatusFile, SwarmStatus, WorkerStatus, shown
+from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus, shown
+from rollover.swarm.coordinator.trust.credentials import Credentials
 
 KEY = Ed25519PrivateKey.generate().public_key()
 

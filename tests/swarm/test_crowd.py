@@ -15,11 +15,11 @@ from websockets.exceptions import ConnectionClosed
 from rollover.clock import SystemClock
 from rollover.errors import EngineError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Close, Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import Adopt, Assign, Welcome, decode_down, encode
 from rollover.types import FinishReason
 from tests.swarm.held_worker import HeldWorker

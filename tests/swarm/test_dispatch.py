@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.coordinator.dispatch import NUM_PROBES, Candidate, Work, choose, finish_s
-from rollover.swarm.coordinator.remaining import WINDOW, RemainingTokens
+from rollover.swarm.coordinator.machine.dispatch import NUM_PROBES, Candidate, Work, choose, finish_s
+from rollover.swarm.coordinator.machine.remaining import WINDOW, RemainingTokens
 
 
 def member(name: str, speed: float | None = 10.0, running: int = 0, room: int = 8, version: int = 0) -> Candidate:

@@ -21,10 +21,10 @@ from rollover.clock import SystemClock
 from rollover.engine.base import Chunk
 from rollover.errors import ConfigError, EngineError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.coordinator import Coordinator
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.members import RunIdentity
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import (
     SUBPROTOCOL,
     CallState,

@@ -21,8 +21,8 @@ from rollover.engine.logprob_check import (
     check_prompts,
 )
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker import joining

@@ -17,7 +17,7 @@ from rollover.errors import ConfigError
 from rollover.run.config import load
 from rollover.run.engine import check_engine
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.listening import check_listening
+from rollover.swarm.coordinator.transports.listening import check_listening
 from tests.swarm.certificates import make_certificate
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -150,7 +150,7 @@ def test_a_cluster_is_tried_also_where_an_event_loop_runs(monkeypatch: pytest.Mo
     async def begins() -> list[str]:
         return check_engine(load("quickstart", ["--engine.kind", "swarm", "--engine.transport", "nats"]), begins=True)
 
-    monkeypatch.setattr("rollover.swarm.coordinator.nats_open.open_nats_side", refuses)
+    monkeypatch.setattr("rollover.swarm.coordinator.transports.nats.open.open_nats_side", refuses)
     with pytest.raises(ConfigError, match="nobody is there"):
         asyncio.run(begins())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.status.snapshot import StatusFile
 from tests import runs
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from rollover.errors import ConfigError
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.nats_cluster import NatsCluster
-from rollover.swarm.coordinator.nats_gateway import NatsGateway
+from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
+from rollover.swarm.coordinator.transports.nats.gateway import NatsGateway
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.nats import client as nats_client
 from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.nats.credentials import NatsCredentials

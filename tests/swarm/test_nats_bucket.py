@@ -18,12 +18,12 @@ import torch
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.nats_cluster import NatsCluster
-from rollover.swarm.coordinator.nats_gateway import NatsGateway
-from rollover.swarm.coordinator.nats_open import check_nats, open_nats_side
 from rollover.swarm.coordinator.open import open_swarm
+from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
+from rollover.swarm.coordinator.transports.nats.gateway import NatsGateway
+from rollover.swarm.coordinator.transports.nats.open import check_nats, open_nats_side
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.nats.client import NatsConnection, connect
 from rollover.swarm.nats.objects import JetStreamTransport, NatsBucket

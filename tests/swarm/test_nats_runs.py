@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.swarm.coordinator.status import StatusFile
+from rollover.swarm.coordinator.status.snapshot import StatusFile
 from tests import runs
 from tests.swarm.nats_kit import NatsServer, needs_server, running
 from tests.swarm.test_runs import Swarm, assert_conserved, swarm

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.swarm.coordinator.board import MAX_CURVES, MAX_POINTS, MAX_PUBLICATIONS, StatusBoard
-from rollover.swarm.coordinator.pages.listener import AdminListener, names_this_machine
-from rollover.swarm.coordinator.pages.prometheus import exposition
-from rollover.swarm.coordinator.status import AssignmentStatus, StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status.board import MAX_CURVES, MAX_POINTS, MAX_PUBLICATIONS, StatusBoard
+from rollover.swarm.coordinator.status.pages.listener import AdminListener, names_this_machine
+from rollover.swarm.coordinator.status.pages.prometheus import exposition
+from rollover.swarm.coordinator.status.snapshot import AssignmentStatus, StatusFile, SwarmStatus, WorkerStatus
 from rollover.swarm.publication.publisher import PublishedWeights
 from rollover.swarm.wire.messages import Head
 

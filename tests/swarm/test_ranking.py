@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollover.swarm.coordinator.dispatch import Work, choose, drain_s
-from rollover.swarm.coordinator.members import SwarmMember
-from rollover.swarm.coordinator.ranking import Ranking
+from rollover.swarm.coordinator.machine.dispatch import Work, choose, drain_s
+from rollover.swarm.coordinator.machine.members import SwarmMember
+from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.wire.messages import Ready
 
 HEAD = 3

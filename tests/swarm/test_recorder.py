@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rollover.engine.reexecution import Lot
-from rollover.swarm.coordinator.effects import Deliver
-from rollover.swarm.coordinator.recorder import Recorder
-from rollover.swarm.coordinator.streams import Piece
+from rollover.swarm.coordinator.machine.effects import Deliver
+from rollover.swarm.coordinator.machine.streams import Piece
+from rollover.swarm.coordinator.trust.recorder import Recorder
 from tests.swarm.kit import request, response
 
 

@@ -11,10 +11,10 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.noise import uniforms
 from rollover.engine.reexecution import Verdict
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Deliver, Effect, Send, SentAway
-from rollover.swarm.coordinator.reexecutions import MISSED_S, PATIENCE_S, Reexecutions
-from rollover.swarm.coordinator.streams import Piece
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Send, SentAway
+from rollover.swarm.coordinator.machine.streams import Piece
+from rollover.swarm.coordinator.trust.reexecutions import MISSED_S, PATIENCE_S, Reexecutions
 from rollover.swarm.wire.messages import Assign
 from rollover.types import FinishReason
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request

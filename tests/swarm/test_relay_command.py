@@ -16,8 +16,8 @@ import websockets
 from rollover.cli import main
 from rollover.engine.servers.launch import free_port
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.transport import Connection
+from rollover.swarm.coordinator.transports.base import Connection
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Goodbye, Hello, decode_down, encode
 from tests.swarm.certificates import make_certificate

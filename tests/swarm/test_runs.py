@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.coordinator.status import StatusFile
-from rollover.swarm.coordinator.weight_log import MemberChange, PublishedVersion, read_weight_log
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.status.weight_log import MemberChange, PublishedVersion, read_weight_log
 from tests import runs
 
 pytestmark = pytest.mark.slow

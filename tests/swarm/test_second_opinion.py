@@ -15,7 +15,7 @@ from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.logprob_check import default_tolerance
 from rollover.engine.reexecution import Comparison, Doubt, Slack, Stretch
-from rollover.swarm.coordinator.second_opinion import SecondOpinion
+from rollover.swarm.coordinator.trust.second_opinion import SecondOpinion
 from tests.engine.contract import collect, request
 from tests.engine.models import saved, tiny_model
 from tests.swarm.test_worker_real import ENGINE

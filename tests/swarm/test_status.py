@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollover.swarm.coordinator.status import swarm_status
+from rollover.swarm.coordinator.status.snapshot import swarm_status
 from tests.swarm.kit import LENGTH, ModelWorker, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join
 

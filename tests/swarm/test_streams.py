@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.coordinator.streams import Piece, TokenStream
+from rollover.swarm.coordinator.machine.streams import Piece, TokenStream
 from rollover.types import FinishReason
 
 START = 300

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.nats_cluster import NatsCluster
-from rollover.swarm.coordinator.nats_gateway import NatsGateway
-from rollover.swarm.coordinator.transport import Sessions
+from rollover.swarm.coordinator.transports.base import Sessions
+from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
+from rollover.swarm.coordinator.transports.nats.gateway import NatsGateway
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.wire.address import CoordinatorAddress
 from tests.swarm.nats_kit import NatsServer, needs_server, running

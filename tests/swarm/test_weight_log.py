@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rollover.errors import RunError
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import Effect, ServesAnew
-from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.coordinator.weight_log import MemberChange, PublishedVersion, WeightLog, read_weight_log
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect, ServesAnew
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.status.weight_log import MemberChange, PublishedVersion, WeightLog, read_weight_log
 from rollover.swarm.publication.publisher import PublishedWeights
 from rollover.swarm.wire.messages import Serving
 from tests.swarm.kit import VOCAB, ModelWorker, head

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import Hello, Welcome

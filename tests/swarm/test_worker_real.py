@@ -17,9 +17,9 @@ from rollover.engine.base import Chunk, Engine
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.open import open_swarm
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig

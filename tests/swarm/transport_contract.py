@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover.clock import SystemClock
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator import nats_session, transport
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.coordinator.transport import Connection, Sessions, Transport
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports.base import Connection, Sessions, Transport
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     Abort,

@@ -1,1 +1,1 @@
-"""This room is the trainer's side: the state machine of members and calls, and the shell that makes it an engine."""
+"""This room is the trainer's side as an engine: the shell around the state machine, and the rooms that it stands on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from rollover.swarm.coordinator.transport import Connection
+from rollover.swarm.coordinator.transports.base import Connection
 from rollover.swarm.wire.messages import FromCoordinator, Goodbye, ProtocolError, encode
 
 logger = logging.getLogger(__name__)

@@ -32,11 +32,9 @@ from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.reexecution import Dispute, Verdict
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.board import StatusBoard
-from rollover.swarm.coordinator.checks import MemberChecks
 from rollover.swarm.coordinator.connections import Connections
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.effects import (
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
     Close,
@@ -48,11 +46,13 @@ from rollover.swarm.coordinator.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.outlets import Outlet, Outlets
-from rollover.swarm.coordinator.pages.listener import AdminListener
-from rollover.swarm.coordinator.reexecutions import Reexecutions
-from rollover.swarm.coordinator.status import swarm_status
-from rollover.swarm.coordinator.transport import Connection, Transport
-from rollover.swarm.coordinator.weight_log import WeightLog
+from rollover.swarm.coordinator.status.board import StatusBoard
+from rollover.swarm.coordinator.status.pages.listener import AdminListener
+from rollover.swarm.coordinator.status.snapshot import swarm_status
+from rollover.swarm.coordinator.status.weight_log import WeightLog
+from rollover.swarm.coordinator.transports.base import Connection, Transport
+from rollover.swarm.coordinator.trust.checks import MemberChecks
+from rollover.swarm.coordinator.trust.reexecutions import Reexecutions
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
 

@@ -25,22 +25,22 @@ from rollover.hf.architecture import Architecture
 from rollover.hf.weights import read_weight_infos
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
-from rollover.swarm.coordinator.board import StatusBoard
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.credentials import Credentials
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
-from rollover.swarm.coordinator.gateway import Gateway
-from rollover.swarm.coordinator.members import RunIdentity
-from rollover.swarm.coordinator.pages.listener import AdminListener
-from rollover.swarm.coordinator.status import StatusFile
-from rollover.swarm.coordinator.weight_log import FILE_NAME, WeightLog
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.status.board import StatusBoard
+from rollover.swarm.coordinator.status.pages.listener import AdminListener
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.status.weight_log import FILE_NAME, WeightLog
+from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from rollover.weights.base import WeightSource
 
 if TYPE_CHECKING:
-    from rollover.swarm.coordinator.nats_open import NatsSide
+    from rollover.swarm.coordinator.transports.nats.open import NatsSide
 
 
 async def open_swarm(
@@ -123,7 +123,7 @@ async def open_swarm(
 async def _nats_side(config: SwarmConfig) -> NatsSide | None:
     if config.transport != "nats":
         return None
-    from rollover.swarm.coordinator.nats_open import open_nats_side
+    from rollover.swarm.coordinator.transports.nats.open import open_nats_side
 
     return await open_nats_side(config)
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.effects import Deliver
+from rollover.swarm.coordinator.machine.effects import Deliver
 from rollover.types import FinishReason
 
 

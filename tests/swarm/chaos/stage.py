@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.coordinator.credentials import Credentials
-from rollover.swarm.coordinator.status import StatusFile, SwarmStatus
+from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 from tests.runs import Cue

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.reexecution import Lot, Stretch, can_be_compared
-from rollover.swarm.coordinator.effects import Deliver
-from rollover.swarm.coordinator.streams import Piece
+from rollover.swarm.coordinator.machine.effects import Deliver
+from rollover.swarm.coordinator.machine.streams import Piece
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rollover.errors import ConfigError, EngineError, require
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.nats_cluster import NatsCluster
-from rollover.swarm.coordinator.nats_gateway import NatsGateway
-from rollover.swarm.coordinator.transport import Sessions
+from rollover.swarm.coordinator.transports.base import Sessions
+from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
+from rollover.swarm.coordinator.transports.nats.gateway import NatsGateway
 from rollover.swarm.nats.client import NatsFailure
 from rollover.swarm.nats.credentials import NatsCredentials
 from rollover.swarm.nats.objects import NatsBucket

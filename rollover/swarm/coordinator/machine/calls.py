@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from rollover.swarm.coordinator.acknowledgements import Acknowledgements
-from rollover.swarm.coordinator.effects import Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.members import SwarmMember
-from rollover.swarm.coordinator.reconcile import MAX_REPAIRS, Disagreement, Repair
-from rollover.swarm.coordinator.swarm_call import SwarmCall
+from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.members import SwarmMember
+from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair
+from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.wire.messages import Abort, Ack, Release
 
 

@@ -1,6 +1,6 @@
 """The members in the order in which the dispatch rule looks at them, so that it need not look at all of them.
 
-``choose`` in ``rollover.swarm.coordinator.dispatch`` is the rule; here it is applied to members that are kept sorted.
+``choose`` in the module ``dispatch`` beside this one is the rule; here it is applied to members that are kept sorted.
 With room and with the weights that a call asks for, the fastest comes first, and of equally fast ones the one with the
 least load; that is the member that the rule picks, unless another one would have finished before: those are looked at
 from the fastest on, up to the first that cannot make it even if it began at once.
@@ -17,8 +17,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollover.swarm.coordinator.dispatch import Candidate, Work, finish_s, typical_speed
-from rollover.swarm.coordinator.members import SwarmMember
+from rollover.swarm.coordinator.machine.dispatch import Candidate, Work, finish_s, typical_speed
+from rollover.swarm.coordinator.machine.members import SwarmMember
 
 _Key = tuple[float, float, str]
 """Minus the speed, load, name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rollover.swarm.coordinator.transport import MAX_UNSENT_BYTES, Sessions, WorkerConversation
+from rollover.swarm.coordinator.transports.base import MAX_UNSENT_BYTES, Sessions, WorkerConversation
 from rollover.swarm.nats.client import NatsConnection, NatsFailure
 from rollover.swarm.nats.pump import ChannelPump
 from rollover.swarm.nats.sealed import SealedChannel, SessionKeys

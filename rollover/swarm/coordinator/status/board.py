@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from rollover.swarm.coordinator.status import PublicationStatus, StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status.snapshot import PublicationStatus, StatusFile, SwarmStatus, WorkerStatus
 from rollover.swarm.publication.publisher import PublishedWeights
 
 MAX_PUBLICATIONS = 20

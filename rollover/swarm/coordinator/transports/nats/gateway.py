@@ -22,9 +22,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from rollover.swarm.coordinator.nats_cluster import NatsCluster
-from rollover.swarm.coordinator.nats_session import NatsSession
-from rollover.swarm.coordinator.transport import HELLO_TIMEOUT_S, Sessions
+from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, Sessions
+from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
+from rollover.swarm.coordinator.transports.nats.session import NatsSession
 from rollover.swarm.nats.client import NatsConnection, NatsFailure, NatsMessage
 from rollover.swarm.nats.opening import (
     SessionEnded,

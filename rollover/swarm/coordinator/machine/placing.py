@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rollover.swarm.coordinator.calls import SwarmCalls
-from rollover.swarm.coordinator.dispatch import Work
-from rollover.swarm.coordinator.effects import Effect, Send
-from rollover.swarm.coordinator.members import SwarmCounters, SwarmMember
-from rollover.swarm.coordinator.ranking import Ranking
-from rollover.swarm.coordinator.remaining import RemainingTokens
-from rollover.swarm.coordinator.swarm_call import SwarmCall
+from rollover.swarm.coordinator.machine.calls import SwarmCalls
+from rollover.swarm.coordinator.machine.dispatch import Work
+from rollover.swarm.coordinator.machine.effects import Effect, Send
+from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.ranking import Ranking
+from rollover.swarm.coordinator.machine.remaining import RemainingTokens
+from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.wire.messages import HeldCall, Release
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.streams import Piece, TokenStream
+from rollover.swarm.coordinator.machine.streams import Piece, TokenStream
 from rollover.swarm.wire.messages import (
     Adopt,
     Assign,

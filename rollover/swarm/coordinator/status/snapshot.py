@@ -16,8 +16,8 @@ import msgspec
 
 from rollover.errors import RunError
 from rollover.privacy import redacted_text
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.members import SwarmMember
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.publication.blobs import replace_file
 
 _MAX_NOTE = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.swarm.coordinator.streams import Piece
+from rollover.swarm.coordinator.machine.streams import Piece
 from rollover.swarm.wire.messages import FromCoordinator, Serving
 
 

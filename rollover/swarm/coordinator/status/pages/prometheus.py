@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rollover.swarm.coordinator.status import SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status.snapshot import SwarmStatus, WorkerStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WASTED = "rollout/wasted_tokens/"

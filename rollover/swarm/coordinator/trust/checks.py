@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from rollover.clock import Clock
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.directed import DirectedEngine, OneMember
-from rollover.swarm.coordinator.effects import Effect
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect
+from rollover.swarm.coordinator.trust.directed import DirectedEngine, OneMember
 
 logger = logging.getLogger(__name__)
 

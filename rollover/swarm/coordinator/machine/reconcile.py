@@ -29,8 +29,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from rollover.swarm.coordinator.acknowledgements import Acknowledgements
-from rollover.swarm.coordinator.swarm_call import SwarmCall
+from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
+from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.wire.messages import CallState, Heartbeat
 
 MAX_REPAIRS = 3

@@ -24,7 +24,7 @@ from rollover.engine.reexecution import (
     tokens_verdict,
     verdict,
 )
-from rollover.swarm.coordinator.directed import DirectedEngine
+from rollover.swarm.coordinator.trust.directed import DirectedEngine
 
 
 @dataclass(slots=True)

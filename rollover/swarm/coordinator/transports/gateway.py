@@ -32,9 +32,9 @@ from websockets.exceptions import InvalidState
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.listening import open_listener
-from rollover.swarm.coordinator.ports import LibraryServer
-from rollover.swarm.coordinator.transport import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
+from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
+from rollover.swarm.coordinator.transports.listening import open_listener
+from rollover.swarm.coordinator.transports.ports import LibraryServer
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
 

@@ -30,9 +30,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollover.swarm.coordinator.board import BoardView, StatusBoard
-from rollover.swarm.coordinator.pages.prometheus import CONTENT_TYPE, exposition
-from rollover.swarm.coordinator.ports import LibraryServer, listen_on
+from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
+from rollover.swarm.coordinator.status.pages.prometheus import CONTENT_TYPE, exposition
+from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.wire.address import is_loopback
 
 

@@ -19,8 +19,8 @@ import math
 from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.calls import SwarmCalls
-from rollover.swarm.coordinator.effects import (
+from rollover.swarm.coordinator.machine.calls import SwarmCalls
+from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
     Close,
@@ -31,12 +31,12 @@ from rollover.swarm.coordinator.effects import (
     SentAway,
     ServesAnew,
 )
-from rollover.swarm.coordinator.epochs import holds_foreign_tokens
-from rollover.swarm.coordinator.members import RunIdentity, SwarmCounters, SwarmMember
-from rollover.swarm.coordinator.placing import Placing
-from rollover.swarm.coordinator.ranking import Ranking
-from rollover.swarm.coordinator.reconcile import confirmed, disagreements
-from rollover.swarm.coordinator.swarm_call import SwarmCall, checked_piece
+from rollover.swarm.coordinator.machine.epochs import holds_foreign_tokens
+from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.placing import Placing
+from rollover.swarm.coordinator.machine.ranking import Ranking
+from rollover.swarm.coordinator.machine.reconcile import confirmed, disagreements
+from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,

@@ -27,12 +27,12 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.logprob_check import default_tolerance
 from rollover.engine.reexecution import Comparison, Dispute, Lot, Slack, Stretch, Verdict
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.coordinator import Coordinator
-from rollover.swarm.coordinator.directed import DirectedEngine
-from rollover.swarm.coordinator.effects import Deliver, Effect
-from rollover.swarm.coordinator.members import SwarmMember
-from rollover.swarm.coordinator.recorder import Recorder
-from rollover.swarm.coordinator.second_opinion import SecondOpinion
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect
+from rollover.swarm.coordinator.machine.members import SwarmMember
+from rollover.swarm.coordinator.trust.directed import DirectedEngine
+from rollover.swarm.coordinator.trust.recorder import Recorder
+from rollover.swarm.coordinator.trust.second_opinion import SecondOpinion
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rollover.swarm.coordinator.dispatch import Candidate
-from rollover.swarm.coordinator.reconcile import Disagreement
+from rollover.swarm.coordinator.machine.dispatch import Candidate
+from rollover.swarm.coordinator.machine.reconcile import Disagreement
 from rollover.swarm.wire.messages import PROTOCOL, Decoded, FromWorker, HeldCall, Hello, Ready, Serving
 
 _KEPT = 0.7

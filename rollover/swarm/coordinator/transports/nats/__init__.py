@@ -1,0 +1,1 @@
+"""Workers that come over a NATS cluster."""

@@ -80,7 +80,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenDispute:
     """A dispute that is undecided."""
 
     dispute: Dispute
@@ -117,7 +117,7 @@ class Reexecutions:
         self._tolerance = tolerance
         self._recorder = Recorder(Lot(share))
         self._waiting: deque[_Waiting] = deque()
-        self._open: list[_Open] = []
+        self._open: list[_OpenDispute] = []
         self._busy: dict[str, asyncio.Task[None]] = {}
         """By member."""
         self._is_closed = False
@@ -283,9 +283,9 @@ class Reexecutions:
         self.counters.num_disputed += 1
         dispute = Dispute(stretch=waiting.stretch, second=name, comparison=comparison, slack=opinion.slack)
         logger.warning("%s", dispute.about)
-        self._open.append(_Open(dispute, self._clock.now_s(), {waiting.stretch.engine, name}))
+        self._open.append(_OpenDispute(dispute, self._clock.now_s(), {waiting.stretch.engine, name}))
 
-    async def _third_opinion(self, name: str, opened: _Open) -> None:
+    async def _third_opinion(self, name: str, opened: _OpenDispute) -> None:
         opened.asked.add(name)
         opinion = self._opinion(name, opened.dispute.stretch)
         try:
@@ -298,7 +298,7 @@ class Reexecutions:
         if found in (Verdict.FIRST, Verdict.SECOND):  # one that agrees with neither may be wrong itself
             self.decide(opened.dispute, found, by=name)
 
-    def _undecided(self, opened: _Open) -> None:
+    def _undecided(self, opened: _OpenDispute) -> None:
         self._open.remove(opened)
         self.counters.num_undecided += 1
         logger.warning("nobody can tell who is right: %s", opened.dispute.about)

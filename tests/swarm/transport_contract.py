@@ -16,11 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover.clock import SystemClock
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator import nats_session, transport
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports import base
 from rollover.swarm.coordinator.transports.base import Connection, Sessions, Transport
+from rollover.swarm.coordinator.transports.nats import session
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
@@ -276,7 +277,8 @@ class TransportContract:
         self.run(law)
 
     def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rollover.swarm.coordinator import gateway, nats_gateway
+        from rollover.swarm.coordinator.transports import gateway
+        from rollover.swarm.coordinator.transports.nats import gateway as nats_gateway
 
         for module in (gateway, nats_gateway):
             monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.2)
@@ -294,9 +296,9 @@ class TransportContract:
     def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (transport, nats_session):
+        for module in (base, session):
             monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 2**20)
-        monkeypatch.setattr(nats_session, "_CLOSE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(session, "_CLOSE_TIMEOUT_S", 0.2)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:

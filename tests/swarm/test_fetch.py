@@ -23,7 +23,13 @@ from rollover.errors import EngineTimeout, ResourceError
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.publication.fetched import FetchedWeights
-from rollover.swarm.publication.manifest import PublicationError, PublicationManifest, open_manifest, sign
+from rollover.swarm.publication.manifest import (
+    PublicationError,
+    PublicationManifest,
+    PublicationRefused,
+    open_manifest,
+    sign,
+)
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from tests.swarm.weights_kit import (
@@ -418,12 +424,20 @@ def refused(publisher: SwarmPublisher, worker: Path, head: Head, message: str, *
 
 def test_another_publishers_manifest(publisher: SwarmPublisher, tmp_path: Path) -> None:
     forged = forge(publisher, publish(publisher, 0)[0], Ed25519PrivateKey.generate())
-    refused(publisher, tmp_path / "worker", forged, "not signed by the publisher whose key this worker was given")
+    message = "not signed by the publisher whose key this worker was given with its token: ask the run's owner"
+    refused(publisher, tmp_path / "worker", forged, message, error=PublicationRefused)
 
 
 def test_another_run(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
-    refused(publisher, tmp_path / "worker", head, "weights of the run 'sums', not of 'other'", run_id="other")
+    refused(
+        publisher,
+        tmp_path / "worker",
+        head,
+        "weights of the run 'sums', not of 'other'",
+        run_id="other",
+        error=PublicationRefused,
+    )
 
 
 def test_another_epoch_or_version_than_was_announced(publisher: SwarmPublisher, tmp_path: Path) -> None:
@@ -439,8 +453,8 @@ def test_old_publications_played_again_also_to_a_worker_that_was_started_again(
 ) -> None:
     first, second = publish(publisher, 0, 1)
     message = "version 0 of epoch 1 is no news: this worker has had version 1 of epoch 1"
-    refused(publisher, tmp_path / "worker", first, message, second)
-    refused(publisher, tmp_path / "worker", first, message)
+    refused(publisher, tmp_path / "worker", first, message, second, error=PublicationRefused)
+    refused(publisher, tmp_path / "worker", first, message, error=PublicationRefused)
 
 
 def test_a_second_manifest_of_one_version(publisher: SwarmPublisher, tmp_path: Path) -> None:
@@ -452,7 +466,8 @@ def test_a_second_manifest_of_one_version(publisher: SwarmPublisher, tmp_path: P
 def test_another_tokenizer(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
     other = forge(publisher, second, model="0" * 64)
-    refused(publisher, tmp_path / "a", other, "version 1 has another config or tokenizer than version 0", first)
+    message = "version 1 has another config or tokenizer than version 0"
+    refused(publisher, tmp_path / "a", other, message, first, error=PublicationRefused)
     alone = forge(publisher, first, model="0" * 64)
     refused(publisher, tmp_path / "b", alone, "config and tokenizer of version 0 are not those of its model")
 
@@ -484,11 +499,11 @@ def test_a_delta_that_rests_on_a_later_version(publisher: SwarmPublisher, tmp_pa
 def test_weights_beyond_this_machines_memory(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
     message = "the weights of version 0 take 46,720 bytes, this worker has memory for 40,000"
-    refused(publisher, tmp_path / "a", head, message, error=ResourceError, max_model_bytes=40_000)
+    refused(publisher, tmp_path / "a", head, message, error=PublicationRefused, max_model_bytes=40_000)
     tensors = manifest_of(publisher, head).tensors
     huge = msgspec.structs.replace(tensors[0], shape=(2**30, 16), encoding="overwrite", num_bytes=0)
     bomb = forge(publisher, *publish(publisher, 1), tensors=(huge,))
-    refused(publisher, tmp_path / "b", bomb, "take 34,359,738,368 bytes", head, error=ResourceError)
+    refused(publisher, tmp_path / "b", bomb, "take 34,359,738,368 bytes", head, error=PublicationRefused)
 
 
 def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import json
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from rollover.swarm.wire.messages import Hello, Welcome
 from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection, tls_context
 from tests.engine.models import saved, tiny_model
-from tests.swarm.test_worker_real import collected, expected, flat, swarm
+from tests.swarm.test_worker_real import collected, expected, flat, swarm, worker
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE = [
@@ -194,6 +195,49 @@ def test_a_revoked_token_ends_the_worker_with_one_message(
     error = capsys.readouterr().err
     assert "refuses the token of 'laptop' (HTTP 401)" in error
     assert token.secret not in error
+
+
+def joined_in_vain(engine: SwarmEngine, token: WorkerToken, cache: Path) -> int:
+    """Return the exit code of a worker that cannot serve this run."""
+    file = token_file(cache.parent, token)
+    return cli.main(["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(cache), *ENGINE])
+
+
+@pytest.mark.slow
+def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> int:
+        model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
+        async with asyncio.timeout(60), swarm(root, model) as engine:
+            token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
+            return await asyncio.to_thread(joined_in_vain, engine, token, tmp_path / "cache")
+
+    assert asyncio.run(main()) == 2
+    error = capsys.readouterr().err
+    assert "not signed by the publisher whose key this worker was given with its token: ask the run's owner" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    async def main() -> int:
+        root, cache = tmp_path / "swarm", tmp_path / "cache"
+        model = saved(tiny_model(), tmp_path / "model")
+        async with asyncio.timeout(90), swarm(root, model) as engine, worker(root, engine, cache) as lines:
+            while not any("serving version 0" in line for line in lines):
+                await asyncio.sleep(0.01)
+        content = json.loads((model / file).read_text()) if (model / file).exists() else {}
+        (model / file).write_text(json.dumps({**content, "exchanged": True}))
+        async with asyncio.timeout(90), swarm(root, model) as engine:
+            return await asyncio.to_thread(joined_in_vain, engine, make_token(root, "again"), cache)
+
+    assert asyncio.run(main()) == 2
+    error = capsys.readouterr().err
+    assert "has another config or tokenizer than version 0, which this worker has had" in error and "--cache" in error
 
 
 @pytest.mark.parametrize(

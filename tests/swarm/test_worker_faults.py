@@ -12,6 +12,7 @@ from websockets.asyncio.server import ServerConnection
 
 from rollover.engine.base import Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
+from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -32,6 +33,7 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.swarm.worker.connection import Refused
 from rollover.swarm.worker.host import EngineBroken
+from rollover.swarm.worker.updates import MAX_REFUSED
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, run, tokens
@@ -442,6 +444,67 @@ def test_a_refusal_that_time_does_not_mend_ends_the_worker(
             assert isinstance(error, Refused)
             assert message in str(error)
             assert "rw1." not in str(error)
+
+    run(main())
+
+
+def test_weights_that_are_not_for_this_worker_end_it_after_a_few_tries(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a"))
+            await bench.until(lambda: bench.engine.requests)
+            await bench.engine.tick(5)
+            bench.fetcher.failures = [PublicationRefused("the manifest is not signed by the publisher")] * MAX_REFUSED
+            await link.send(head(1))
+            error = await bench.failure()
+            assert isinstance(error, PublicationRefused)
+            assert [asked.version for asked, _, _ in bench.fetcher.asked] == [0] + [1] * MAX_REFUSED
+            await link.until(lambda: link.is_closed)
+            assert link.all(Leaving) == [Leaving(reason=str(error))]
+            assert bench.coordinator.endings == {"a": "abort"}
+            assert bench.coordinator.response("a") == tokens(7, 0, 5), "what it has decoded is handed over"
+
+    run(main())
+
+
+def test_a_relay_that_is_damaged_for_a_moment_ends_no_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            damaged = [PublicationRefused("the manifest cannot be read")] * (MAX_REFUSED - 1)
+            bench.fetcher.failures = [*damaged, EngineError("the relay is away"), *damaged]
+            await link.send(head(1))
+            serving = asyncio.create_task(link.serving(1))
+            while not serving.done():
+                await bench.clock.move(1.0)
+                await asyncio.wait((serving,), timeout=0.01)
+            assert len(link.all(NotServing)) == 2 * len(damaged) + 1 and not bench.fetcher.failures
+
+    run(main())
+
+
+def test_a_run_that_stays_in_an_older_epoch_is_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            await (await bench.member(head(5), epoch=3)).cut()
+            num_welcomed = 0
+
+            async def old(socket: ServerConnection) -> None:
+                nonlocal num_welcomed
+                num_welcomed += 1
+                await socket.recv()
+                welcome: dict[str, Any] = {"protocol": PROTOCOL, "member": "laptop", "lease": 1, "ttl_s": 15.0}
+                await socket.send(encode(1, Welcome(**welcome, run_id="sums", run_epoch=2, head=head(9))))
+                await socket.wait_closed()
+
+            bench.coordinator.raw = old
+            error = await bench.failure()
+            assert isinstance(error, Refused) and num_welcomed == 10
+            assert "an old coordinator must still be running; where the run was set back" in str(error)
 
     run(main())
 

@@ -26,13 +26,14 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rollover.errors import EngineTimeout, ResourceError
+from rollover.errors import EngineTimeout
 from rollover.swarm.publication.blobs import BlobFolder, replace_file
 from rollover.swarm.publication.download import BlobDownloads, BlobMissing
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import (
     PublicationError,
     PublicationManifest,
+    PublicationRefused,
     needed_blobs,
     open_manifest,
     tensor_bytes,
@@ -102,10 +103,11 @@ class WeightFetcher:
             run_epoch: the coordinator's, which is the one that has published ``head``.
 
         Raises:
-            PublicationError: the publication is not the publisher's, not of this run, older than what this worker has
-                had, or cannot be put together.
+            PublicationRefused: the publication is not the publisher's, not of this run, older than what this worker has
+                had, of another model or tokenizer, or larger than this machine's memory.
+            PublicationError: it cannot be put together.
             EngineTimeout: it took too long; the message says who was waited for.
-            ResourceError: the disk is full, or the weights are larger than this machine's memory.
+            ResourceError: the disk is full.
         """
         try:
             async with asyncio.timeout(deadline_s) as deadline, self._turn:
@@ -211,14 +213,15 @@ class WeightFetcher:
         seen = self._seen
         if seen is not None and link.digest != seen.manifest:
             if manifest.age <= (seen.run_epoch, seen.version):
-                raise PublicationError(
+                raise PublicationRefused(
                     f"version {manifest.version} of epoch {manifest.run_epoch} is no news: this worker has had version"
-                    f" {seen.version} of epoch {seen.run_epoch}"
+                    f" {seen.version} of epoch {seen.run_epoch}; where the run was set back on purpose, start the"
+                    " worker with another folder (--cache)"
                 )
             if manifest.model != seen.model:
-                raise PublicationError(
-                    f"version {manifest.version} has another config or tokenizer than version {seen.version}; stop the"
-                    " worker and start it again with a folder of its own"
+                raise PublicationRefused(
+                    f"version {manifest.version} has another config or tokenizer than version {seen.version}, which"
+                    " this worker has had; where that is meant, start the worker with another folder (--cache)"
                 )
         self._check_size(manifest)
 
@@ -234,14 +237,16 @@ class WeightFetcher:
 
     def _check_run(self, manifest: PublicationManifest) -> None:
         if manifest.run_id != self._run_id:
-            raise PublicationError(f"these are weights of the run {manifest.run_id!r}, not of {self._run_id!r}")
+            raise PublicationRefused(
+                f"these are weights of the run {manifest.run_id!r}, not of {self._run_id!r}: is the address right?"
+            )
 
     def _check_size(self, manifest: PublicationManifest) -> None:
         num_bytes = sum(map(tensor_bytes, manifest.tensors))
         if num_bytes > self._max_model_bytes:
-            raise ResourceError(
+            raise PublicationRefused(
                 f"the weights of version {manifest.version} take {num_bytes:,} bytes, this worker has memory for"
-                f" {self._max_model_bytes:,}"
+                f" {self._max_model_bytes:,}: it takes a machine with more"
             )
 
     # -- what a restart of the worker remembers -----------------------------------------------------------------------

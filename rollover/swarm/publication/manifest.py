@@ -47,6 +47,10 @@ class PublicationError(EngineError):
     """A publication, or a part of it, that cannot be used; nothing of it has taken effect."""
 
 
+class PublicationRefused(PublicationError):
+    """A publication that this worker does not take, and would not take if it were fetched again."""
+
+
 class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
     """A blob by name, with its size as it is stored and after decompression.
 
@@ -159,7 +163,8 @@ def open_manifest(blob: bytes, key: Ed25519PublicKey) -> PublicationManifest:
     """Return the manifest in a blob that was signed by the owner of ``key``.
 
     Raises:
-        PublicationError: the signature is not the publisher's, or the manifest contradicts itself or a limit.
+        PublicationRefused: the signature is not the publisher's, or it is no manifest.
+        PublicationError: the manifest contradicts itself or a limit.
     """
     if len(blob) > MAX_MANIFEST_BYTES:
         raise PublicationError(f"a manifest of {len(blob):,} bytes is above the limit of {MAX_MANIFEST_BYTES:,}")
@@ -168,9 +173,14 @@ def open_manifest(blob: bytes, key: Ed25519PublicKey) -> PublicationManifest:
         key.verify(signed.signature, _CONTEXT + signed.manifest)
         manifest = msgspec.msgpack.decode(signed.manifest, type=PublicationManifest)
     except InvalidSignature:
-        raise PublicationError("the manifest is not signed by the publisher whose key this worker was given") from None
+        raise PublicationRefused(
+            "the manifest is not signed by the publisher whose key this worker was given with its token: ask the run's"
+            " owner for a new one"
+        ) from None
     except (msgspec.DecodeError, RecursionError) as e:
-        raise PublicationError(f"the manifest cannot be read: {e}") from None
+        raise PublicationRefused(
+            f"the manifest cannot be read: {e}; install the same version of rollover on both sides"
+        ) from None
     if mistake := _mistake(manifest):
         raise PublicationError(f"the manifest of version {manifest.version} is wrong: {mistake}")
     return manifest

@@ -23,6 +23,10 @@ class Since(Enum):
     """Another run, or the first."""
 
 
+class OlderEpoch(Disconnected):
+    """A coordinator of an earlier start of the run answers, which may be about to go."""
+
+
 async def greet(connection: CoordinatorConnection, hello: Hello, address: JoinAddress, timeout_s: float) -> Welcome:
     """Say hello and return the answer. Raises ``Refused`` and ``Disconnected``."""
     await connection.send(hello)
@@ -44,11 +48,11 @@ async def greet(connection: CoordinatorConnection, hello: Hello, address: JoinAd
 
 
 def since(last: Welcome | None, welcome: Welcome, address: JoinAddress) -> Since:
-    """Compare a welcome with the one before. Raises ``Disconnected`` when the run has gone back in time."""
+    """Compare a welcome with the one before. Raises ``OlderEpoch`` when the run has gone back in time."""
     if last is None or last.run_id != welcome.run_id:
         return Since.NEW_RUN
     if welcome.run_epoch < last.run_epoch:
-        raise Disconnected(
+        raise OlderEpoch(
             f"{address} is at epoch {welcome.run_epoch} of {welcome.run_id}, which was at {last.run_epoch} before: an"
             " old coordinator must still be running"
         )

@@ -10,7 +10,8 @@ task                  waits for                                   is unblocked b
 ====================  ==========================================  ==============================================
 
 What it keeps true: at most one switch is in flight, and the newest head comes after it, however many there were; a
-failed fetch or load changes nothing; within an epoch, versions do not go back.
+failed fetch or load changes nothing; within an epoch, versions do not go back; what no further try would change ends
+the worker.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from rollover.clock import Clock
 from rollover.errors import RolloverError, refusal
 from rollover.privacy import redacted_text
+from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import Head, NotServing, Welcome
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.changes import Changes
@@ -30,6 +32,9 @@ from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.host import EngineBroken, EngineHost
 
 _MAX_REASON = 1000
+MAX_REFUSED = 3
+"""So many times in a row something is fetched that this worker does not take, before it leaves: a relay on the way, or
+one that workers join through, may be damaged for a moment."""
 
 
 class HeadFollower:
@@ -90,19 +95,27 @@ class HeadFollower:
             self._report(NotServing(version=head.version, reason=reason))
 
     async def run(self) -> None:
-        """Follow until cancelled. Raises ``EngineBroken``."""
-        num_failures = 0
+        """Follow until cancelled.
+
+        Raises:
+            EngineBroken: the engine cannot be used any more.
+            PublicationRefused: what the publisher offers is not for this worker.
+        """
+        num_failures = num_refused = 0
         while True:
             await self._changes.until(lambda: self._head is not None and self._head != self._host.serves)
             head, beginning = self._head, self._beginnings
             assert head is not None
             try:
                 await self._follow(head, beginning)
-                num_failures = 0
+                num_failures = num_refused = 0
             except EngineBroken:
                 raise
             except (RolloverError, OSError) as e:
                 num_failures += 1
+                num_refused = num_refused + 1 if isinstance(e, PublicationRefused) else 0
+                if num_refused == MAX_REFUSED:
+                    raise
                 reason = refusal(e) if isinstance(e, OSError) and e.errno is not None else str(e)
                 self._report(NotServing(version=head.version, reason=redacted_text(reason)[:_MAX_REASON]))
                 await self._wait(self._back_off.wait_s(num_failures, self._random), head, beginning)

@@ -23,15 +23,16 @@ from typing import Any
 
 from rollover.clock import Clock
 from rollover.errors import RolloverError
+from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, RunEnded
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, RunEnded
 from rollover.swarm.worker.dialing import JoinAddress, dial
 from rollover.swarm.worker.fetching import Fetched, Fetcher
-from rollover.swarm.worker.greeting import Since, greet, since
+from rollover.swarm.worker.greeting import OlderEpoch, Since, greet, since
 from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineBroken, EngineHost, OpenEngine
 from rollover.swarm.worker.lease import LeaseWatch
@@ -42,6 +43,8 @@ from rollover.swarm.worker.updates import HeadFollower
 OpenFetcher = Callable[[str], Fetcher]
 """Makes what fetches the publications of the run of that id."""
 _STATUS_EVERY_S = 60.0
+_MAX_OLDER = 10
+"""So many times in a row an older epoch of the run answers, before the worker leaves."""
 
 
 class SwarmWorker:
@@ -101,7 +104,7 @@ class SwarmWorker:
         self._served = ServedHeads(self._held)
         self._stopping = asyncio.Event()
         self._reason = ""
-        self._error: EngineBroken | None = None
+        self._error: EngineBroken | PublicationRefused | None = None
         self._was_member = False
         """The last connection had a heartbeat answered."""
         self._has_handed_over = False
@@ -119,6 +122,7 @@ class SwarmWorker:
         Raises:
             Refused: the coordinator does not want this worker.
             EngineBroken: the engine cannot be used any more.
+            PublicationRefused: the weights that are offered are not for this worker.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -140,17 +144,21 @@ class SwarmWorker:
     # -- connections --------------------------------------------------------------------------------------------
 
     async def _stay_connected(self) -> None:
-        num_failures = 0
+        num_failures = num_older = 0
         while not self._stopping.is_set():
             await self._probe()
             try:
                 await self._unless_stopped(self._connect())
-                num_failures = 0
+                num_failures = num_older = 0
             except RunEnded as e:
                 self._say(f"left the swarm: {e}")
                 return
             except Disconnected as e:
                 num_failures = 1 if self._was_member else num_failures + 1
+                num_older = num_older + 1 if isinstance(e, OlderEpoch) else 0
+                if num_older == _MAX_OLDER:
+                    remedy = "where the run was set back, start this worker with another folder (--cache)"
+                    raise Refused(f"{e}; {remedy}") from e
                 if self._stopping.is_set():
                     break
                 self._say_once(f"{e}; trying again")
@@ -259,7 +267,7 @@ class SwarmWorker:
 
     async def _leaving(self) -> str:
         await self._stopping.wait()
-        if self._error is not None:
+        if isinstance(self._error, EngineBroken):
             self._calls.fail_all(str(self._error))
         return self._reason
 
@@ -298,11 +306,11 @@ class SwarmWorker:
     async def _follow(self) -> None:
         try:
             await self._follower.run()
-        except EngineBroken as e:
+        except (EngineBroken, PublicationRefused) as e:
             self._fail(e)
 
-    def _fail(self, error: EngineBroken) -> None:
-        """Leave for good: the engine cannot be used any more."""
+    def _fail(self, error: EngineBroken | PublicationRefused) -> None:
+        """Leave for good: the engine cannot be used any more, or there are no weights for it."""
         self._error = self._error or error
         self.stop(str(error))
 

@@ -10,23 +10,13 @@ import pytest
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from tests import runs
 from tests.swarm.nats_kit import NatsServer, needs_server, running
-from tests.swarm.test_runs import Swarm, assert_conserved, swarm
+from tests.swarm.test_runs import assert_conserved, swarm
 
 pytestmark = [needs_server, pytest.mark.slow]
 
 
-def join(it: Swarm, url: str, name: str) -> None:
-    token = it.folder / f"{name}.token"
-    it.rollover("workers", str(it.run), "--add", name, "--out", str(token))
-    it.spawn(
-        name,
-        *("worker", "--join", url, "--token-file", str(token)),
-        *("--cache", str(it.folder / f"cache-{name}"), "--engine.max_running", "12"),
-    )
-
-
 def test_a_run_goes_on_when_the_nats_server_is_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:
-    steps = 10
+    steps = 40
     server = NatsServer(experiment, jetstream=True)
     url = f"{server.url}/runs.sums"
     with running(server), swarm(experiment) as it:
@@ -35,8 +25,9 @@ def test_a_run_goes_on_when_the_nats_server_is_killed_and_nothing_is_lost_or_dou
         it.spawn("trainer", "train", "swarm.toml", "--run-dir", "out", *nats, *argv)
         it.until("the swarm", it.run / "swarm" / "status.json")
         for name in ("a", "b"):
-            join(it, url, name)
-        it.until_step(3)
+            it.join(name, url=url)
+        for name in ("a", "b"):
+            it.until_sampled(name)
         server.kill()
         it.until("the loss is noticed", experiment / "trainer.log", holds="is lost: ")
         server.start()

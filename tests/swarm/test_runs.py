@@ -17,8 +17,12 @@ import torch
 from safetensors.torch import load
 
 from rollover.engine.servers.launch import free_port
+from rollover.rollout.events import SegmentEnded
+from rollover.rollout.journal import read_events
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.status.weight_log import MemberChange, PublishedVersion, read_weight_log
+from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.publication.keys import open_key
 from tests import runs
 
 pytestmark = pytest.mark.slow
@@ -48,13 +52,17 @@ class Swarm:
     def train(self, *argv: str) -> None:
         self.spawn("trainer", "train", *argv, "--engine.listen", f"127.0.0.1:{self.port}")
 
-    def join(self, name: str, *argv: str) -> None:
+    def join(self, name: str, *argv: str, url: str = "") -> None:
+        """Start a worker, at once: those that are to share a short run begin together."""
         token = self.folder / f"{name}.token"
         if not token.exists():
-            self.rollover("workers", str(self.run), "--add", name, "--out", str(token))
+            swarm = self.run / "swarm"
+            key = open_key(swarm / "publisher.key").public_key()
+            token.touch(0o600)
+            token.write_text(Credentials(swarm / "workers.json").add(name, key).text)
         self.spawn(
             name,
-            *("worker", "--join", f"ws://127.0.0.1:{self.port}", "--token-file", str(token)),
+            *("worker", "--join", url or f"ws://127.0.0.1:{self.port}", "--token-file", str(token)),
             *("--cache", str(self.folder / f"cache-{name}"), "--engine.max_running", "12", *argv),
         )
 
@@ -91,18 +99,25 @@ class Swarm:
     def until_step(self, step: int) -> None:
         self.until(f"step {step}", self.run / "metrics.jsonl", holds=f'"step": {step}')
 
-    def until_decoded(self, name: str) -> None:
-        """Wait until the trainer that runs now has tokens of a worker."""
+    def num_events(self) -> int:
+        """Return how many events the journal has by now."""
+        return sum(1 for _ in read_events(self.run / "journal.sqlite"))
+
+    def until_sampled(self, name: str, *, after: int = 0) -> None:
+        """Wait until tokens of a worker, for training, are in the journal behind its first so many events."""
+        journal = self.run / "journal.sqlite"
+
+        def has_sampled() -> bool:
+            events = [event for _, event in read_events(journal)][after:] if journal.exists() else []
+            segments = (event.segment for event in events if isinstance(event, SegmentEnded))
+            return any(segment.engine == name and segment.token_ids for segment in segments)
+
+        self.until(f"{name} has sampled", has_sampled)
+
+    def until_state(self, name: str, state: str) -> None:
+        """Wait until the trainer says that a worker is in a state."""
         status = StatusFile(self.run / "swarm" / "status.json")
-        now_s = time.time()
-        self.until(
-            f"{name} has decoded",
-            lambda: (
-                status.path.exists()
-                and (found := status.read()).time_s > now_s
-                and any(w.name == name and w.num_decoded > 0 for w in found.workers)
-            ),
-        )
+        self.until(f"{name} is {state}", lambda: any((w.name, w.state) == (name, state) for w in status.read().workers))
 
     def finish(self) -> None:
         try:
@@ -178,7 +193,7 @@ def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(
 
 
 def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:
-    steps = 40
+    steps = 60
     with swarm(experiment) as it:
         argv = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2", "--steps", str(steps)]
         it.train("swarm.toml", "--run-dir", "out", *argv)
@@ -186,15 +201,16 @@ def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experimen
         for name in ("a", "b"):
             it.join(name)
         for name in ("a", "b"):
-            it.until_decoded(name)
+            it.until_sampled(name)
         it.until_step(3)
         it.kill("a")
         it.until_step(5)
         it.kill("trainer")
+        before = it.num_events()
         it.join("a")
         it.train("--resume", str(it.run))
         for name in ("a", "b"):
-            it.until_decoded(name)
+            it.until_sampled(name, after=before)
         it.kill("b")
         it.kill("a")
         it.join("c")  # without which the run would not end
@@ -215,10 +231,12 @@ def test_a_revoked_worker_is_sent_away_and_says_so(experiment: Path) -> None:
         it.until("the swarm", it.run / "swarm" / "status.json")
         it.join("a")
         it.join("b")
-        it.until_step(2)
+        for name in ("a", "b"):
+            it.until_sampled(name)
         it.rollover("workers", str(it.run), "--revoke", "a")
         assert it.processes["a"].wait(DEADLINE_S) == 2
         assert "revoked" in (experiment / "a.log").read_text()
+        it.until_state("a", "sent away")
         assert "sent away" in it.rollover("workers", str(it.run))
         second = it.rollover("train", "--resume", str(it.run), "--engine.listen", "127.0.0.1:0", code=2)
         assert f"is in use by pid {it.processes['trainer'].pid}" in second, "a run has one coordinator"

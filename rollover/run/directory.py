@@ -189,7 +189,7 @@ def _held(path: Path, config: RunConfig) -> str:
     before = derived_config(path)
     if not (changed := _differing(before, config)):
         return f"this config: go on with it by --resume {path}, or "
-    able = "" if _refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
+    able = "" if refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
     return f"another config (it differs in {', '.join(map(dotted, changed[:3]))}): {able}"
 
 
@@ -240,18 +240,19 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
     """Raise ``RunError`` when the run in ``path`` cannot go on under ``after``, naming the setting that is in the way
     and why."""
-    for key, reason in _refusals(before, after).items():
+    for key, reason in refusals(before, after).items():
         raise RunError(
             f"{path}: {key} cannot change when a run is resumed: {reason}; leave it as it was, or start a new run"
         )
 
 
-def _refusals(before: RunConfig, after: RunConfig) -> dict[str, str]:
-    """Return the settings that differ although they must not, each with the reason."""
-    found = {}
+def refusals(before: Any, after: Any) -> dict[str, str]:
+    """Return the settings of a run that differ although they must not, each with the reason. Both are configs of one
+    kind."""
+    found, schema = {}, type(after)
     for key in _differing(before, after):
-        data = resolved(after if types_at(RunConfig, key, resolved(after)) else before)
-        if (reason := on_resume(RunConfig, key, data).refusal(before, after)) is not None:
+        data = resolved(after if types_at(schema, key, resolved(after)) else before)
+        if (reason := on_resume(schema, key, data).refusal(before, after)) is not None:
             found[dotted(key)] = reason
     return found
 
@@ -273,7 +274,7 @@ def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
     return next(path for name in names if not (path := Path("runs") / name).exists())
 
 
-def _differing(before: RunConfig, after: RunConfig) -> list[KeyPath]:
+def _differing(before: Any, after: Any) -> list[KeyPath]:
     old, new = dict(_leaves(resolved(before))), dict(_leaves(resolved(after)))
     return [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
 

@@ -1,0 +1,116 @@
+"""The settings of a run inside another trainer: ``[rollout]`` and ``[engine]`` of a run of ours, and no more.
+
+What the other trainer, the host, decides is its own: batch and group size, temperature, length, seed. Whoever says it
+here too must say the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from rollover.engine.base import Capabilities
+from rollover.engine.config import EngineConfig
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.errors import ConfigError, nearest
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
+from rollover.settings import toml
+from rollover.settings.schema import ByKind, build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedConfig:
+    """The settings of rollouts inside another trainer.
+
+    Example:
+        ``hosted_config("april", given, source="rollover=").rollout.strategy.kind`` is ``"april"``.
+    """
+
+    seed: int = 0
+    """Of prompts and sampling noise; the host's."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+
+    @property
+    def deterministic(self) -> bool:
+        """Return false: a host promises no equal bits, so what touches rounding alone may change on resume."""
+        return False
+
+
+class Given(NamedTuple):
+    """A setting that the host has decided.
+
+    Example: ``Given(0.9, "GRPOConfig.temperature")``
+    """
+
+    value: Any
+    by: str
+    """The host's name for it, for messages."""
+
+
+Asked = str | Path | Mapping[str, Any] | None
+"""How users say what they want: a strategy's name, a TOML file, or tables ``rollout`` and ``engine`` as in one."""
+
+
+def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> HostedConfig:
+    """Return the settings that a user asks for, with those that the host has decided.
+
+    Args:
+        given: by dotted key: ``{"rollout.temperature": Given(1.0, "GRPOConfig.temperature")}``.
+        source: where the user wrote them, for messages.
+
+    Raises:
+        ConfigError: they cannot work, or contradict the host's.
+    """
+    document = _document(asked, source)
+    data = copy.deepcopy(document.data)
+    for key, (value, by) in given.items():
+        *tables, last = key.split(".")
+        here: Any = data
+        for table in tables:
+            here = here.setdefault(table, {})
+            if not isinstance(here, dict):
+                raise ConfigError(f"{document.name}: {table} must be a table of settings, got {here!r}")
+        if last in here and here[last] != value:
+            raise ConfigError(
+                f"{document.name}: {key} is {here[last]!r}, but {by} is {value!r}: {by} decides, so leave {key} out"
+            )
+        here[last] = value
+    return build(HostedConfig, toml.Document(name=document.name, data=data, lines=document.lines))
+
+
+def _document(asked: Asked, source: str) -> toml.Document:
+    match asked:
+        case None:
+            return toml.Document(name=source, data={})
+        case Mapping():
+            return toml.Document(name=source, data=dict(asked))
+        case str() if asked in STRATEGIES or asked in SIMULATED_ONLY:
+            return toml.Document(name=source, data={"rollout": {"strategy": asked}})
+        case Path() | str() if str(asked).endswith(".toml"):
+            return toml.read(Path(asked))
+        case _:
+            raise ConfigError(
+                f"{source}: {asked!r} is neither a strategy nor a .toml file nor a dictionary with the tables"
+                f" 'rollout' and 'engine'{nearest(str(asked), STRATEGIES)}"
+            )
+
+
+def check_capabilities(config: HostedConfig, engine: Capabilities) -> None:
+    """Raise ``ConfigError`` when the engine lacks what the strategy needs."""
+    strategy = config.rollout.strategy
+    if strategy.needs_in_flight_update and not engine.in_flight_update:
+        raise ConfigError(
+            f"rollout.strategy {strategy.kind!r} loads weights under running samples, which this engine"
+            f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
+            " does without"
+        )
+    if engine.max_context_tokens <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"responses may have {config.rollout.max_new_tokens} tokens, but prompt and response together only"
+            f" {engine.max_context_tokens} in this engine: lower the former, or use an engine with a longer context"
+        )

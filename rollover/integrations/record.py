@@ -1,0 +1,126 @@
+"""The directory of a run inside another trainer: what a restart goes on from, and what reports are drawn from.
+
+::
+
+    DIR/config.json       the settings, and under "meta" the host and what else the run is known by
+        journal.sqlite    every rollout event
+        metrics.jsonl     one line per batch
+        model/            the model that the engine was opened with, where it came from no folder
+        lock              held while a process works here
+
+``rollover report DIR`` draws it, and ``rollover simulate --from DIR`` takes its response lengths, as they do for a run
+of Rollover's own trainer. A directory belongs to one run: it is made for a new one, and a resumed run must be given the
+settings that it began with.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import rollover
+from rollover.errors import RunError
+from rollover.integrations.hosted import HostedConfig
+from rollover.report.metrics import MetricsWriter
+from rollover.report.record import read_config
+from rollover.run.config import resolved
+from rollover.run.directory import RunDir, is_run, refusals, replace_json
+from rollover.settings import toml
+from rollover.settings.schema import build
+
+
+class HostedRun:
+    """The directory, locked by this process until ``close``. It is a context manager.
+
+    Example: ``HostedRun(Path("out/rollover"), config, host="trl 1.16.0", resume=False).journal`` is
+    ``out/rollover/journal.sqlite``.
+
+    Args:
+        resume: whether the run goes on from what is there. It may also find nothing: the run before it may have been
+            killed before it wrote anything.
+        facts: what the run is known by besides its settings, its dataset say: a resumed run must have the same.
+        remedy: how a user of this host goes on with a run, for messages.
+
+    A directory without a journal is that of a run that has not begun, and can be had for another.
+
+    Raises:
+        RunError: the directory holds a run and is not to be resumed, or that run had other settings or facts; or
+            another process works there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: HostedConfig,
+        *,
+        host: str,
+        resume: bool,
+        facts: Mapping[str, Any] | None = None,
+        remedy: str = "resume it",
+    ) -> None:
+        self.path = path
+        self.journal = path / "journal.sqlite"
+        self.model = path / "model"
+        path.mkdir(parents=True, exist_ok=True)
+        self._run = RunDir(path)
+        try:
+            if self.journal.exists() and not resume:
+                raise RunError(
+                    f"{path} holds the rollouts of an earlier run: {remedy}, or give this one another directory"
+                )
+            now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+            known = {"host": host, "rollover": rollover.__version__}
+            if self.journal.exists() and is_run(path):
+                began = _check(path, config, facts or {})
+                changed = "".join(f", {name} {value}" for name, value in known.items() if began.get(name) != value)
+                earlier = f"{began['resumed']}; " if "resumed" in began else ""
+                meta = {**began, "resumed": f"{earlier}{now}{changed}"}
+            else:
+                meta = {"job": host.partition(" ")[0], "started": now, "seed": config.seed, **known, **(facts or {})}
+            replace_json(self._run.config_file, {**resolved(config), "meta": meta})
+            self._metrics = MetricsWriter(path)
+        except BaseException:
+            self._run.close()
+            raise
+
+    @property
+    def identity(self) -> str:
+        """Return a name that no other run has; a resumed run keeps it."""
+        return self._run.identity()
+
+    def step_ended(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
+        """Write the measurements of the batch of ``step``. ``time_s``: of the feed's clock."""
+        self._metrics.write("step", step, time_s, metrics)
+
+    def close(self) -> None:
+        """Release the directory. Does nothing the second time."""
+        self._metrics.close()
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is known of the run in ``path``, once it is seen to be the one that goes on."""
+    stored = read_config(path)
+    meta: Mapping[str, Any] = stored.pop("meta", {})
+    before = build(HostedConfig, toml.Document(name=str(path / "config.json"), data=stored))
+    for key, reason in refusals(before, config).items():
+        raise RunError(
+            f"{path}: {key} is not what this run began with, and {reason}: restore it, or begin a new run in another"
+            " directory"
+        )
+    for name, value in facts.items():
+        if name in meta and meta[name] != value:
+            raise RunError(
+                f"{path}: this run began with {name.replace('_', ' ')} {meta[name]}, now it is {value}: restore it, or"
+                " begin a new run in another directory"
+            )
+    return meta

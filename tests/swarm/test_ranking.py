@@ -80,7 +80,9 @@ class Members(RuleBasedStateMachine):
     def it_knows_how_much_they_hold_together(self) -> None:
         able = [m for m in self.members.values() if m.serves(checked=False) is not None]
         assert self.ranking.max_running == sum(m.ready.max_running for m in able if m.ready is not None)
-        assert self.ranking.has_room == any(m.candidate(HEAD, 0.0).room > 0 for m in able)
+        for least in range(HEAD + 2):
+            fit = [m for m in able if m.version is not None and m.version >= least]
+            assert self.ranking.has_room(least) == any(m.candidate(HEAD, 0.0).room > 0 for m in fit)
 
 
 TestMembers = Members.TestCase

@@ -13,6 +13,7 @@ from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Se
 from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
+from rollover.swarm.coordinator.machine.waiting import WaitingCalls
 from rollover.swarm.wire.messages import Abort, Ack, Release
 
 
@@ -32,8 +33,8 @@ class SwarmCalls:
     ) -> None:
         self._members, self._changed = members, changed
         self._calls: dict[str, SwarmCall] = {}
-        self._waiting: dict[str, None] = {}
-        """Calls without a member, in order of arrival."""
+        self.waiting = WaitingCalls()
+        """Calls without a member."""
         self.acknowledgements = Acknowledgements()
         self.newest = newest
         """The newest version, which a call claims that is cut off without a token."""
@@ -41,11 +42,11 @@ class SwarmCalls:
     @property
     def num_running(self) -> int:
         """Calls that are with a member."""
-        return len(self._calls) - len(self._waiting)
+        return len(self._calls) - len(self.waiting)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def get(self, call_id: str) -> SwarmCall | None:
         return self._calls.get(call_id)
@@ -55,17 +56,14 @@ class SwarmCalls:
         for call_id in sorted(member.calls):
             yield call_id, self._calls[call_id]
 
-    def waiting(self) -> list[tuple[str, SwarmCall]]:
-        return [(call_id, self._calls[call_id]) for call_id in self._waiting]
-
     def add(self, call_id: str, call: SwarmCall) -> None:
         self._calls[call_id] = call
-        self._waiting[call_id] = None
+        self.waiting.add(call_id, call)
 
     def give(self, call_id: str, member: SwarmMember, *, held_as: str = "") -> None:
         """A member has the call from now on; ``held_as``: the id under which it held it before."""
         call = self._calls[call_id]
-        self._waiting.pop(call_id, None)
+        self.waiting.discard(call_id, call)
         call.member, call.held_as = member.name, held_as
         member.calls.add(call_id)
         self._changed(member)
@@ -75,7 +73,7 @@ class SwarmCalls:
         """The call is over here: all of its tokens have come out, or nobody waits for the rest."""
         if (call := self._calls.pop(call_id, None)) is None:
             return
-        self._waiting.pop(call_id, None)
+        self.waiting.discard(call_id, call)
         if call.request.is_journaled:
             self.acknowledgements.ended(call_id, call.stream.position)
         else:

@@ -161,7 +161,7 @@ class Coordinator:
                 if call.is_aborted:
                     effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
             elif self._calls.acknowledgements.get(call_id) is None:
-                self._placing.offer(member, offer)
+                effects += self._placing.offer(member, offer)
         return effects
 
     def _confirm(self, member: SwarmMember, heads: Iterable[Head], common: int = -1) -> None:

@@ -59,6 +59,11 @@ class Placing:
 
     # -- promises -------------------------------------------------------------------------------------------------
 
+    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int) -> bool:
+        """Return whether ``promise`` would keep a place now."""
+        self._num_to_come = num_waiting
+        return self._choose(self.least(least_version), 0, max_new_tokens) is not None
+
     def promise(
         self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int, until_s: float
     ) -> int | None:
@@ -90,10 +95,13 @@ class Placing:
 
     # -- offers ---------------------------------------------------------------------------------------------------
 
-    def offer(self, member: SwarmMember, held: HeldCall) -> None:
-        """A member could go on with a call of a sample that nobody has asked for yet."""
+    def offer(self, member: SwarmMember, held: HeldCall) -> list[Effect]:
+        """A member could go on with a call of a sample: it does where one waits; else it may be asked for later."""
         member.held[held.sample_key] = held
         self._offers.setdefault(held.sample_key, []).append(member.name)
+        call_id = self._calls.waiting.of_sample(held.sample_key)
+        call = None if call_id is None else self._calls.get(call_id)
+        return [] if call_id is None or call is None else self._adopted(call_id, call)
 
     def forget(self, member: SwarmMember) -> None:
         """A member keeps no promise and offers nothing any more."""
@@ -131,16 +139,28 @@ class Placing:
         return effects if call.member is not None else [*effects, *self.place_waiting()]
 
     def place_waiting(self) -> list[Effect]:
-        """Give waiting calls to members as far as there is room."""
+        """Give waiting calls to members as far as there is room.
+
+        Of calls that are alike (as old, as long, for the same versions) one that has to wait speaks for all: what is
+        given away meanwhile leaves less room and less work, and so can only be one more reason to wait.
+        """
         effects: list[Effect] = []
-        for call_id, call in self._calls.waiting():
-            if not self._ranking.has_room:
+        waiting, ranking = self._calls.waiting, self._ranking
+        versions = [version for version in waiting.versions if ranking.has_room(version)]
+        refused: set[tuple[int, int, int]] = set()
+        for call_id in waiting.accepting(versions):
+            call = self._calls.get(call_id)
+            assert call is not None, "calls that wait are open"
+            asked = call.least_version, call.stream.position, call.limit
+            if asked in refused:
+                continue
+            name = self._choose(*asked)
+            if name is not None:
+                effects += self.assign(call_id, call, self._members[name])
+            elif not ranking.has_room(min(versions)):
                 break
-            effects += self._adopted(call_id, call)
-            if call.member is None:
-                name = self._choose(call.least_version, call.stream.position, call.limit)
-                if name is not None:
-                    effects += self.assign(call_id, call, self._members[name])
+            else:
+                refused.add(asked)
         return effects
 
     def assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
@@ -151,7 +171,9 @@ class Placing:
     def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
         """Have a member go on with a call of the sample that it holds, where one does."""
         key, position = call.request.sample_key, call.stream.position
-        connected = (m for name in self._offers.get(key, ()) if (m := self._members[name]).is_connected)
+        if key not in self._offers:
+            return []
+        connected = (m for name in self._offers[key] if (m := self._members[name]).is_connected)
         if (member := next(connected, None)) is None:
             return []
         offer = self._let_go(member, key)
@@ -162,7 +184,7 @@ class Placing:
         return [Send(member.lease, call.adoption(offer.call_id, call_id))]
 
     def _choose(self, least_version: int, num_decoded: int, limit: int) -> str | None:
-        if not self._ranking.has_room:
+        if not self._ranking.has_room(least_version):
             return None
         work = self._work(least_version, num_decoded, limit)
         return self._ranking.choose(work, self.newest, self.now_s - self.published_s)

@@ -82,11 +82,10 @@ class Ranking:
         self._settle()
         return self._max_running
 
-    @property
-    def has_room(self) -> bool:
-        """Return whether a member could take a call now."""
+    def has_room(self, least_version: int) -> bool:
+        """Return whether a member that serves ``least_version`` or newer has room for a call."""
         self._settle()
-        return any(each.free for each in self._versions.values())
+        return any(each.free for version, each in self._versions.items() if version >= least_version)
 
     def drain_s(self, num_tokens: float) -> float:
         """Return the time in which all members together would decode ``num_tokens``; infinite while no speed is

@@ -103,7 +103,7 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
     if max(ids, default=0) >= vocab_size:
         raise ProtocolError(f"token {max(ids)}, where the vocabulary has {vocab_size}")
-    if not all(math.isfinite(p) and p <= _LOGPROB_SLACK for p in logprobs):
+    if not (math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= _LOGPROB_SLACK):  # a NaN makes the sum one
         raise ProtocolError("a log-prob that is not a finite number below 0")
     if message.offset < 0 or message.offset + len(ids) > call.limit:
         raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")

@@ -1,0 +1,135 @@
+"""Waiting calls get the members that they would get if each of them were asked about after every event."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect, Send
+from rollover.swarm.wire.messages import Adopt, Assign, CallState, Decoded, Welcome
+from tests.swarm.kit import LENGTH, ModelWorker, head, request
+from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
+
+NAMES = "abcdef"
+
+
+def one_by_one(hub: Coordinator) -> Callable[[], list[Effect]]:
+    """Ask about every waiting call, in order of arrival."""
+
+    def place_waiting() -> list[Effect]:
+        placing, calls, effects = hub._placing, hub._calls, list[Effect]()
+        for call_id in list(calls.waiting.accepting(calls.waiting.versions)):
+            call = calls.get(call_id)
+            assert call is not None
+            name = placing._choose(call.least_version, call.stream.position, call.limit)
+            if name is not None:
+                effects += placing.assign(call_id, call, hub.members[name])
+        return effects
+
+    return place_waiting
+
+
+class Pair:
+    """Two coordinators that the same happens to; one of them asks about every call that waits."""
+
+    def __init__(self, seed: int, *, exact: bool) -> None:
+        self.rng = random.Random(seed)
+        self.hub, self.plain = coordinator(exact=exact), coordinator(exact=exact)
+        self.plain._placing.place_waiting = one_by_one(self.plain)  # type: ignore[method-assign]
+        self.workers = {name: ModelWorker(name, room=self.rng.randint(1, 4)) for name in NAMES}
+        self.now_s, self.num_samples, self.num_beats = 0.0, 0, 0
+        self.most_waiting = self.num_given_late = 0
+
+    def happens(self, what: Callable[[Coordinator], list[Effect]], *, is_opening: bool = False) -> list[Effect]:
+        effects, expected = what(self.hub), what(self.plain)
+        assert effects == expected
+        assert self.hub.num_waiting == self.plain.num_waiting
+        self.most_waiting = max(self.most_waiting, self.hub.num_waiting)
+        by_lease = {worker.lease: worker for worker in self.workers.values()}
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Assign):
+                by_lease[effect.lease].got(effect.message)
+                self.num_given_late += not is_opening
+        return effects
+
+    def says(self, worker: ModelWorker, message: Any) -> None:
+        self.happens(lambda hub: hub.received(worker.lease, message, self.now_s))
+
+    def join(self, worker: ModelWorker) -> None:
+        hello = worker.hello()
+        (welcome,) = sent(self.happens(lambda hub: hub.connected(worker.name, hello, self.now_s)), Welcome)
+        for message in worker.got(welcome):
+            self.says(worker, message)
+
+    def step(self) -> None:
+        self.now_s += self.rng.uniform(0.0, 1.0)
+        worker = self.workers[self.rng.choice(NAMES)]
+        kind = self.rng.choices(("open", "end", "beat", "publish", "serve", "join"), (9, 7, 4, 1, 3, 1))[0]
+        if kind == "open":
+            num_done, least = self.rng.choice((0, 0, 0, 5, 17)), self.hub.head.version - self.rng.randint(0, 2)
+            asked = request(f"g{self.num_samples}.0", num_done=num_done, least_version=max(0, least))
+            self.num_samples += 1
+            self.happens(lambda hub: hub.opened(asked), is_opening=True)
+        elif kind == "publish":
+            new = head(self.hub.head.version + 1)
+            self.happens(lambda hub: hub.published(new))
+        elif not worker.lease:
+            if kind == "join":
+                self.join(worker)
+        elif kind == "end" and worker.calls:
+            call_id = self.rng.choice(sorted(worker.calls))
+            for piece in decoded(worker, call_id, LENGTH):
+                self.says(worker, piece)
+            self.happens(lambda hub: hub.journaled(worker.calls[call_id].sample_key, LENGTH))
+            del worker.calls[call_id]
+        elif kind == "serve" and worker.version < self.hub.head.version:
+            self.says(worker, worker.change(self.hub.head))
+        elif kind == "beat":
+            self.num_beats += 1
+            calls = tuple(CallState(call_id=c.call_id, start=c.acked, sent=c.sent) for c in worker.calls.values())
+            speed = self.rng.choice((1.0, 10.0, 50.0))
+            self.says(worker, beat(self.num_beats, calls=calls, mean_running=1.0, tokens_per_s=speed))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_asking_about_one_of_many_calls_that_are_alike_is_enough(seed: int, exact: bool) -> None:
+    pair = Pair(seed, exact=exact)
+    for worker in list(pair.workers.values())[:3]:
+        pair.join(worker)
+    for _ in range(600):
+        pair.step()
+    assert pair.most_waiting >= 5 and pair.num_given_late >= 20
+
+
+def test_a_call_that_waits_is_taken_up_by_a_member_that_comes_back_with_it() -> None:
+    hub, worker, other = coordinator(), ModelWorker("a"), ModelWorker("b", room=1)
+    join(hub, worker)
+    (assign,) = sent(hub.opened(request("g0.0")), Assign)
+    worker.got(assign)
+    pieces = decoded(worker, "g0.0#0.", 10)
+    for piece in pieces:
+        hub.received(worker.lease, piece, 1.0)
+    hub.expire(100.0)
+    hub.journaled("g0.0.", 10)
+    assert hub.opened(request("g0.0", 1, num_done=10)) == [], "nobody is there"
+    (adopt,) = sent(join(hub, worker, 101.0), Adopt)
+    assert (adopt.held, adopt.call_id, adopt.offset) == ("g0.0#0.", "g0.0#1.", 10)
+    assert hub.num_waiting == 0
+    join(hub, other, 102.0)
+    assert isinstance(pieces[0], Decoded) and hub.num_running == 1
+
+
+def test_a_call_that_no_member_accepts_yet_does_not_keep_others_waiting() -> None:
+    hub, worker = coordinator(), ModelWorker("a", room=2)
+    join(hub, worker)
+    hub.published(head(1))
+    assert hub.opened(request("g0.0", least_version=1)) == []
+    assert len(sent(hub.opened(request("g1.0")), Assign)) == 1
+    assert [hub.opened(request(f"g{i}.0", least_version=1)) for i in range(2, 5)] == [[], [], []]
+    given = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
+    assert [assign.call_id for assign in given] == ["g0.0#0."], "it has room for one more, and that is the first"

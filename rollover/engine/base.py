@@ -201,10 +201,15 @@ class CallPlacement(Protocol):
         """Return how many calls the members decode at the same time, all together."""
         ...
 
+    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+        """Return whether ``reserve`` would promise a place now, to whichever sample."""
+        ...
+
     def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
         """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
-        serves, at least ``least_version``; ``None`` when the sample should wait. ``num_waiting``: samples that are to
-        be placed beside this one."""
+        serves, at least ``least_version``; ``None`` when the sample should wait, and then every other should too until
+        something else has changed than that fewer of them do. ``num_waiting``: samples that are to be placed beside
+        this one."""
         ...
 
     def on_change(self, listener: Callable[[], None]) -> None:

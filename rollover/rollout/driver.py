@@ -142,6 +142,7 @@ class RolloutDriver:
         """Stops what runs, from the moment the scheduler says so."""
         self._batch_is_due = False
         """The scheduler's last word was to consume a batch."""
+        self._will_act = False  # in the next turn of the event loop: members may change by the hundred in one turn
         self._changed = asyncio.Event()
         """A group was settled, or something broke."""
         self._last_progress_s = clock.now_s()
@@ -251,6 +252,7 @@ class RolloutDriver:
 
     def _act(self) -> None:
         """Do what the scheduler decides."""
+        self._will_act = False
         if self._broken is not None:
             return
         self._batch_is_due = False
@@ -277,7 +279,9 @@ class RolloutDriver:
         self._changed.set()
 
     def _act_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._act)
+        if not self._will_act:
+            self._will_act = True
+            asyncio.get_running_loop().call_soon(self._act)
 
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
@@ -366,7 +370,7 @@ class RolloutDriver:
                     self._scheduler.segment_ended(sample_id, segment, segment.end_s)
                 if self._calls.get(sample_id) is call:  # else it is already running again
                     del self._tasks[sample_id], self._calls[sample_id]
-                self._changed.set()
+                self._ended()
             if failure is not None:
                 self._call_failed(sample_id, failure)
             if not acted:
@@ -425,7 +429,13 @@ class RolloutDriver:
             self._act()
         except Exception as e:
             self._break(e)
-        self._changed.set()
+        self._ended()
+
+    def _ended(self) -> None:
+        """A call or a score is over. Whoever waits for a batch hears of it when one is due; of this only where calls
+        are taken one by one, or none is left."""
+        if self._turn is not None or not self._tasks:
+            self._changed.set()
 
     # -- writing down ----------------------------------------------------------------------------------------
 
@@ -463,6 +473,9 @@ class _Places:
 
     def room(self) -> int:
         return self._placement.room()
+
+    def takes_one(self, least_version: int, num_waiting: int) -> bool:
+        return self._placement.takes_one(least_version, self._max_new_tokens, num_waiting=num_waiting)
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
         return self._placement.reserve(

@@ -75,8 +75,12 @@ class SampleCall:
             yield self._end_segment(reason)
             return
         start_version = self.ledger.groups[sample_id.group].start_version
-        request = replace(
-            generation_request(trajectory, self.request_id, self.sampling, self.seed, self.start),
+        request = generation_request(
+            trajectory,
+            self.request_id,
+            self.sampling,
+            self.seed,
+            self.start,
             least_version=start_version or 0,
             is_journaled=self.is_journaled,
         )
@@ -145,7 +149,14 @@ def _origin(chunk: Chunk) -> tuple[int, int, str]:
 
 
 def generation_request(
-    trajectory: Trajectory, request_id: str, sampling: SamplingParams, seed: int, start: StartSample
+    trajectory: Trajectory,
+    request_id: str,
+    sampling: SamplingParams,
+    seed: int,
+    start: StartSample,
+    *,
+    least_version: int = 0,
+    is_journaled: bool = False,
 ) -> GenerateRequest:
     """Return a request to go on behind the tokens that are there. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
@@ -160,6 +171,8 @@ def generation_request(
         response_ids=trajectory.token_ids,
         params=sampling,
         seed=sample_seed(seed, sample_id),
+        least_version=least_version,
+        is_journaled=is_journaled,
     )
 
 

@@ -33,6 +33,7 @@ FORMAT_VERSION = 1
 _IN_MEMORY = Path(":memory:")
 """SQLite's name for a database without a file."""
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
@@ -43,7 +44,7 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     if isinstance(event, SegmentEnded):
         segment = body["segment"] = event.segment._asdict()
         blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
-    return type(event).__name__, json.dumps(body, separators=(",", ":")), blob
+    return type(event).__name__, _to_json(body), blob
 
 
 def _decode(kind: str, body: str, blob: bytes) -> Event:

@@ -84,6 +84,8 @@ class Ledger:
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
         """Ready groups, likewise."""
+        self.num_fresh = 0
+        """Waiting samples of groups that have not started: the first of each fixes the group's start version."""
         self._startable: list[int] = []
         """Groups with waiting or parked samples, in order of opening."""
         self.returned: deque[Prompt] = deque()
@@ -101,6 +103,8 @@ class Ledger:
         """Groups dropped, by cause."""
         self.num_failed = 0
         """Samples failed."""
+        self._proved: set[int] = set()
+        """Consumed groups that ``check`` has found right."""
         for event in events:
             self.apply(event)
 
@@ -187,6 +191,7 @@ class Ledger:
         self.groups[event.group_id] = self.open[event.group_id] = entry
         self._startable.append(event.group_id)
         self.waiting.update(dict.fromkeys(s.sample_id for s in entry.samples))
+        self.num_fresh += event.group_size
         self.next_group_id += 1
         self.cursor = max(self.cursor, event.cursor)
 
@@ -200,6 +205,7 @@ class Ledger:
         if group.start_version is None:
             group.start_version = version
             self.starts_of_open[version] += 1
+            self.num_fresh -= group.num_startable  # its siblings
 
     def _segment(self, event: SegmentEnded) -> None:
         _, sample_id, segment = event
@@ -248,6 +254,7 @@ class Ledger:
         if sample.state in STARTABLE:
             group = self.groups[sample_id.group]
             group.num_startable -= 1
+            self.num_fresh -= group.start_version is None
             if group.num_startable == 0:
                 del self._startable[bisect_left(self._startable, sample_id.group)]
 
@@ -327,7 +334,8 @@ class Ledger:
     # -- the law --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove conservation. Costs one pass over the groups that are not yet checkpointed.
+        """Prove conservation. Costs one pass over the groups that are open or ready, or consumed since the last time: a
+        consumed one does not change any more.
 
         Raises:
             AssertionError: naming the group or the account that does not add up.
@@ -336,27 +344,29 @@ class Ledger:
         live = 0
         consumed = {i for ids in self.batches.values() for i in ids}
         assert len(consumed) == sum(map(len, self.batches.values())), "a group is in two batches"
-        for group in self.groups.values():
-            is_consumed = group.group_id in consumed
-            unsettled = 0
+        self._proved &= consumed
+        for group_id in self.groups.keys() - self._proved:
+            group, is_consumed = self.groups[group_id], group_id in consumed
+            unsettled = startable = 0
             for sample in group.samples:
-                counts[sample.state] += 1
+                state = sample.state
+                counts[state] += 1
+                unsettled += state not in SETTLED
+                startable += state in STARTABLE
                 assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
-                unsettled += sample.state not in SETTLED
-                for state, place in self._places.items():
-                    assert (sample.sample_id in place) == (sample.state is state), (
-                        f"{sample.sample_id} is not only {sample.state}"
-                    )
-                if sample.state is not FAILED and not is_consumed:
+                assert state in SETTLED or sample.sample_id in self._places[state], f"{sample.sample_id} is not {state}"
+                if state is not FAILED and not is_consumed:
                     live += sample.num_tokens
-            assert unsettled == group.num_unsettled, f"group {group.group_id} miscounts its unsettled samples"
-            startable = sum(s.state in STARTABLE for s in group.samples)
-            assert startable == group.num_startable, f"group {group.group_id} miscounts its startable samples"
-            assert (group.group_id in self.open) == (unsettled > 0), f"group {group.group_id} is not only open"
-            assert (group.group_id in self.ready) == (unsettled == 0 and not is_consumed)
+            assert unsettled == group.num_unsettled, f"group {group_id} miscounts its unsettled samples"
+            assert startable == group.num_startable, f"group {group_id} miscounts its startable samples"
+            assert (group_id in self.open) == (unsettled > 0), f"group {group_id} is not only open"
+            assert (group_id in self.ready) == (unsettled == 0 and not is_consumed)
+            if is_consumed:
+                self._proved.add(group_id)
         for state, place in self._places.items():
-            assert counts[state] == len(place), f"a {state} sample belongs to no group"
+            assert counts[state] == len(place), f"a sample that is not {state}, or of no group, counts as {state}"
         assert self._startable == sorted(i for i, g in self.groups.items() if g.num_startable), "a group waits unseen"
+        assert self.num_fresh == sum(g.num_startable for g in self.open.values() if g.start_version is None)
         for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):
             assert +starts == Counter(g.start_version for g in groups.values() if g.start_version is not None)
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]

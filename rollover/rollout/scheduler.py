@@ -69,9 +69,14 @@ class SamplePlacement(Protocol):
         """Return how many samples can be decoded at the same time now."""
         ...
 
+    def takes_one(self, least_version: int, num_waiting: int) -> bool:
+        """Return whether ``reserve`` would promise a place now, to whichever sample."""
+        ...
+
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
-        """Promise a place to a sample. Returns the version of the member, ``None`` when the sample is to wait.
-        ``num_waiting``: samples that are to be placed beside it."""
+        """Promise a place to a sample. Returns the version of the member; ``None`` when the sample is to wait, and then
+        all others wait too until something else has changed than that fewer of them do. ``num_waiting``: samples that
+        are to be placed beside it."""
         ...
 
 
@@ -207,10 +212,32 @@ class Scheduler:
             for _ in range(num_groups):
                 self._open_group(now_s, takes_returned=takes_returned)
         room = (self._max_running if self._placement is None else self._placement.room()) - len(ledger.running)
-        if room <= 0 or not (ledger.waiting or ledger.parked):
+        if room <= 0 or not (ledger.waiting or ledger.parked) or self._all_have_to_wait:
             return ()
-        starts = [self._start(sample_id, now_s) for sample_id in list(islice(strategy.samples_to_start(view), room))]
-        return [start for start in starts if start is not None]
+        starts: list[StartSample] = []
+        is_refused = False
+        for sample_id in list(islice(strategy.samples_to_start(view), room)):
+            if is_refused and ledger.groups[sample_id.group].start_version is None:
+                continue  # it would be refused like the one before
+            start = self._start(sample_id, now_s)
+            if start is None:
+                is_refused = True
+            else:
+                starts.append(start)
+        return starts
+
+    @property
+    def _num_startable(self) -> int:
+        return len(self.ledger.waiting) + len(self.ledger.parked)
+
+    @property
+    def _all_have_to_wait(self) -> bool:
+        """Return whether each sample that could start needs a place, and there is none. That is so after most events
+        while the engine is busy, when thousands may wait: none of them is looked at then."""
+        if self._placement is None or self.ledger.num_fresh < self._num_startable:
+            return False
+        least_version = self.strategy.least_start_version(self._view)
+        return not self._placement.takes_one(least_version, self._num_startable - 1)
 
     def _open_group(self, now_s: float, *, takes_returned: bool) -> None:
         ledger = self.ledger
@@ -232,8 +259,8 @@ class Scheduler:
         view, strategy = self._view, self.strategy
         version = self.ledger.policy_version
         if self._placement is not None and self.ledger.groups[sample_id.group].start_version is None:
-            num_waiting = len(self.ledger.waiting) + len(self.ledger.parked) - 1
-            placed = self._placement.reserve(sample_id, strategy.least_start_version(view), num_waiting)
+            least_version = strategy.least_start_version(view)
+            placed = self._placement.reserve(sample_id, least_version, self._num_startable - 1)
             if placed is None:
                 return None
             version = placed

@@ -281,6 +281,12 @@ class SwarmEngine:
         """Return how many calls the members decode at the same time, all together."""
         return min(self._config.max_running, self.coordinator.max_running)
 
+    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+        """See ``CallPlacement.takes_one``."""
+        if self._outlets.stands_still:
+            return False
+        return self.coordinator.takes_one(least_version, max_new_tokens, num_waiting=num_waiting)
+
     def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
         """See ``CallPlacement.reserve``."""
         if self._outlets.stands_still:

@@ -399,6 +399,10 @@ class Coordinator:
     def num_waiting(self) -> int:
         return self._calls.num_waiting
 
+    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+        """Return whether ``reserve`` would promise a place now."""
+        return self._placing.takes_one(least_version, max_new_tokens, num_waiting=num_waiting)
+
     def reserve(
         self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, until_s: float
     ) -> int | None:

@@ -1,0 +1,122 @@
+"""Samples in an engine that says where each of them may run: who is asked about, and that nobody is overlooked."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rollover.rollout.actions import StartSample
+from rollover.rollout.config import Limits
+from rollover.rollout.events import Event
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.state import RolloutState
+from rollover.types import FinishReason, SampleId
+from tests.rollout.kit import Prompts, strategy_of
+from tests.rollout.test_ledger import ABORT, STOP, ended
+
+
+class Places:
+    """So many places, at members that serve one version or several."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.version = num, 0
+        self.taken: set[SampleId] = set()
+        self.asked: list[SampleId] = []
+
+    def room(self) -> int:
+        return self.num
+
+    def takes_one(self, least_version: int, num_waiting: int) -> bool:
+        return self.version >= least_version and len(self.taken) < self.num
+
+    def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
+        self.asked.append(sample_id)
+        if not self.takes_one(least_version, num_waiting):
+            return None
+        self.taken.add(sample_id)
+        return self.version
+
+
+class AsksAboutEach(Scheduler):
+    """Looks at every sample that could start."""
+
+    _all_have_to_wait = False
+
+
+class Shell:
+    def __init__(self, places: Places, kind: type[Scheduler] = Scheduler, **config: Any) -> None:
+        self.places, self.events, self.state = places, list[Event](), RolloutState()
+        settings: dict[str, Any] = {"num_running": 8, "rollout_batch_size": 2, "group_size": 2, "max_staleness": 4}
+        self.scheduler = kind(
+            strategy=strategy_of("bounded_async", **settings | config),
+            source=Prompts(),
+            state=self.state,
+            max_running=0,
+            limits=Limits(),
+            placement=places,
+            emit=self.events.append,
+        )
+        self.scheduler.begin_round()
+
+    def started(self) -> list[str]:
+        actions = self.scheduler.decide(0.0)
+        self.state.ledger.check()
+        return [str(action.sample_id) for action in actions if isinstance(action, StartSample)]
+
+    def ends(self, sample_id: SampleId, reason: FinishReason) -> None:
+        version = self.state.ledger.groups[sample_id.group].start_version
+        assert version is not None
+        self.scheduler.segment_ended(sample_id, ended(sample_id, 2, reason, version=version).segment, 0.0)
+        self.places.taken.discard(sample_id)
+        if reason is STOP:
+            self.scheduler.scored(sample_id, 1.0, 0.0)
+
+
+def test_nobody_is_asked_about_while_there_is_no_place() -> None:
+    shell = Shell(places := Places(2))
+    assert shell.started() == ["g0.0", "g0.1"], "siblings follow the first to members of its version"
+    places.taken |= {SampleId(99, 0), SampleId(99, 1)}
+    places.num = 8
+    shell.places.version = -1
+    places.asked.clear()
+    assert shell.started() == [] and places.asked == []
+    assert shell.state.ledger.num_fresh == len(shell.state.ledger.waiting) == 6
+
+
+def test_one_that_is_refused_speaks_for_all_that_have_not_begun_and_for_no_other() -> None:
+    shell = Shell(places := Places(8))
+    places.taken |= {SampleId(99, i) for i in range(7)}
+    assert shell.started() == ["g0.0", "g0.1"]
+    assert places.asked == [SampleId(0, 0), SampleId(1, 0)]
+    shell.ends(SampleId(0, 1), ABORT)
+    places.asked.clear()
+    places.taken.add(SampleId(0, 0))
+    assert shell.started() == ["g0.1"], "what was parked needs no promise"
+    assert places.asked == [SampleId(1, 0)], "one of six"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_is_started_as_if_each_sample_was_looked_at(seed: int) -> None:
+    shells = Shell(Places(6)), Shell(Places(6), AsksAboutEach)
+    rng, num_refused = random.Random(seed), 0
+    for _ in range(300):
+        ledger = shells[0].state.ledger
+        running = sorted(ledger.running)
+        draw = rng.random()
+        for shell in shells:
+            if running and draw < 0.7:
+                shell.ends(running[int(draw * 1000) % len(running)], STOP if draw < 0.5 else ABORT)
+            elif draw < 0.8:
+                shell.places.num = 3 + int(draw * 1000) % 6
+            elif draw < 0.9 and shell.scheduler._batch_is_full:
+                step = shell.scheduler.consume(0.0).step
+                shell.scheduler.published(step + 1, 0.0, pause_s=0.0)
+                shell.scheduler.begin_round()
+            elif draw > 0.95:
+                shell.places.version = shell.state.ledger.policy_version
+        assert shells[0].started() == shells[1].started()
+        assert shells[0].events == shells[1].events
+        num_refused += len(shells[1].places.asked) - len(shells[0].places.asked)
+    assert num_refused > 0

@@ -24,6 +24,7 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.transports import gateway as gateway_module
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import (
     SUBPROTOCOL,
@@ -236,6 +237,43 @@ def test_a_frame_that_is_none_ends_the_connection_and_nothing_else(tmp_path: Pat
                 pass
 
     run(law)
+
+
+@pytest.mark.parametrize("limits", [(3, 2**18), (64, 200), (64, 2**18)])
+def test_a_flood_of_frames_arrives_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(gateway_module, "_MAX_WAITING", limits[0])
+    monkeypatch.setattr(gateway_module, "_MAX_WAITING_BYTES", limits[1])
+    stopped: list[bool] = []
+    original = gateway_module._SessionProtocol.send_receive_event_to_app
+
+    def watched(self: Any) -> None:
+        original(self)
+        stopped.append(self.read_paused)
+
+    monkeypatch.setattr(gateway_module._SessionProtocol, "send_receive_event_to_app", watched)
+
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            member = engine.coordinator.members["a"]
+            numbers: list[int] = []
+            received = engine.received
+
+            def watch(lease: int, message: FromWorker) -> None:
+                received(lease, message)
+                if isinstance(message, Heartbeat):
+                    numbers.append(message.number)
+
+            monkeypatch.setattr(engine, "received", watch)
+            idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0}
+            for number in range(1, 1001):
+                await wire.say(Heartbeat(number=number, calls=(), **idle))
+            await until(lambda: member.last_heartbeat == 1000)
+            assert numbers == [*range(1, 1001)]
+
+    run(law)
+    assert any(stopped) or limits == (64, 2**18), "it stops to read while too much waits"
 
 
 def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ has come in meanwhile comes out before anything later.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
@@ -23,7 +24,9 @@ class Outlet:
     """
 
     def __init__(self, came_out: Callable[[Chunk], None]) -> None:
-        self._queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self._items: deque[Chunk | EngineError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        """Done when something has come for a caller that had nothing to take."""
         self._came_out = came_out
         self._held: list[Chunk | EngineError] | None = None
         self._is_taken = False
@@ -36,7 +39,10 @@ class Outlet:
     async def __anext__(self) -> Chunk:
         if self._is_taken:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
         if isinstance(item, EngineError):
             raise item
         self._is_taken = item.finish_reason is not None
@@ -48,7 +54,9 @@ class Outlet:
         if self._held is not None:
             self._held.append(item)
             return
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         if isinstance(item, Chunk):
             self._came_out(item)
         if isinstance(item, EngineError) or item.finish_reason is not None:

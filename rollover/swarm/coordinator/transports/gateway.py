@@ -41,6 +41,9 @@ from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolE
 _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
 
+_MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
+"""Frames of a connection that may wait before no more are read, and their size."""
+
 
 class Gateway:
     """Serves workers on one port, in the event loop of its owner.
@@ -158,22 +161,34 @@ class Gateway:
 
 async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
     """Hand on the frames of one connection until one side ends it."""
-    while not sending.done():
-        receiving = asyncio.ensure_future(websocket.receive_bytes())
-        limit_s = None if conversation.has_begun else HELLO_TIMEOUT_S
-        await asyncio.wait([receiving, sending], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
-            return
-        try:
-            frame = receiving.result()
-        except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
-            return
-        try:
+    receiving = asyncio.create_task(_receive(websocket, conversation))
+    try:
+        await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        receiving.cancel()
+        await asyncio.wait([receiving])
+    if not receiving.cancelled():
+        receiving.result()
+
+
+async def _receive(websocket: WebSocket, conversation: WorkerConversation) -> None:
+    """Hand on the frames of one connection until there are no more, or one breaks the protocol."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            frame = await _next_frame(websocket)
+        while frame is not None:
             conversation.took(frame)
-        except ProtocolError:
-            return
+            frame = await _next_frame(websocket)
+    except (ProtocolError, TimeoutError):
+        return
+
+
+async def _next_frame(websocket: WebSocket) -> bytes | None:
+    """Return the next frame; ``None`` when the peer is gone, or has sent text."""
+    try:
+        return await websocket.receive_bytes()
+    except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
+        return None
 
 
 class _BlobResponse(FileResponse):
@@ -183,7 +198,25 @@ class _BlobResponse(FileResponse):
 
 
 class _SessionProtocol(WebSocketsSansIOProtocol):
-    """A WebSocket that can be shut down while its peer is closing it, which takes a while over TLS."""
+    """A WebSocket that goes on reading while frames wait, and that can be shut down while its peer is closing it, which
+    takes a while over TLS."""
+
+    _num_bytes = 0
+    """Received since no frame was waiting."""
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes = len(data) if self.queue.empty() else self._num_bytes + len(data)
+        super().data_received(data)
+
+    def send_receive_event_to_app(self) -> None:
+        """Stop reading only while many frames wait, or large ones. uvicorn stops at each frame, and goes on behind it:
+        two system calls, which take as long as all else that is done with a short frame."""
+        before, self.read_paused = self.read_paused, True  # keeps uvicorn from stopping
+        super().send_receive_event_to_app()
+        self.read_paused = before
+        if not before and (self._num_bytes > _MAX_WAITING_BYTES or self.queue.qsize() >= _MAX_WAITING):
+            self.read_paused = True
+            self.transport.pause_reading()
 
     def shutdown(self) -> None:
         try:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import takewhile
 
 from rollover.clock import Clock
 from rollover.engine.base import GenerateRequest
@@ -160,6 +161,9 @@ class Reexecutions:
             return
         now_s = self._clock.now_s()
         self._watch_versions(now_s)
+        if not self._waiting and not self._open:
+            return
+        able = cache(self._able)
         trusted = {name for name, member in self._coordinator.members.items() if not member.distrust}
         self._waiting = deque(waiting for waiting in self._waiting if waiting.stretch.engine in trusted)
         self._open = [each for each in self._open if {each.dispute.stretch.engine, each.dispute.second} <= trusted]
@@ -167,14 +171,14 @@ class Reexecutions:
             is_hopeless = self._is_hopeless(opened.dispute.stretch.version, opened.asked, opened.since_s, now_s)
             if is_hopeless and (opened.trainer_was_asked or now_s - opened.since_s > TRAINER_S):
                 self._undecided(opened)
-            elif (name := self._chosen(opened.dispute.stretch, opened.asked, opened.since_s, now_s)) is not None:
+            elif (name := self._chosen(able, opened.dispute.stretch, opened.asked, opened.since_s, now_s)) is not None:
                 self._start(name, partial(self._third_opinion, name, opened))
         for waiting in list(self._waiting):
             stretch = waiting.stretch
             if self._is_hopeless(stretch.version, waiting.failed, waiting.since_s, now_s):
                 self._waiting.remove(waiting)
                 self.counters.num_missed += 1
-            elif (name := self._chosen(stretch, waiting.failed, waiting.since_s, now_s)) is not None:
+            elif (name := self._chosen(able, stretch, waiting.failed, waiting.since_s, now_s)) is not None:
                 self._waiting.remove(waiting)
                 self._start(name, partial(self._decoded_again, name, waiting))
 
@@ -210,36 +214,50 @@ class Reexecutions:
 
     # -- who is asked -------------------------------------------------------------------------------------------
 
-    def _chosen(self, stretch: Stretch, without: Collection[str], since_s: float, now_s: float) -> str | None:
+    def _chosen(
+        self,
+        able: Callable[[int], Sequence[SwarmMember]],
+        stretch: Stretch,
+        without: Collection[str],
+        since_s: float,
+        now_s: float,
+    ) -> str | None:
         """Return the member that is to decode a stretch again now: one that has room, while no call waits for it; after
         a while any."""
-        able = [member for member in self._able(stretch.version, without) if member.name not in self._busy]
-        if now_s - since_s < self._patience_s:
-            able = [m for m in able if _room(m) > 0] if not self._coordinator.num_waiting else []
-        return max(able, key=lambda m: (_room(m), m.call_tokens_per_s or 0.0, m.name)).name if able else None
+        is_patient = now_s - since_s < self._patience_s
+        if is_patient and self._coordinator.num_waiting:
+            return None
+        members: Iterable[SwarmMember] = able(stretch.version)
+        if is_patient:
+            members = takewhile(lambda member: _room(member) > 0, members)
+        return next((m.name for m in members if m.name not in self._busy and m.name not in without), None)
 
     def _watch_versions(self, now_s: float) -> None:
         if (version := self._coordinator.head.version) != self._version:
             self._version, self._version_s, lasted_s = version, now_s, now_s - self._version_s
             self._patience_s = min(PATIENCE_S, lasted_s / 10)
 
-    def _able(self, version: int, without: Collection[str]) -> list[SwarmMember]:
+    def _able(self, version: int) -> list[SwarmMember]:
+        """Return the members that could decode a stretch of this version again, those with most room first."""
         checked = self._coordinator.checks
-        return [
+        able = (
             member
             for member in self._coordinator.members.values()
-            if member.name not in without
-            and member.serves(checked=checked) == version
-            and member.ready is not None
-            and member.ready.seeded
-        ]
+            if member.serves(checked=checked) == version and member.ready is not None and member.ready.seeded
+        )
+        return sorted(able, key=lambda m: (_room(m), m.call_tokens_per_s or 0.0, m.name), reverse=True)
 
     def _is_hopeless(self, version: int, without: Collection[str], since_s: float, now_s: float) -> bool:
         """Return whether no other member will ever decode what this version makes."""
         if now_s - since_s > MISSED_S:
             return True
-        others = [m for m in self._coordinator.members.values() if m.is_connected and m.name not in without]
-        return bool(others) and all(m.version is not None and m.version > version for m in others)
+        is_there_another = False
+        for member in self._coordinator.members.values():
+            if member.is_connected and member.name not in without:
+                if member.version is None or member.version <= version:
+                    return False
+                is_there_another = True
+        return is_there_another
 
     def _start(self, name: str, work: Callable[[], Coroutine[object, object, None]]) -> None:
         async def guarded() -> None:

@@ -36,7 +36,7 @@ from typing import Any
 from rollover.clock import SystemClock
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.events import SegmentEnded
+from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.generation import sample_key
 from rollover.rollout.journal import Journal
 from rollover.rollout.scheduler import EachSample
@@ -52,6 +52,8 @@ from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 
 LEAST_TRAJECTORIES_PER_S, LEAST_TOKENS_PER_S, MOST_GIB = 2000, 100_000, 1.0
 PROMPT = tuple(range(100, 228))
+CHECKPOINT_EVERY = 20
+"""Steps: the default of runs."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ async def whole_run(case: Case, engine: SwarmEngine, journal: Journal, seconds: 
         group_size=8,
         max_new_tokens=case.tokens,
     )
-    strategy = rollout.build_strategy(engine.capabilities)
+    strategy, clock = rollout.build_strategy(engine.capabilities), SystemClock()
     driver = RolloutDriver(
         engine=engine,
         strategy=strategy,
@@ -221,19 +223,21 @@ async def whole_run(case: Case, engine: SwarmEngine, journal: Journal, seconds: 
         scorer=Rewards(),
         sampling=rollout.sampling(()),
         seed=0,
-        clock=SystemClock(),
+        clock=clock,
         state=RolloutState(),
         journal=journal,
         placement=engine,
     )
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    until_s = clock.now_s() + seconds
+    while clock.now_s() < until_s:
         batch = await driver.next_batch()
 
         async def load(version: int = batch.step + 1) -> None:
             engine._perform(engine.coordinator.published(head(version)))
 
         await driver.update_weights(batch.step + 1, load)
+        if (batch.step + 1) % CHECKPOINT_EVERY == 0:
+            driver.record(CheckpointSaved(clock.now_s(), batch.step + 1))
     await driver.stop()
 
 

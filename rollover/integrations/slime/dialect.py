@@ -1,0 +1,255 @@
+"""SGLang servers that slime owns: their ``/generate`` and the few control calls that a guest may make.
+
+What is peculiar to them, beside what ``engine.servers.sglang.dialect`` says:
+
+* slime loads their weights, and only while no call is open. So a whole call has one label, ``weight_version`` in its
+  answer, which older versions (0.5.15 is in slime's image) give where newer ones give spans.
+* Answers are not streamed: events of these versions repeat the whole response, which makes a response of n tokens cost
+  n * n / 2 of them. A server that was started with ``--incremental-streaming-output`` repeats nothing and is read as a
+  stream, so that its death costs only the tokens that were on their way.
+* The request names no field that older versions do not know.
+* Control calls have an older and a newer path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.answer import Count
+from rollover.engine.servers.call import Delta, GenerationCall
+from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.sglang.answers import Generation, Meta, ModelInfo, WeightSpan
+from rollover.engine.servers.sglang.reply import Reply
+from rollover.errors import EngineError, EngineTimeout
+
+DELIMITER = ";"
+"""Ends our request ids: older servers abort all requests whose ids begin with the one that they are given."""
+_LOADS = ("num_reqs", "num_total_reqs")
+"""Names that versions of SGLang have for all requests of a rank; else running and waiting ones are given apart."""
+
+
+class LentMeta(Meta):
+    """What an answer says beside the tokens, as far as versions before 0.5.23 say it too."""
+
+    weight_version: str | None = None
+    completion_tokens: Count | None = None
+
+
+class LentGeneration(Generation):
+    """An answer of a server that may be older than 0.5.23."""
+
+    meta_info: LentMeta
+
+
+class LentDialect:
+    """Implements ``Dialect`` for one SGLang worker whose weights belong to slime.
+
+    Args:
+        response_timeout_s: longest wait for a whole response, where it is not streamed.
+    """
+
+    traits = Traits(keeps_calls=False, keeps_kv=False, silence_s=0.0, aborts_all_at_once=True)
+
+    def __init__(self, client: HTTPClient, *, response_timeout_s: float) -> None:
+        self.weights = LentLabel(client)
+        self._client = client
+        self._response_timeout_s = response_timeout_s
+        self._prefix = f"{secrets.token_hex(4)}/"
+        self._streams = False
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    async def identify(self) -> None:
+        info = await self.weights.info()
+        if not info.is_generation:
+            raise EngineError(f"{self._client} serves a model that does not generate text")
+        if info.preferred_sampling_params is not None:
+            raise EngineError(
+                f"{self._client} changes how tokens are drawn: start it without --preferred-sampling-params"
+            )
+
+    async def check_model(self) -> int:
+        """See how the server answers. Its context length is what slime was told."""
+        body = await _of_either(self._client, "/server_info", "/get_server_info")
+        info = _table(body)
+        self._streams = info.get("incremental_streaming_output") is True
+        longest = info.get("max_req_input_len")
+        return longest if isinstance(longest, int) and longest > 0 else 1 << 30
+
+    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
+        """The count of calls comes from the scheduler itself. Nothing is decoded: a call of ours would have to be told
+        apart from those that slime waits for."""
+        await self._client.call("GET", "/v1/loads", params={"include": "core"}, timeout_s=timeout_s)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def check_request(self, request: GenerateRequest) -> None:
+        assert DELIMITER not in request.request_id, request.request_id
+
+    async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
+        """Yield what comes back, labelled with the weights in force. Raises ``EngineError`` when an answer was sampled
+        by others, or does not say by which."""
+        reply = Reply(call.request, label=call.label, incremental=self._streams, shown=self._client.reader.shown)
+        if not self._streams:
+            answer = await self._client.ask(
+                LentGeneration, "POST", "/generate", body=self._body(call), timeout_s=self._response_timeout_s
+            )
+            deltas = reply.read(_with_spans(answer, call), certain=True)
+            yield Delta(num_held_tokens=reply.num_tokens, num_cached_tokens=answer.meta_info.cached_tokens or 0)
+            for delta in deltas:
+                yield delta
+            return
+        stream = self._client.events(LentGeneration, "/generate", self._body(call), call.patience)
+        async with aclosing(stream) as events:
+            num_sent = 0
+            async for event in events:
+                num_sent = max(num_sent, event.meta_info.completion_tokens or 0)
+                for delta in reply.read(_with_spans(event, call, num_sent), certain=True):
+                    yield delta
+
+    def _body(self, call: GenerationCall) -> dict[str, Any]:
+        request, params = call.request, call.request.params
+        return {
+            "rid": self._rid(call.request_id),
+            "input_ids": [*request.prompt_ids, *request.response_ids],
+            "sampling_params": {
+                "max_new_tokens": params.max_new_tokens - len(request.response_ids),
+                "min_new_tokens": 0,
+                "n": 1,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "stop": list(params.stop_strings),
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "return_text_in_logprobs": False,
+            "stream": self._streams,
+        }
+
+    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
+        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
+
+    async def ask_to_abort_all(self) -> None:
+        await self._abort_request(rid="", abort_all=True)
+
+    async def num_calls(self) -> int | None:
+        """Count the calls of all ranks; ``None`` when the answer is in no form that is known."""
+        body = await self._client.call("GET", "/v1/loads", params={"include": "core"})
+        try:
+            return _num_requests(json.loads(body))
+        except ValueError:
+            return None
+
+    async def freeze(self, *, keeps_kv: bool) -> None:
+        """Do nothing: slime stops its servers itself when it updates them."""
+
+    async def thaw(self) -> None:
+        """Do nothing, as in ``freeze``."""
+
+    async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
+        await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
+
+    def _rid(self, request_id: str) -> str:
+        return f"{self._prefix}{request_id}{DELIMITER}"
+
+
+class LentLabel:
+    """Implements ``WeightEndpoint`` as far as a guest may: it reads the label and changes nothing.
+
+    Example: ``await label.label()`` is ``"3"`` after slime's third weight update.
+    """
+
+    def __init__(self, client: HTTPClient) -> None:
+        self._client = client
+
+    async def info(self) -> ModelInfo:
+        """Ask the server what it serves."""
+        body = await _of_either(self._client, "/model_info", "/get_model_info")
+        return self._client.reader.typed(ModelInfo, body, "GET /model_info")
+
+    async def label(self) -> str:
+        return (await self.info()).weight_version
+
+    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        raise EngineError(f"{self._client} belongs to slime, which alone gives it weights")
+
+    async def set_label(self, label: str) -> None:
+        raise EngineError(f"{self._client} belongs to slime, which alone labels its weights")
+
+
+async def _of_either(client: HTTPClient, path: str, older: str) -> bytes:
+    try:
+        return await client.call("GET", path)
+    except EngineTimeout:
+        raise
+    except EngineError as error:
+        try:
+            return await client.call("GET", older)
+        except EngineError:
+            raise error from None
+
+
+def _with_spans(answer: LentGeneration, call: GenerationCall, num_sent: int | None = None) -> LentGeneration:
+    """Return an answer as a newer server gives it: with ids, and at its end with spans of labels.
+
+    Raises ``EngineError`` when it does not say which weights sampled its tokens.
+    """
+    meta = answer.meta_info
+    pairs = meta.output_token_logprobs or []
+    num_tokens = meta.completion_tokens
+    if num_tokens is None:  # aborted in the queue, by a server that says less then
+        num_tokens = len(pairs) if num_sent is None else num_sent
+    spans = meta.weight_versions
+    if spans is None and meta.finish_reason is not None:
+        if num_tokens and meta.weight_version is None:
+            raise EngineError(
+                f"{call.request_id}: the server does not say which weights sampled its tokens"
+                " (meta_info.weight_version): use a newer SGLang"
+            )
+        spans = [WeightSpan(version=meta.weight_version or call.label, start=0, end=num_tokens)]
+    ids = answer.output_ids or [token for _, token, _ in pairs]
+    full = meta.model_copy(update={"completion_tokens": num_tokens, "weight_versions": spans})
+    return answer.model_copy(update={"output_ids": ids, "meta_info": full})
+
+
+def _table(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _num_requests(load: Any) -> int | None:
+    """Read the count of a rank, of a list of ranks, or of a table with such a list; ``None`` where there is none."""
+    if isinstance(load, list):
+        counts = [_num_requests(each) for each in load]
+        return None if None in counts else sum(n for n in counts if n is not None)
+    if not isinstance(load, dict):
+        return None
+    if "loads" in load:
+        return _num_requests(load["loads"])
+    for key in _LOADS:
+        if isinstance(load.get(key), int):
+            return int(load[key])
+    running, waiting = load.get("num_running_reqs"), load.get("num_waiting_reqs")
+    return running + waiting if isinstance(running, int) and isinstance(waiting, int) else None

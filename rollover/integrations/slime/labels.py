@@ -1,0 +1,106 @@
+"""Labels of weights that slime gives its servers, read as policy versions. Pure.
+
+slime counts its weight updates in each process from 1 and writes the count on every server as its ``weight_version``.
+Our version is the number of batches that the weights have seen, which goes on over restarts. Both grow by one with each
+training step, so a process has one difference between them, and the first rollout of the process fixes it: the weights
+are then those of the checkpoint.
+
+What it keeps true: no rollout begins unless all servers name the same label; a version is never newer than the batches
+that were handed out, and never older than the user has allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollover.errors import EngineError
+
+_MAX_SHOWN = 4
+
+
+def agreed(labels: Mapping[str, str]) -> str:
+    """Return the one label that all servers have.
+
+    Example: ``agreed({"http://a": "3", "http://b": "3"})`` is ``"3"``.
+
+    Args:
+        labels: of each server, by its address.
+
+    Raises:
+        EngineError: they differ, or the label is no count; names the servers.
+    """
+    by_label: dict[str, list[str]] = {}
+    for url, label in sorted(labels.items()):
+        by_label.setdefault(label, []).append(url)
+    if len(by_label) > 1:
+        said = "; ".join(f"{label!r} by {_few(urls)}" for label, urls in sorted(by_label.items()))
+        raise EngineError(
+            f"the servers do not serve the same weights, by their weight_version: {said}. Some of them have missed the"
+            " last weight update: see slime's log of it, and start those again"
+        )
+    (label,) = by_label
+    count(label)
+    return label
+
+
+def count(label: str) -> int:
+    """Return the number of weight updates that a label stands for.
+
+    Raises:
+        EngineError: it is no number: slime has given the server no weights yet.
+    """
+    if not (label.isascii() and label.isdecimal()):
+        raise EngineError(
+            f"the servers call their weights {label!r}, where slime writes a number at each weight update: they have"
+            " had none, or not by slime"
+        )
+    return int(label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelLine:
+    """The difference between versions and labels in one process of slime.
+
+    Example: a process that goes on behind rollout 19, whose servers say ``"1"``, has
+    ``LabelLine.first(step=20, label="1", max_lag=0)``, and ``version("2", step=21)`` is 21.
+    """
+
+    shift: int
+    """Version minus label."""
+    max_lag: int
+    """Batches that the weights of a rollout may be behind: 0 for ``train.py``, 1 for ``train_async.py``."""
+
+    @classmethod
+    def first(cls, *, step: int, label: str, max_lag: int) -> LabelLine:
+        """Return the line of a process whose first rollout is for batch ``step``, which starts with current weights."""
+        return cls(shift=step - count(label), max_lag=max_lag)
+
+    def label(self, version: int) -> str:
+        """Return the label that weights ``version`` have, or would have had, in this process."""
+        return str(version - self.shift)
+
+    def version(self, label: str, *, step: int) -> int:
+        """Return the version of the weights that a rollout for batch ``step`` samples from.
+
+        Raises:
+            EngineError: the label has not moved on, or moved on too far.
+        """
+        version = count(label) + self.shift
+        if version > step:
+            raise EngineError(
+                f"the servers say {label!r} at the rollout of batch {step}, where {self.label(step)!r} was due: more"
+                " weight updates than batches. Somebody else updates them, or they were restarted in the middle"
+            )
+        if version < step - self.max_lag:
+            raise EngineError(
+                f"the servers still say {label!r} at the rollout of batch {step}, where"
+                f" {self.label(step - self.max_lag)!r} was due: their weights were not updated after the last training"
+                " step. With train_async.py say `weights_lag: 1` under `rollover` in the --custom-config-path file"
+            )
+        return version
+
+
+def _few(urls: list[str]) -> str:
+    more = len(urls) - _MAX_SHOWN
+    return ", ".join(urls[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

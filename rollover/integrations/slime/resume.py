@@ -1,0 +1,149 @@
+"""Where a run inside slime begins: from nothing, from a checkpoint of slime's, or from a crash before the first one.
+
+::
+
+    SAVE/rollover/             the run's directory, as ``record`` describes it
+        slime.json             which of slime's rollouts was the first, and the cursor at each checkpoint
+
+The journal knows every group and batch; of slime itself only the place of its data source has to be known. So a
+checkpoint that slime has written and told us nothing of, since it was killed in between, is as good as any.
+
+What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run goes on in the directory of ``--save``,
+and a directory of ``--load`` elsewhere is copied and left as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollover.errors import RunError
+from rollover.run.directory import replace_json
+
+FOLDER = "rollover"
+"""Within slime's ``--save``."""
+_FILE, _FORMAT = "slime.json", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimeProgress:
+    """What is known of a run beside its journal.
+
+    Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved behind its rollout 9, 480 groups had
+    been drawn from its data source.
+    """
+
+    first_rollout: int = 0
+    cursors: Mapping[int, int] = field(default_factory=dict)
+    """Groups drawn, by the rollout behind which slime saved."""
+
+    def saved(self, rollout_id: int, cursor: int) -> SlimeProgress:
+        """Return what is known after a checkpoint; those of later rollouts, of before a restart, count no more."""
+        kept = {r: c for r, c in self.cursors.items() if r < rollout_id}
+        return SlimeProgress(first_rollout=self.first_rollout, cursors={**kept, rollout_id: cursor})
+
+    def step(self, rollout_id: int) -> int:
+        """Return the batch that a rollout of slime's makes."""
+        return rollout_id - self.first_rollout
+
+    def oldest_step(self, num_kept: int) -> int:
+        """Return how many batches the oldest of the last ``num_kept`` checkpoints has seen: 0 while there are fewer."""
+        kept = sorted(self.cursors)[-num_kept:]
+        return self.step(kept[0]) + 1 if len(kept) == num_kept else 0
+
+    def write(self, folder: Path) -> None:
+        """Put it into a run's directory, at once or not at all."""
+        cursors = {str(rollout_id): cursor for rollout_id, cursor in self.cursors.items()}
+        replace_json(folder / _FILE, {"format": _FORMAT, "first_rollout": self.first_rollout, "cursors": cursors})
+
+    @classmethod
+    def read(cls, folder: Path) -> SlimeProgress | None:
+        """Return what a run's directory holds; ``None`` where there is no run. Raises ``RunError`` when it is damaged
+        or of another format."""
+        file = folder / _FILE
+        if not file.exists():
+            return None
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            if found["format"] != _FORMAT:
+                raise RunError(f"{file} has format {found['format']}, this version of Rollover reads {_FORMAT}")
+            cursors = {int(rollout_id): int(cursor) for rollout_id, cursor in found["cursors"].items()}
+            return cls(first_rollout=int(found["first_rollout"]), cursors=cursors)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{file} cannot be read ({error}); bring it back from a copy, or begin a new run elsewhere"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where a run goes on.
+
+    Example: behind rollout 9, with the data source restored as it was then:
+    ``Beginning(folder=Path("ckpt/rollover"), progress=..., step=10, restore=9, position=480)``
+    """
+
+    folder: Path | None
+    """The run's directory; ``None`` when slime saves nothing."""
+    progress: SlimeProgress
+    step: int
+    """Batches that slime's checkpoint has seen."""
+    restore: int | None
+    """The rollout whose state of the data source is to be loaded; ``None`` for its start."""
+    position: int
+    """Groups that the data source has given then, of those that the journal counts."""
+
+
+def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
+    """Return where a run begins, and copy its directory where it is to go on elsewhere.
+
+    Args:
+        load: slime's ``--load``.
+        save: slime's ``--save``. A run without it goes on with slime's prompts alone.
+        rollout_id: the last rollout that slime's checkpoint has seen, -1 without a checkpoint.
+
+    Raises:
+        RunError: the directory is damaged, or one of another run is in the way.
+    """
+    folder = None if save is None else Path(save) / FOLDER
+    source = None if folder is None else _find(load, folder)
+    if source is None or (progress := SlimeProgress.read(source)) is None or rollout_id + 1 < progress.first_rollout:
+        if folder is not None and SlimeProgress.read(folder) is not None:
+            raise RunError(
+                f"{folder} holds the rollouts of another run than the one that goes on behind rollout {rollout_id}:"
+                " move it away, or give this run another --save"
+            )
+        progress = SlimeProgress(first_rollout=rollout_id + 1)
+        restore = rollout_id if rollout_id >= 0 else None
+        return Beginning(folder=folder, progress=progress, step=0, restore=restore, position=0)
+    assert folder is not None, "a run that goes on has a directory"
+    if folder != source:
+        if folder.exists():
+            raise RunError(
+                f"{folder} holds the rollouts of another run than {source}, which is to go on: move it away, or give"
+                " this run another --save"
+            )
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("lock"))
+    restore, position = progress.first_rollout - 1, 0
+    for saved_behind, cursor in progress.cursors.items():
+        if restore < saved_behind <= rollout_id:
+            restore, position = saved_behind, cursor
+    return Beginning(
+        folder=folder,
+        progress=progress,
+        step=progress.step(rollout_id) + 1,
+        restore=restore if restore >= 0 else None,
+        position=position,
+    )
+
+
+def _find(load: str | None, folder: Path) -> Path | None:
+    """Return the directory of the run that goes on: that of the checkpoint, or, before the first one, that of a run
+    that was killed."""
+    if load is not None and (loaded := Path(load) / FOLDER).exists():
+        return folder if folder.exists() and folder.samefile(loaded) else loaded
+    return folder if folder.exists() else None

@@ -1,0 +1,122 @@
+"""Rewards by slime: its hooks and its reward models, on its own event loop.
+
+slime's reward models keep connections that belong to the event loop which they were opened on, and its evaluation uses
+the same ones; so rewards are computed on slime's loop, where a function that blocks it holds up no decoding either.
+
+What it keeps true: a sample that was scored is kept with all that a reward function has written on it, until its batch
+is handed out; one that was scored before a restart is judged again only where its reward is a table, of which the
+journal holds one number, or where hooks have changed it. The reward in the journal stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from rollover.errors import DataError, RewardError
+from rollover.integrations.slime.samples import Sample
+from rollover.types import SampleId, Trajectory
+
+
+class ScoresSamples(Protocol):
+    """slime's part of a reward: its sample hooks, then its reward model.
+
+    Example: ``scored = await judge(sample)``; then ``scored.reward`` is 1.0 or a table.
+    """
+
+    def __call__(self, sample: Sample) -> Awaitable[Sample]: ...
+
+
+class SlimeScorer:
+    """Implements ``Scorer`` by slime's rewards.
+
+    Args:
+        respond: makes slime's sample of a trajectory.
+        judge: called on ``loop``.
+        timeout_s: longest wait for a reward.
+
+    Example: ``await scorer.score(trajectory)`` is 1.0, and ``scorer.take(trajectory.sample_id)`` is slime's sample.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        *,
+        respond: Callable[[Trajectory], Sample],
+        judge: ScoresSamples,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+    ) -> None:
+        self._args = args
+        self._respond = respond
+        self._judge = judge
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._scored: dict[SampleId, Sample] = {}
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """Return the reward of a response.
+
+        Raises:
+            RewardError: none came in time, or it is no number.
+            DataError: slime has no such reward model.
+        """
+        sample = await self._score(trajectory)
+        self._scored[trajectory.sample_id] = sample
+        return _value(sample, self._args)
+
+    async def take(self, trajectory: Trajectory) -> Sample:
+        """Return slime's sample of a scored trajectory, and keep it no longer. Raises as ``score`` does where it has to
+        be judged again."""
+        assert trajectory.reward is not None, f"{trajectory.sample_id} was not scored"
+        if (sample := self._scored.pop(trajectory.sample_id, None)) is not None:
+            return sample
+        reward_key = getattr(self._args, "reward_key", None)
+        if not reward_key and not getattr(self._args, "rollout_sample_hook_path", None):
+            sample = self._respond(trajectory)
+            sample.reward = trajectory.reward
+            return sample
+        sample = await self._score(trajectory)
+        sample.reward = {**sample.reward, reward_key: trajectory.reward} if reward_key else trajectory.reward
+        return sample
+
+    def forget(self, group_id: int) -> None:
+        """Let go of the samples of a group that was dropped."""
+        for sample_id in [i for i in self._scored if i.group == group_id]:
+            del self._scored[sample_id]
+
+    async def _score(self, trajectory: Trajectory) -> Sample:
+        sample = self._respond(trajectory)
+        done = asyncio.run_coroutine_threadsafe(_judged(self._judge, sample), self._loop)
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                scored = await asyncio.wrap_future(done)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise RewardError(f"its reward took longer than {self._timeout_s:g} s (reward_timeout_s)") from None
+        except NotImplementedError as error:
+            raise DataError(f"slime cannot score responses: {error}; see its --rm-type and --custom-rm-path") from error
+        if not hasattr(scored, "reward"):
+            raise DataError(f"a sample hook of slime returned {type(scored).__name__} where one sample is wanted")
+        return scored
+
+
+async def _judged(judge: ScoresSamples, sample: Sample) -> Sample:
+    return await judge(sample)
+
+
+def _value(sample: Sample, args: Namespace) -> float:
+    try:
+        value: Any = sample.get_reward_value(args)
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"a reward is {sample.reward!r}, which has no entry {getattr(args, 'reward_key', None)!r} (--reward-key):"
+            f" {type(error).__name__}"
+        ) from None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"its reward is {value!r}, which is no number; see slime's --reward-key") from None

@@ -1,0 +1,291 @@
+"""A run inside slime: the feed over slime's servers, prompts and rewards, one batch for each of its rollouts.
+
+::
+
+    generate_rollout(args, rollout_id, data_source)
+        servers.begin ──▶ label ──▶ version ──▶ feed.publish ──▶ feed.batch ──▶ servers.end ──▶ slime's samples
+    DataSource.save(rollout_id)
+        feed.saved, slime.json
+
+What it keeps true: rollout ``first_rollout + s`` of slime's is batch ``s``, on disk before slime has it; slime gets its
+servers back idle, whatever becomes of the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from argparse import Namespace
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rollover.clock import SystemClock
+from rollover.errors import ConfigError, EngineTimeout
+from rollover.hf.tokenizer import stop_token_ids
+from rollover.integrations.feed import Feed, FeedParts
+from rollover.integrations.record import HostedRun
+from rollover.integrations.slime.labels import LabelLine
+from rollover.integrations.slime.resume import Beginning
+from rollover.integrations.slime.rewards import SlimeScorer
+from rollover.integrations.slime.samples import Sample, account_for_versions, failed_sample, new_sample, respond
+from rollover.integrations.slime.servers import LentServers, served_model, workers
+from rollover.integrations.slime.settings import (
+    SUPPORTED,
+    SlimeSettings,
+    learns_from_stale_tokens_unknowingly,
+    zero_signal_filter,
+)
+from rollover.integrations.slime.source import GivesGroups, SlimeSource
+from rollover.rollout.events import Event, GroupDropped
+from rollover.rollout.metrics import batch_metrics
+from rollover.types import Batch, Group, Trajectory
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class SlimeCode(NamedTuple):
+    """The parts of slime that a rollout uses, imported where slime is.
+
+    Example: ``SlimeCode(Sample, tokenizer, judge, loop)``
+    """
+
+    sample: type[Any]
+    tokenizer: Any
+    judge: Any
+    """Applies sample hooks and asks for the reward: ``await judge(sample)`` returns the sample."""
+    loop: asyncio.AbstractEventLoop
+    """slime's own, which ``judge`` runs on."""
+
+
+class SlimeRun:
+    """One run. Its methods are for the thread of slime's rollout manager.
+
+    Args:
+        groups: slime's data source.
+        start: where it goes on.
+
+    Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and the metrics of it.
+
+    Raises:
+        RolloverError: settings, servers or journal that cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self, args: Namespace, settings: SlimeSettings, groups: GivesGroups, start: Beginning, code: SlimeCode
+    ) -> None:
+        self._args = args
+        self._settings = settings
+        self._code = code
+        self._progress = start.progress
+        self._line: LabelLine | None = None
+        self._stops = _stops(args, code.tokenizer)
+        if settings.hosted.rollout.stop_strings and not Path(args.hf_checkpoint).is_dir():
+            raise ConfigError(
+                "--rollout-stop needs the tokenizer's files, and --hf-checkpoint is no folder of this machine:"
+                f" {args.hf_checkpoint!r}"
+            )
+        self._source = SlimeSource(
+            groups, self._encode, position=start.position, group_size=settings.hosted.rollout.group_size
+        )
+        self._scorer = SlimeScorer(
+            args,
+            respond=self._respond,
+            judge=code.judge,
+            loop=code.loop,
+            timeout_s=settings.options.reward_timeout_s,
+        )
+        self._clock = SystemClock()
+        with ExitStack() as stack:
+            folder = start.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollover-")))
+            self._record = stack.enter_context(
+                HostedRun(
+                    folder,
+                    settings.hosted,
+                    host=f"slime {SUPPORTED[-1]}",
+                    resume=True,
+                    facts=_facts(args),
+                    remedy="go on with --load",
+                )
+            )
+            self._progress.write(folder)
+            self._feed = Feed(
+                self._open_parts,
+                settings.hosted.rollout,
+                journal=self._record.journal,
+                step=start.step,
+                seed=settings.hosted.seed,
+                observer=self._happened,
+            )
+            stack.callback(self._feed.close)
+            self._closing = stack.pop_all()
+        if learns_from_stale_tokens_unknowingly(args) and settings.hosted.rollout.staleness_bound > 0:
+            logger.warning(
+                "tokens of older weights are trained as if the current ones had sampled them, since neither --use-tis"
+                " nor --use-rollout-logprobs nor --mask-offpolicy-in-partial-rollout is set: their log-probs are in"
+                " rollout_log_probs, so --use-tis corrects for it"
+            )
+
+    def close(self) -> None:
+        """Close the feed and release the run's directory. Does nothing the second time."""
+        self._closing.close()
+
+    # -- what slime calls ------------------------------------------------------------------------------------
+
+    def rollout(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Return the groups of a rollout in order of their samples' indices, and its metrics.
+
+        Raises:
+            EngineError: the servers disagree about their weights, have not got new ones, or fail.
+            RunError: another rollout is next.
+        """
+        step = self._progress.step(rollout_id)
+        try:
+            version = self._begin(step)
+            batch = self._feed.batch(step)
+        except BaseException:
+            with suppress(Exception):  # what went wrong first is the message
+                self._end()
+            raise
+        self._end()
+        timeout_s = 2 * self._settings.options.reward_timeout_s  # samples of before a restart may be judged again
+        groups = self._on_loop(self._handed_out(batch, version), timeout_s, "hand out the batch")
+        metrics = {**batch_metrics(batch), **self._feed.account(), "staleness/weights": float(step - version)}
+        self._record.step_ended(step, self._clock.now_s(), metrics)
+        return groups, {f"rollover/{name}": value for name, value in metrics.items()}
+
+    def _begin(self, step: int) -> int:
+        """Have the servers lent for a rollout. Returns the version of their weights."""
+        config = self._settings.servers
+        label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach slime's servers")
+        self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
+        version = self._line.version(label, step=step)
+        self._feed.publish(version, lambda: self._servers.serves(version))
+        return version
+
+    def _end(self) -> None:
+        config = self._settings.servers
+        timeout_s = 4 * (config.abort_timeout_s + config.control_timeout_s)
+        self._on_loop(self._servers.end(), timeout_s, "give slime's servers back")
+
+    def saved(self, rollout_id: int) -> None:
+        """Record that slime has saved a checkpoint behind a rollout."""
+        self._progress = self._progress.saved(rollout_id, self._source.position)
+        self._progress.write(self._record.path)
+        self._feed.saved(self._progress.oldest_step(self._settings.options.kept_checkpoints))
+
+    # -- the parts -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _open_parts(self) -> AsyncIterator[FeedParts]:
+        self._loop = asyncio.get_running_loop()
+        config, args = self._settings.servers, self._args
+        model = served_model(args.hf_checkpoint, getattr(args, "sglang_context_length", None))
+        num_workers = len(await workers(config))
+        self._servers = LentServers(config, model, self._clock, num_workers=num_workers)
+        try:
+            keep = _has_signal if zero_signal_filter(args) else _any_group
+            yield FeedParts(
+                engine=self._servers,
+                source=self._source,
+                scorer=self._scorer,
+                stop_token_ids=self._stops,
+                keep_group=keep,
+            )
+        finally:
+            await self._servers.close()
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, GroupDropped):
+            self._scorer.forget(event.group_id)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Have ``work`` done on the feed's event loop. Raises ``EngineTimeout`` when it does not come to an end."""
+        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return done.result(timeout_s)
+        except TimeoutError as error:
+            if done.done():
+                raise
+            done.cancel()
+            raise EngineTimeout(f"the rollout did not {what} within {timeout_s:.0f} s") from error
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    async def _handed_out(self, batch: Batch, version: int) -> list[list[Sample]]:
+        groups = [await self._group(group, version) for group in batch.groups]
+        return sorted(groups, key=lambda group: group[0].index)
+
+    async def _group(self, group: Group, version: int) -> list[Sample]:
+        scored: dict[int, Sample] = {}
+        for trajectory in group.trajectories:
+            sample = await self._scorer.take(trajectory)
+            account_for_versions(
+                sample,
+                trajectory,
+                version=version,
+                first_rollout=self._progress.first_rollout,
+                masks_stale=bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False)),
+            )
+            scored[trajectory.sample_id.index] = sample
+        whole = []
+        for place in range(self._settings.hosted.rollout.group_size):
+            if (sample := scored.get(place)) is None:
+                sample = new_sample(self._code.sample, group.prompt, place)
+                failed_sample(sample, [*scored.values()], self._args, filler=self._stops[0])
+            whole.append(sample)
+        return whole
+
+    def _respond(self, trajectory: Trajectory) -> Sample:
+        sample = new_sample(self._code.sample, trajectory.prompt, trajectory.sample_id.index)
+        respond(sample, trajectory, self._args, decode=self._decode, label=self._label)
+        return sample
+
+    def _label(self, version: int) -> str:
+        assert self._line is not None, "samples are scored within rollouts"
+        return self._line.label(version)
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return list(self._code.tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        skips = bool(getattr(self._args, "rollout_skip_special_tokens", False))
+        return str(self._code.tokenizer.decode([*token_ids], skip_special_tokens=skips))
+
+
+def _stops(args: Namespace, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a response: those of the model, which SGLang knows too, and those of the user."""
+    asked = getattr(args, "rollout_stop_token_ids", None) or ()
+    own = [asked] if isinstance(asked, int) else [*asked]
+    return tuple(dict.fromkeys([*stop_token_ids(Path(args.hf_checkpoint), tokenizer), *_of_hub(args), *own]))
+
+
+def _of_hub(args: Namespace) -> list[int]:
+    """Return the end tokens of a model that is named by its place on the hub, and so has no folder to be read."""
+    if Path(args.hf_checkpoint).is_dir():
+        return []
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
+    except OSError:  # it has none
+        return []
+    return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
+
+
+def _facts(args: Namespace) -> dict[str, Any]:
+    """What a resumed run must have as it began, beside its settings."""
+    names = ("hf_checkpoint", "prompt_data", "input_key", "label_key", "rollout_shuffle", "apply_chat_template")
+    return {name: getattr(args, name, None) for name in names}
+
+
+def _has_signal(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) > 0
+
+
+def _any_group(rewards: Sequence[float]) -> bool:
+    return True

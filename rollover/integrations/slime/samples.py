@@ -1,0 +1,177 @@
+"""slime's samples as our prompts, and our trajectories as slime's samples.
+
+What it keeps true: a sample's tokens, log-probs and loss mask have been appended by slime's own method, segment by
+segment, with the label of the weights that sampled each; a group always has all of its samples; one that has failed
+moves the mean of its siblings' rewards by nothing and trains nothing.
+
+slime normalises the rewards of a group itself. A failed sample counted as 0 would lower the mean of its siblings; with
+their mean as its reward it leaves that alone, and ``remove_sample`` takes it out of the loss. The standard deviation
+that slime divides by shrinks: with k of n samples scored, by sqrt((k - 1) / (n - 1)), 7 % for one of eight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollover.errors import DataError
+from rollover.types import FinishReason, Prompt, Segment, Trajectory
+
+Sample = Any
+"""slime's ``Sample``, which is imported where slime is."""
+
+_MADE_HERE = frozenset(
+    {
+        *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "weight_versions"),
+        *("rollout_log_probs", "status", "spec_info", "prefix_cache_info", "session_id", "remove_sample"),
+    }
+)
+"""Fields of a sample that a rollout fills; the others belong to its prompt."""
+_OF_IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
+_STATUS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort", None: "abort"}
+"""How SGLang would have said it; slime reads a status from it."""
+
+
+def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
+    """Return the prompt of a group that slime's data source has given, with all that makes its samples again.
+
+    Args:
+        number: how many groups were drawn before.
+        encode: the ids of a text, without special tokens.
+
+    Raises:
+        DataError: the samples hold images, a response already, or what JSON cannot hold; names the group.
+    """
+    name = f"group {group[0].group_index} of slime's data source"
+    for sample in group:
+        if any(getattr(sample, field, None) for field in _OF_IMAGES):
+            raise DataError(f"{name} has images or other media: prompts are text alone here")
+        if sample.response_length or sample.status.value != "pending":
+            raise DataError(
+                f"{name} has a response already: what slime's own rollout function has left in a buffer cannot be taken"
+                " over; begin with an empty one"
+            )
+    first = group[0]
+    if not isinstance(first.prompt, str):
+        raise DataError(f"{name} is a list of messages: give slime --apply-chat-template")
+    templates = [_template(sample, name) for sample in group]
+    same = all(template == templates[0] for template in templates)
+    return Prompt(
+        prompt_id=f"slime/{number}@0",
+        token_ids=tuple(first.tokens or encode(first.prompt)),
+        text=first.prompt,
+        source="slime",
+        columns={
+            "group_index": first.group_index,
+            "indices": [sample.index for sample in group],
+            "samples": templates[:1] if same else templates,
+        },
+    )
+
+
+def _template(sample: Sample, name: str) -> dict[str, Any]:
+    """Return the fields of a sample that differ from a new one's and that no rollout fills."""
+    fresh, template = type(sample)(), {}
+    for field in dataclasses.fields(sample):
+        value = getattr(sample, field.name)
+        if field.name not in _MADE_HERE and value != getattr(fresh, field.name):
+            template[field.name] = value
+    try:
+        if json.loads(json.dumps(template)) == template:
+            return template
+    except (TypeError, ValueError):
+        pass
+    raise DataError(
+        f"{name}: what its samples hold is more than JSON can, and the journal could not keep it: {template}"
+    )
+
+
+def new_sample(kind: type[Sample], prompt: Prompt, place: int) -> Sample:
+    """Return a sample of ``prompt`` without a response, as the data source has given it.
+
+    Args:
+        kind: slime's class.
+        place: among its siblings.
+    """
+    columns: Mapping[str, Any] = prompt.columns
+    templates = columns["samples"]
+    template = json.loads(json.dumps(templates[place if len(templates) > 1 else 0]))  # no two share a table
+    sample = kind(group_index=columns["group_index"], index=columns["indices"][place], **template)
+    sample.tokens = [*prompt.token_ids]
+    return sample
+
+
+def respond(
+    sample: Sample,
+    trajectory: Trajectory,
+    args: Namespace,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    label: Callable[[int], str],
+) -> None:
+    """Give a new sample the response of a trajectory.
+
+    Args:
+        decode: the text of ids. The whole response is decoded at once: a character may lie across two segments.
+        label: slime's name for the weights of a version.
+    """
+    for segment in trajectory.segments:
+        if segment.token_ids:
+            sample.append_response_tokens(
+                args,
+                tokens=[*segment.token_ids],
+                log_probs=[*segment.rollout_logprobs],
+                trainable=True,
+                meta_info=_meta_info(segment, label(segment.policy_version)),
+            )
+    end = trajectory.finish_reason
+    sample.status = type(sample).Status.TRUNCATED if end is FinishReason.LENGTH else type(sample).Status.COMPLETED
+    sample.response = decode(trajectory.token_ids)
+
+
+def _meta_info(segment: Segment, label: str) -> dict[str, Any]:
+    return {"weight_version": label, "finish_reason": {"type": _STATUS[segment.finish_reason]}}
+
+
+def account_for_versions(
+    sample: Sample, trajectory: Trajectory, *, version: int, first_rollout: int, masks_stale: bool
+) -> None:
+    """Say in a sample's metadata which version sampled which of its tokens, and leave out what is stale.
+
+    Args:
+        version: that of the servers in this rollout.
+        first_rollout: slime's number of the run's first rollout.
+        masks_stale: ``--mask-offpolicy-in-partial-rollout``, by token: what older versions sampled is not trained.
+    """
+    spans = [(s.policy_version, len(s.token_ids)) for s in trajectory.segments if s.token_ids]
+    oldest = min((v for v, _ in spans), default=version)
+    if oldest < version:
+        sample.metadata.setdefault("start_rollout_id", first_rollout + oldest)
+    sample.metadata["rollover"] = {"versions": spans, "resumes": trajectory.num_resumes}
+    if masks_stale:
+        mask = [int(v == version) for v, n in spans for _ in range(n)]
+        sample.loss_mask = [a & b for a, b in zip(mask, sample.loss_mask or mask, strict=True)]
+
+
+def failed_sample(sample: Sample, siblings: Sequence[Sample], args: Namespace, *, filler: int) -> None:
+    """Make a new sample stand for one that has failed: their mean for a reward, one token that is not trained.
+
+    Example: with siblings that have the rewards 1, 0 and 1 its reward is 2/3.
+
+    Args:
+        siblings: those that were scored, at least one.
+        filler: a token id.
+    """
+    sample.append_response_tokens(
+        args, tokens=[filler], log_probs=[0.0], trainable=True, meta_info={"finish_reason": {"type": "abort"}}
+    )
+    mean = statistics.fmean(float(sibling.get_reward_value(args)) for sibling in siblings)
+    like = siblings[0].reward
+    sample.reward = {**like, args.reward_key: mean} if isinstance(like, dict) else mean
+    sample.loss_mask = [0]
+    sample.remove_sample = True
+    sample.status = type(sample).Status.FAILED

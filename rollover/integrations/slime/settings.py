@@ -1,0 +1,253 @@
+"""The settings of a run inside slime: its flags, and what a user says under ``rollover`` in ``--custom-config-path``.
+
+What it keeps true: a flag of slime that would have no effect is refused, and so is a setting that slime's flags decide.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib import metadata
+from typing import Any
+
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.errors import ConfigError
+from rollover.integrations.hosted import Given, HostedConfig, hosted_config
+from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategies.config import OverSampling
+from rollover.settings import toml
+from rollover.settings.schema import build
+
+SUPPORTED = ("0.3",)
+"""Versions of slime that this was read against: 0.3.1, of 2026-08-21."""
+SOURCE = "rollover, in the --custom-config-path file"
+"""Where users write settings, for messages."""
+_RESPONSE_TIMEOUT_S = 3600.0
+"""Answers come whole, so the wait for a response is that for its last token."""
+_STALL_TIMEOUT_S = 3600.0
+"""For the same reason no token is seen before the first response is whole."""
+_ENGINE_KEYS = frozenset(
+    {
+        *("max_running", "connect_timeout_s", "first_token_timeout_s", "token_timeout_s", "busy_timeout_s"),
+        *("control_timeout_s", "abort_timeout_s", "health_interval_s", "health_timeout_s"),
+        *("rejoin_max_interval_s", "all_down_timeout_s"),
+    }
+)
+"""The settings of engines that have an effect on servers that are slime's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimeOptions:
+    """What only a run inside slime has to be told.
+
+    Example: ``SlimeOptions(weights_lag=1)`` is for ``train_async.py``.
+    """
+
+    weights_lag: int = 0
+    """Batches that the servers' weights may be behind a rollout: 0 for ``train.py``, 1 for ``train_async.py``, which
+    begins a rollout before the training step before it is done."""
+    reward_timeout_s: float = 600.0
+    """Longest wait for the reward of a response; its sample then fails."""
+    kept_checkpoints: int = 2
+    """Checkpoints, counted from the newest, from which the run can be resumed. The batches since the oldest of them
+    stay in memory."""
+
+    def __post_init__(self) -> None:
+        if self.weights_lag < 0:
+            raise ValueError(f"weights_lag must be at least 0, got {self.weights_lag}")
+        if self.reward_timeout_s <= 0:
+            raise ValueError(f"reward_timeout_s must be above 0 seconds, got {self.reward_timeout_s}")
+        if self.kept_checkpoints < 1:
+            raise ValueError(f"kept_checkpoints must be at least 1, got {self.kept_checkpoints}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimeSettings:
+    """All settings of a run inside slime, checked.
+
+    Example: ``slime_settings(args).hosted.rollout.strategy.kind`` is ``"april"`` where the user asks for nothing.
+    """
+
+    hosted: HostedConfig
+    options: SlimeOptions
+
+    @property
+    def servers(self) -> SGLangConfig:
+        """Return how slime's servers are reached."""
+        assert isinstance(self.hosted.engine, SGLangConfig), "slime's servers are given"
+        return self.hosted.engine
+
+
+def slime_settings(args: Namespace) -> SlimeSettings:
+    """Return the settings of a run with these arguments of slime.
+
+    Raises:
+        ConfigError: an argument that would have no effect, or settings that cannot work.
+    """
+    _refuse_other_versions()
+    _refuse_what_has_no_effect(args)
+    asked = _asked(args)
+    own = {key: asked.pop(key) for key in [f.name for f in fields(SlimeOptions)] if key in asked}
+    options = build(SlimeOptions, toml.Document(name=SOURCE, data=own))
+    _add_strategy(asked, args)
+    rollout = _table(asked, "rollout")
+    rollout.setdefault("stall_timeout_s", _STALL_TIMEOUT_S)
+    engine = _table(asked, "engine")
+    if useless := sorted(engine.keys() - _ENGINE_KEYS):
+        raise ConfigError(f"{SOURCE}: engine.{useless[0]} has no effect on the servers of slime: leave it out")
+    engine.setdefault("max_running", _argument(args, "sglang_server_concurrency"))
+    engine.setdefault("first_token_timeout_s", _RESPONSE_TIMEOUT_S)
+    hosted = hosted_config(asked, _given(args), source=SOURCE)
+    strategy = hosted.rollout.strategy
+    if strategy.overlaps_training:
+        raise ConfigError(
+            f"{SOURCE}: strategy {strategy.kind!r} decodes while the trainer trains, and slime changes the weights of"
+            " its servers only while none does: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
+        )
+    if not isinstance(hosted.engine, SGLangConfig) or not isinstance(hosted.engine.max_running, int):
+        raise ConfigError(f"{SOURCE}: engine.max_running must be one number, for each server of slime")
+    bound, least = hosted.rollout.staleness_bound, strategy.staleness_needed(hosted.rollout) + options.weights_lag
+    if options.weights_lag and bound < least:
+        raise ConfigError(
+            f"{SOURCE}: with weights_lag {options.weights_lag}, strategy {strategy.kind!r} needs a staleness bound of"
+            f" {least}, and has {bound}: set rollout.max_staleness"
+        )
+    return SlimeSettings(hosted=hosted, options=options)
+
+
+def learns_from_stale_tokens_unknowingly(args: Namespace) -> bool:
+    """Return whether slime's loss takes tokens of older weights for those of the current ones."""
+    corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
+    return not any(getattr(args, name, False) for name in corrections)
+
+
+def zero_signal_filter(args: Namespace) -> bool:
+    """Return whether groups whose rewards are all equal are left out, as slime's own filter does."""
+    return getattr(args, "dynamic_sampling_filter_path", None) in _ZERO_SIGNAL
+
+
+# -- what slime has decided --------------------------------------------------------------------------------------------
+
+
+def _given(args: Namespace) -> dict[str, Given]:
+    stops = getattr(args, "rollout_stop", None) or ()
+    top_k = getattr(args, "rollout_top_k", -1)
+    return {
+        "seed": Given(_argument(args, "rollout_seed"), "--rollout-seed"),
+        "rollout.unit": Given("group", "slime"),
+        "rollout.rollout_batch_size": Given(_argument(args, "rollout_batch_size"), "--rollout-batch-size"),
+        "rollout.group_size": Given(_argument(args, "n_samples_per_prompt"), "--n-samples-per-prompt"),
+        "rollout.max_new_tokens": Given(_argument(args, "rollout_max_response_len"), "--rollout-max-response-len"),
+        "rollout.temperature": Given(_argument(args, "rollout_temperature"), "--rollout-temperature"),
+        "rollout.top_p": Given(getattr(args, "rollout_top_p", 1.0), "--rollout-top-p"),
+        "rollout.top_k": Given(max(top_k, 0), "--rollout-top-k"),
+        "rollout.stop_strings": Given([stops] if isinstance(stops, str) else [*stops], "--rollout-stop"),
+        "engine.kind": Given("sglang", "slime"),
+        "engine.urls": Given([_router(args)], "slime's router"),
+    }
+
+
+def _router(args: Namespace) -> str:
+    return f"http://{_argument(args, 'sglang_router_ip')}:{_argument(args, 'sglang_router_port')}"
+
+
+def _argument(args: Namespace, name: str) -> Any:
+    if (value := getattr(args, name, None)) is None:
+        raise ConfigError(
+            f"slime's argument {name} is not set, and a rollout needs it; this was written for slime"
+            f" {' and '.join(SUPPORTED)}"
+        )
+    return value
+
+
+# -- what the user asks for --------------------------------------------------------------------------------------------
+
+
+def _asked(args: Namespace) -> dict[str, Any]:
+    asked = getattr(args, "rollover", None)
+    if asked is None:
+        return {}
+    if isinstance(asked, str):
+        return {"rollout": {"strategy": asked}}
+    if not isinstance(asked, Mapping):
+        raise ConfigError(f"{SOURCE}: expected the name of a strategy or a table of settings, got {asked!r}")
+    return copy.deepcopy(dict(asked))
+
+
+def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
+    table = data.setdefault(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{SOURCE}: {name} must be a table of settings, got {table!r}")
+    return table
+
+
+def _add_strategy(asked: dict[str, Any], args: Namespace) -> None:
+    """Start as many groups as ``--over-sampling-batch-size`` says, where the strategy starts more than a batch."""
+    rollout = _table(asked, "rollout")
+    strategy = rollout.get("strategy", {"kind": "april"})
+    strategy = {"kind": strategy} if isinstance(strategy, str) else strategy
+    launched = getattr(args, "over_sampling_batch_size", None) or 0
+    if not isinstance(strategy, dict) or launched <= _argument(args, "rollout_batch_size"):
+        return
+    kind = strategy.get("kind", "april")
+    if kind in STRATEGIES and not issubclass(STRATEGIES[kind], OverSampling):
+        raise ConfigError(
+            f"--over-sampling-batch-size {launched} has no effect with strategy {kind!r}, which decides itself how many"
+            " groups it starts: leave it out"
+        )
+    if strategy.setdefault("over_sampling_batch_size", launched) != launched:
+        raise ConfigError(
+            f"{SOURCE}: rollout.strategy.over_sampling_batch_size is {strategy['over_sampling_batch_size']}, but"
+            f" --over-sampling-batch-size is {launched}: leave one of them out"
+        )
+    rollout["strategy"] = strategy
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+_HUB = "slime.rollout.filter_hub.dynamic_sampling_filters."
+_ZERO_SIGNAL = (f"{_HUB}check_reward_nonzero_std",)
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("custom_generate_function_path", bool, "samples are decoded here, one response to one prompt"),
+    ("group_rm", bool, "responses are scored one by one, as each ends; give a reward for one sample"),
+    ("buffer_filter_path", bool, "unfinished groups are in Rollover's journal, not in slime's buffer"),
+    ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out"),
+    ("use_rollout_routing_replay", bool, "routed experts are not recorded"),
+    ("use_opd", bool, "log-probs of a teacher are not asked for"),
+    (
+        "dynamic_sampling_filter_path",
+        lambda path: bool(path) and path not in _ZERO_SIGNAL,
+        f"of filters {_ZERO_SIGNAL[0]} is known here",
+    ),
+    ("rollout_top_p", lambda p: p is not None and p != 1, "SGLang's log-probs are those before top-p: use 1"),
+    ("rollout_top_k", lambda k: k is not None and k > 0, "SGLang's log-probs are those before top-k: use -1"),
+    ("multimodal_keys", bool, "prompts are text alone"),
+    ("update_weights_interval", lambda n: n is not None and n != 1, "a version is one training step: use 1"),
+)
+"""Arguments of slime that this rollout function would ignore, with the values that it would and why."""
+
+
+def _refuse_what_has_no_effect(args: Namespace) -> None:
+    for name, is_set, why in _REFUSED:
+        if is_set(getattr(args, name, None)):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be used with Rollover's rollout function: {why}"
+                f" (it is {getattr(args, name)!r})"
+            )
+    if not getattr(args, "rollout_global_dataset", True):
+        raise ConfigError("--disable-rollout-global-dataset leaves Rollover's rollout function without prompts")
+
+
+def _refuse_other_versions() -> None:
+    """A checkout on the path has no version that could be asked for; its own names are then all there is."""
+    try:
+        found = metadata.version("slime")
+    except metadata.PackageNotFoundError:
+        return
+    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        raise ConfigError(
+            f"slime {found} is installed, and this was written for {' and '.join(SUPPORTED)}: install that, or a newer"
+            " Rollover"
+        )

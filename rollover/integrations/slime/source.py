@@ -1,0 +1,82 @@
+"""slime's data source as a source of prompts by number.
+
+A data source of slime is a stream: it gives the next groups and keeps its own place. A cursor of ours is the number of
+groups drawn. What it keeps true: the place of the stream and the cursor agree, also after a restart, when the stream
+stands where a checkpoint has put it and the groups that the journal knows since then are drawn again and passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rollover.errors import DataError, RunError
+from rollover.integrations.slime.samples import prompt_of
+from rollover.types import Prompt
+
+
+class GivesGroups(Protocol):
+    """The part of slime's data sources that is used.
+
+    Example: ``get_samples(1)`` is a list of one group, a list of ``--n-samples-per-prompt`` samples.
+    """
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]: ...
+
+
+class SlimeSource:
+    """Implements ``Source`` over a data source of slime.
+
+    Args:
+        position: groups drawn from the data source before, of those that the cursor counts.
+        group_size: samples that each group must have.
+
+    Example: behind a checkpoint that had drawn 40 groups, ``prompt(43)`` draws four and returns the last.
+    """
+
+    def __init__(
+        self, groups: GivesGroups, encode: Callable[[str], Sequence[int]], *, position: int, group_size: int
+    ) -> None:
+        self._groups = groups
+        self._encode = encode
+        self._position = position
+        self._group_size = group_size
+        self._last: Prompt | None = None
+
+    @property
+    def position(self) -> int:
+        """Groups drawn."""
+        return self._position
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of the group with this number; in order, and the last one again.
+
+        Raises:
+            RunError: the data source is past it.
+            DataError: it gives no group, one of another size, or one that cannot be rolled out.
+        """
+        if self._last is not None and index == self._position - 1:
+            return self._last
+        if index < self._position:
+            raise RunError(
+                f"the rollout needs group {index} of slime's data source, which has given {self._position} already:"
+                " somebody else has drawn from it, or it was not restored from the same checkpoint"
+            )
+        while True:
+            group = self._draw()
+            self._position += 1
+            if self._position > index:
+                self._last = prompt_of(group, index, self._encode)
+                return self._last
+
+    def _draw(self) -> list[Any]:
+        groups = self._groups.get_samples(1)
+        if len(groups) != 1:
+            raise DataError(f"slime's data source gave {len(groups)} groups where one was asked for: is it empty?")
+        (group,) = groups
+        if len(group) != self._group_size:
+            raise DataError(
+                f"slime's data source gave a group of {len(group)} samples, and --n-samples-per-prompt is"
+                f" {self._group_size}"
+            )
+        return group

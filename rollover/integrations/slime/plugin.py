@@ -2,22 +2,21 @@
 
 ``--rollout-function-path rollover.integrations.slime.generate_rollout`` rolls out by Rollover's scheduler.
 ``--data-source-path rollover.integrations.slime.DataSource`` puts what is unfinished into slime's checkpoints. slime is
-imported when they are first used.
+imported when they are first used. ``rollover.integrations.miles`` has the same for miles.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 from argparse import Namespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from rollover.errors import ConfigError
+from rollover.integrations.slime.host import SLIME, Host, Sample
 from rollover.integrations.slime.resume import Beginning, SlimeProgress, beginning
-from rollover.integrations.slime.run import SlimeCode, SlimeRun
-from rollover.integrations.slime.samples import Sample
+from rollover.integrations.slime.run import SlimeRun
 from rollover.integrations.slime.settings import slime_settings
 
 logger = logging.getLogger(__name__)
@@ -38,13 +37,13 @@ class DataSource:
         args: slime's.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        from slime.rollout.data_source import RolloutDataSource
+    host: ClassVar[Host] = SLIME
 
+    def __init__(self, args: Namespace) -> None:
         self.args = args
         self.start: Beginning | None = None
         """Where the run goes on, once slime has said it."""
-        self._prompts = RolloutDataSource(args)
+        self._prompts: Any = self.host.module("rollout.data_source").RolloutDataSource(args)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the next groups of samples without a response."""
@@ -55,8 +54,8 @@ class DataSource:
         """Raise ``ConfigError`` for groups to be put back: those of Rollover's rollout function never come here."""
         if samples:
             raise ConfigError(
-                "rollover.integrations.slime.DataSource takes no samples back: use it with --rollout-function-path"
-                " rollover.integrations.slime.generate_rollout, which keeps what is unfinished in its journal"
+                "Rollover's data source takes no samples back: use it with the rollout function of the same module,"
+                " which keeps what is unfinished in its journal"
             )
 
     def save(self, rollout_id: int) -> None:
@@ -91,54 +90,36 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     Raises:
         RolloverError: the message says what to do.
     """
-    from slime.rollout import sglang_rollout
-    from slime.rollout.base_types import RolloutFnTrainOutput
-
     if evaluation:
-        return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+        stock = SLIME.module("rollout.sglang_rollout")
+        return stock.generate_rollout(args, rollout_id, data_source, evaluation=True)
+    return roll_out(SLIME, args, rollout_id, data_source)
+
+
+def roll_out(host: Host, args: Namespace, rollout_id: int, data_source: Any) -> Any:
+    """Return a host's output of a rollout for training, by the run over ``data_source``, which is opened once."""
     run = _runs.get(data_source)
     if run is None:
-        run = _runs[data_source] = open_run(args, rollout_id, data_source)
+        run = _runs[data_source] = _opened(host, args, rollout_id, data_source)
         atexit.register(run.close)
     groups, metrics = run.rollout(rollout_id)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
-        from slime.utils.misc import load_function
-
-        load_function(path)(args, groups)
-    return RolloutFnTrainOutput(samples=groups, metrics=metrics)
+        host.module("utils.misc").load_function(path)(args, groups)
+    return host.module("rollout.base_types").RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
-def open_run(args: Namespace, rollout_id: int, data_source: Any) -> SlimeRun:
-    """Return the run over a data source whose first rollout in this process is ``rollout_id``."""
-    settings = slime_settings(args)
-    start: Beginning | None = None
+def _opened(host: Host, args: Namespace, rollout_id: int, data_source: Any) -> SlimeRun:
+    """Open the run over a data source whose first rollout in this process is ``rollout_id``."""
+    settings = slime_settings(args, host)
     if isinstance(data_source, DataSource):
         start = data_source.start or beginning(args.load, args.save, rollout_id - 1)
     else:
         logger.warning(
-            "what is unfinished is lost when slime ends: --data-source-path rollover.integrations.slime.DataSource puts"
-            " it into the checkpoints"
+            "what is unfinished is lost when %s ends: --data-source-path rollover.integrations.%s.DataSource puts it"
+            " into the checkpoints",
+            host.name,
+            host.name,
         )
-    if start is None or start.folder is None:
-        progress = start.progress if start is not None else SlimeProgress(first_rollout=rollout_id)
+        progress = SlimeProgress(first_rollout=rollout_id)
         start = Beginning(folder=None, progress=progress, step=0, restore=None, position=0)
-    return SlimeRun(args, settings, data_source, start, slime_code(args))
-
-
-def slime_code(args: Namespace) -> SlimeCode:
-    """Import what a run uses of slime."""
-    from slime.rollout.rm_hub import async_rm
-    from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-    from slime.utils.async_utils import get_async_loop
-    from slime.utils.processing_utils import load_tokenizer
-    from slime.utils.types import Sample
-
-    async def judge(sample: Any) -> Any:
-        sample = await apply_rollout_sample_hooks(args, sample, evaluation=False)
-        if sample.reward is None:
-            sample.reward = await async_rm(args, sample)
-        return sample
-
-    loop: asyncio.AbstractEventLoop = get_async_loop().loop
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    return SlimeCode(sample=Sample, tokenizer=tokenizer, judge=judge, loop=loop)
+    return SlimeRun(args, settings, data_source, start, host)

@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from rollover.errors import DataError, RewardError
-from rollover.integrations.slime.samples import Sample
+from rollover.integrations.slime.host import JudgesSamples, Sample
 from rollover.types import SampleId, Trajectory
-
-
-class ScoresSamples(Protocol):
-    """slime's part of a reward: its sample hooks, then its reward model.
-
-    Example: ``scored = await judge(sample)``; then ``scored.reward`` is 1.0 or a table.
-    """
-
-    def __call__(self, sample: Sample) -> Awaitable[Sample]: ...
 
 
 class SlimeScorer:
@@ -45,7 +36,7 @@ class SlimeScorer:
         args: Namespace,
         *,
         respond: Callable[[Trajectory], Sample],
-        judge: ScoresSamples,
+        judge: JudgesSamples,
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
     ) -> None:
@@ -104,7 +95,7 @@ class SlimeScorer:
         return scored
 
 
-async def _judged(judge: ScoresSamples, sample: Sample) -> Sample:
+async def _judged(judge: JudgesSamples, sample: Sample) -> Sample:
     return await judge(sample)
 
 

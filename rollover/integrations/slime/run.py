@@ -20,20 +20,20 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError, EngineTimeout
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts
 from rollover.integrations.record import HostedRun
+from rollover.integrations.slime.host import Host, Sample
 from rollover.integrations.slime.labels import LabelLine
 from rollover.integrations.slime.resume import Beginning
 from rollover.integrations.slime.rewards import SlimeScorer
-from rollover.integrations.slime.samples import Sample, account_for_versions, failed_sample, new_sample, respond
+from rollover.integrations.slime.samples import account_for_versions, failed_sample, new_sample, respond
 from rollover.integrations.slime.servers import LentServers, served_model, workers
 from rollover.integrations.slime.settings import (
-    SUPPORTED,
     SlimeSettings,
     learns_from_stale_tokens_unknowingly,
     zero_signal_filter,
@@ -46,20 +46,6 @@ from rollover.types import Batch, Group, Trajectory
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class SlimeCode(NamedTuple):
-    """The parts of slime that a rollout uses, imported where slime is.
-
-    Example: ``SlimeCode(Sample, tokenizer, judge, loop)``
-    """
-
-    sample: type[Any]
-    tokenizer: Any
-    judge: Any
-    """Applies sample hooks and asks for the reward: ``await judge(sample)`` returns the sample."""
-    loop: asyncio.AbstractEventLoop
-    """slime's own, which ``judge`` runs on."""
 
 
 class SlimeRun:
@@ -76,11 +62,11 @@ class SlimeRun:
     """
 
     def __init__(
-        self, args: Namespace, settings: SlimeSettings, groups: GivesGroups, start: Beginning, code: SlimeCode
+        self, args: Namespace, settings: SlimeSettings, groups: GivesGroups, start: Beginning, host: Host
     ) -> None:
         self._args = args
         self._settings = settings
-        self._code = code
+        self._code = code = host.code(args)
         self._progress = start.progress
         self._line: LabelLine | None = None
         self._stops = _stops(args, code.tokenizer)
@@ -106,7 +92,7 @@ class SlimeRun:
                 HostedRun(
                     folder,
                     settings.hosted,
-                    host=f"slime {SUPPORTED[-1]}",
+                    host=f"{host.name} {host.versions[-1]}",
                     resume=True,
                     facts=_facts(args),
                     remedy="go on with --load",
@@ -155,7 +141,7 @@ class SlimeRun:
         timeout_s = 2 * self._settings.options.reward_timeout_s  # samples of before a restart may be judged again
         groups = self._on_loop(self._handed_out(batch, version), timeout_s, "hand out the batch")
         metrics = {**batch_metrics(batch), **self._feed.account(), "staleness/weights": float(step - version)}
-        self._record.step_ended(step, self._clock.now_s(), metrics)
+        self._record.step_ended(step, self._feed.now_s(), metrics)
         return groups, {f"rollover/{name}": value for name, value in metrics.items()}
 
     def _begin(self, step: int) -> int:

@@ -1,8 +1,8 @@
 """slime's samples as our prompts, and our trajectories as slime's samples.
 
-What it keeps true: a sample's tokens, log-probs and loss mask have been appended by slime's own method, segment by
-segment, with the label of the weights that sampled each; a group always has all of its samples; one that has failed
-moves the mean of its siblings' rewards by nothing and trains nothing.
+What it keeps true: a sample's tokens, log-probs and loss mask have been appended together, segment by segment, by slime's
+own method where it has one, with the label of the weights that sampled each; a group always has all of its samples; one
+that has failed moves the mean of its siblings' rewards by nothing and trains nothing.
 
 slime normalises the rewards of a group itself. A failed sample counted as 0 would lower the mean of its siblings; with
 their mean as its reward it leaves that alone, and ``remove_sample`` takes it out of the loss. The standard deviation
@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollover.errors import DataError
+from rollover.integrations.slime.host import Sample
 from rollover.types import FinishReason, Prompt, Segment, Trajectory
-
-Sample = Any
-"""slime's ``Sample``, which is imported where slime is."""
 
 _MADE_HERE = frozenset(
     {
@@ -121,16 +119,30 @@ def respond(
     """
     for segment in trajectory.segments:
         if segment.token_ids:
-            sample.append_response_tokens(
+            _append(
+                sample,
                 args,
                 tokens=[*segment.token_ids],
                 log_probs=[*segment.rollout_logprobs],
-                trainable=True,
                 meta_info=_meta_info(segment, label(segment.policy_version)),
             )
     end = trajectory.finish_reason
     sample.status = type(sample).Status.TRUNCATED if end is FinishReason.LENGTH else type(sample).Status.COMPLETED
     sample.response = decode(trajectory.token_ids)
+
+
+def _append(
+    sample: Sample, args: Namespace, *, tokens: list[int], log_probs: list[float], meta_info: Mapping[str, Any]
+) -> None:
+    if hasattr(sample, "append_response_tokens"):
+        sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, trainable=True, meta_info=meta_info)
+        return
+    sample.tokens = [*sample.tokens, *tokens]
+    sample.response_length += len(tokens)
+    sample.loss_mask = [*(sample.loss_mask or ()), *(1 for _ in tokens)]
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or ()), *log_probs]
+    if "weight_version" in meta_info:
+        sample.weight_versions = [*sample.weight_versions, meta_info["weight_version"]]
 
 
 def _meta_info(segment: Segment, label: str) -> dict[str, Any]:
@@ -166,9 +178,7 @@ def failed_sample(sample: Sample, siblings: Sequence[Sample], args: Namespace, *
         siblings: those that were scored, at least one.
         filler: a token id.
     """
-    sample.append_response_tokens(
-        args, tokens=[filler], log_probs=[0.0], trainable=True, meta_info={"finish_reason": {"type": "abort"}}
-    )
+    _append(sample, args, tokens=[filler], log_probs=[0.0], meta_info={"finish_reason": {"type": "abort"}})
     mean = statistics.fmean(float(sibling.get_reward_value(args)) for sibling in siblings)
     like = siblings[0].reward
     sample.reward = {**like, args.reward_key: mean} if isinstance(like, dict) else mean

@@ -9,19 +9,17 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib import metadata
 from typing import Any
 
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import ConfigError
 from rollover.integrations.hosted import Given, HostedConfig, hosted_config
+from rollover.integrations.slime.host import MILES, SLIME, Host
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import OverSampling
 from rollover.settings import toml
 from rollover.settings.schema import build
 
-SUPPORTED = ("0.3",)
-"""Versions of slime that this was read against: 0.3.1, of 2026-08-21."""
 SOURCE = "rollover, in the --custom-config-path file"
 """Where users write settings, for messages."""
 _RESPONSE_TIMEOUT_S = 3600.0
@@ -80,13 +78,13 @@ class SlimeSettings:
         return self.hosted.engine
 
 
-def slime_settings(args: Namespace) -> SlimeSettings:
-    """Return the settings of a run with these arguments of slime.
+def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
+    """Return the settings of a run with these arguments of slime, or of another ``host`` of its kind.
 
     Raises:
         ConfigError: an argument that would have no effect, or settings that cannot work.
     """
-    _refuse_other_versions()
+    host.refuse_other_versions()
     _refuse_what_has_no_effect(args)
     asked = _asked(args)
     own = {key: asked.pop(key) for key in [f.name for f in fields(SlimeOptions)] if key in asked}
@@ -134,7 +132,9 @@ def zero_signal_filter(args: Namespace) -> bool:
 def _given(args: Namespace) -> dict[str, Given]:
     stops = getattr(args, "rollout_stop", None) or ()
     top_k = getattr(args, "rollout_top_k", -1)
+    bound = getattr(args, "max_weight_staleness", None)  # miles has it
     return {
+        **({} if bound is None else {"rollout.max_staleness": Given(bound, "--max-weight-staleness")}),
         "seed": Given(_argument(args, "rollout_seed"), "--rollout-seed"),
         "rollout.unit": Given("group", "slime"),
         "rollout.rollout_batch_size": Given(_argument(args, "rollout_batch_size"), "--rollout-batch-size"),
@@ -156,8 +156,8 @@ def _router(args: Namespace) -> str:
 def _argument(args: Namespace, name: str) -> Any:
     if (value := getattr(args, name, None)) is None:
         raise ConfigError(
-            f"slime's argument {name} is not set, and a rollout needs it; this was written for slime"
-            f" {' and '.join(SUPPORTED)}"
+            f"the argument {name} is not set, and a rollout needs it; this was written for slime"
+            f" {' and '.join(SLIME.versions)} and miles {' and '.join(MILES.versions)}"
         )
     return value
 
@@ -238,16 +238,3 @@ def _refuse_what_has_no_effect(args: Namespace) -> None:
             )
     if not getattr(args, "rollout_global_dataset", True):
         raise ConfigError("--disable-rollout-global-dataset leaves Rollover's rollout function without prompts")
-
-
-def _refuse_other_versions() -> None:
-    """A checkout on the path has no version that could be asked for; its own names are then all there is."""
-    try:
-        found = metadata.version("slime")
-    except metadata.PackageNotFoundError:
-        return
-    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
-        raise ConfigError(
-            f"slime {found} is installed, and this was written for {' and '.join(SUPPORTED)}: install that, or a newer"
-            " Rollover"
-        )

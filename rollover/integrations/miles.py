@@ -1,0 +1,72 @@
+"""The scheduler inside miles: ``RolloutFn`` for ``--rollout-function-path``, ``DataSource`` for ``--data-source-path``.
+
+miles is a fork of slime. Its rollout functions are classes; all else is as in ``rollover.integrations.slime``.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any, ClassVar
+
+from rollover.errors import ConfigError
+from rollover.integrations.slime import plugin
+from rollover.integrations.slime.host import MILES, Host
+
+
+class DataSource(plugin.DataSource):
+    """Gives miles's prompts, and saves with its checkpoints what is unfinished.
+
+    Example: ``--data-source-path rollover.integrations.miles.DataSource``
+    """
+
+    host: ClassVar[Host] = MILES
+
+
+class RolloutFn:
+    """A rollout function of miles.
+
+    Args:
+        input: with ``args`` and ``data_source``.
+
+    Example: ``--rollout-function-path rollover.integrations.miles.RolloutFn --rollover april``
+    """
+
+    def __init__(self, input: Any) -> None:
+        self._input = input
+        self._evaluation: Any = None
+
+    @classmethod
+    def add_arguments(cls, parser: ArgumentParser) -> None:
+        """Add ours to miles's arguments."""
+        parser.add_argument(
+            "--rollover",
+            default=None,
+            metavar="STRATEGY",
+            help="Rollover's strategy: april (the default), rollover, concurrency, oversample or sync. A table of"
+            " settings goes under the same name into the --custom-config-path file.",
+        )
+
+    def __call__(self, input: Any) -> Any:
+        """Return the output of a rollout, or of an evaluation by miles's own function.
+
+        Args:
+            input: with ``rollout_id`` and ``evaluation``.
+
+        Raises:
+            RolloverError: the message says what to do.
+        """
+        args, data_source = self._input.args, self._input.data_source
+        if not input.evaluation:
+            return plugin.roll_out(MILES, args, input.rollout_id, data_source)
+        if self._evaluation is None:
+            self._evaluation = _own_function(self._input)
+        return self._evaluation(input)
+
+
+def _own_function(input: Any) -> Any:
+    """Return miles's own rollout function; of its two, the one that this tree has."""
+    try:
+        return MILES.module("rollout.inference_rollout.inference_rollout_common").InferenceRolloutFn(input)
+    except ConfigError:
+        generate = MILES.module("rollout.sglang_rollout").generate_rollout
+        return lambda asked: generate(input.args, asked.rollout_id, input.data_source, evaluation=True)

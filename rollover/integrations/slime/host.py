@@ -1,0 +1,107 @@
+"""slime, or its fork miles: which of the two it is, and what a rollout uses of its code.
+
+Both have the same arguments, records and data sources under their own package names. Their code is imported here and
+nowhere else, when a rollout begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, NamedTuple, Protocol
+
+from rollover.errors import ConfigError
+
+Sample = Any
+"""The host's ``Sample``."""
+
+
+class JudgesSamples(Protocol):
+    """The host's part of a reward: its sample hooks, then its reward model.
+
+    Example: ``judged = await judge(sample)``; then ``judged.reward`` is 1.0 or a table.
+    """
+
+    def __call__(self, sample: Sample) -> Awaitable[Sample]: ...
+
+
+class HostCode(NamedTuple):
+    """The parts of the host that a rollout uses.
+
+    Example: ``SLIME.code(args).tokenizer`` is the tokenizer of ``--hf-checkpoint``.
+    """
+
+    sample: type[Any]
+    tokenizer: Any
+    judge: JudgesSamples
+    loop: asyncio.AbstractEventLoop
+    """The host's own, which ``judge`` runs on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A trainer of slime's kind.
+
+    Example: ``Host(name="slime", distribution="slime", versions=("0.3",))``
+    """
+
+    name: str
+    """Of its package."""
+    distribution: str
+    """Under which pip knows it."""
+    versions: tuple[str, ...]
+    """Those that this was written against, without their last number."""
+
+    def refuse_other_versions(self) -> None:
+        """Raise ``ConfigError`` for a version that nobody has looked at. A checkout on the path has none that could be
+        asked for; its own names are then all there is."""
+        try:
+            found = metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return
+        if not found.startswith(tuple(f"{version}." for version in self.versions)):
+            known = " and ".join(self.versions)
+            raise ConfigError(
+                f"{self.name} {found} is installed, and this was written for {known}: install that, or a newer Rollover"
+            )
+
+    def module(self, name: str) -> Any:
+        """Import a module of the host. Raises ``ConfigError`` when it has none of that name."""
+        path = f"{self.name}.{name}"
+        try:
+            return import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise
+            known = " and ".join(self.versions)
+            raise ConfigError(f"there is no {error.name}; this was written for {self.name} {known}") from None
+
+    def code(self, args: Namespace) -> HostCode:
+        """Import what a rollout with these arguments uses."""
+        async_rm = self.module("rollout.rm_hub").async_rm
+        hooks = None
+        if getattr(args, "rollout_sample_hook_path", None):
+            hooks = self.module("rollout.sample_hooks").apply_rollout_sample_hooks
+
+        async def judge(sample: Sample) -> Sample:
+            if hooks is not None:
+                sample = await hooks(args, sample, evaluation=False)
+            if sample.reward is None:
+                sample.reward = await async_rm(args, sample)
+            return sample
+
+        return HostCode(
+            sample=self.module("utils.types").Sample,
+            tokenizer=self.module("utils.processing_utils").load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
+            judge=judge,
+            loop=self.module("utils.async_utils").get_async_loop().loop,
+        )
+
+
+SLIME = Host(name="slime", distribution="slime", versions=("0.3",))
+"""Read at 0.3.1, of 2026-08-21."""
+MILES = Host(name="miles", distribution="miles-rl", versions=("0.1",))
+"""Read at 0.1.0."""

@@ -1,0 +1,144 @@
+"""SGLang 0.5.15 as slime has it: scripted workers behind a scripted router, and slime's weight updates of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, serve
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+
+KNOWN = {
+    *("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+    *("return_text_in_logprobs", "stream"),
+}
+KNOWN_PARAMS = {
+    *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+}
+
+
+class OldSGLang(ScriptedSGLang):
+    """A worker that names the weights of a whole answer, streams only when asked to, and knows no newer field."""
+
+    def __init__(self, *, tick_s: float = 0.001, **settings: Any) -> None:
+        super().__init__(tick_s=tick_s, **settings)
+        self.reports_spans = False
+        self.eos = 0
+        self.has_new_paths = True
+        self.fails: Callable[[Sequence[int]], bool] = lambda input_ids: False
+        """Which prompts it cannot serve."""
+        self.says: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+        """Changes an answer before it is sent."""
+
+    def updated(self, update: int) -> None:
+        """slime has given it new weights."""
+        assert not self.requests, "slime's weights come between rollouts"
+        self.weights = f"weights {update}"
+        self.version = self.scheduler_version = str(update)
+
+    def _offers(self, path: str) -> bool:
+        return self.has_new_paths or path not in ("/model_info", "/server_info")
+
+    _get_get_model_info = ScriptedSGLang._get_model_info
+    _get_get_server_info = ScriptedSGLang._get_server_info
+
+    async def _post_generate(self, query: dict[str, str], body: Any) -> Answer:
+        params = body["sampling_params"]
+        if unknown := (body.keys() - KNOWN) | (params.keys() - KNOWN_PARAMS):
+            return Answer(500, {"error": {"message": f"unexpected keyword argument {min(unknown)!r}"}})
+        if self.fails(body["input_ids"]):
+            return Answer(400, {"error": {"message": "not this one"}})
+        sample = re.search(r"g\d+\.\d+(?=#)", body["rid"])
+        params["sampling_seed"] = zlib.crc32(f"{sample and sample[0]} {body['input_ids']}".encode())
+        params["stream_interval"] = 1
+        if body["stream"]:
+            return await super()._post_generate(query, body)
+        events = [piece async for piece in self._stream(body) if piece.startswith(b"data: {")]
+        return Answer(body=self.says(json.loads(events[-1].removeprefix(b"data: "))))
+
+
+class Router(ScriptedServer):
+    """A router that lists its workers."""
+
+    generate_path = "/generate"
+
+    def __init__(self, urls: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.urls = list(urls)
+        self.kind = "regular"
+
+    async def _get_workers(self, query: dict[str, str], body: Any) -> Answer:
+        return Answer(body={"workers": [{"url": url, "worker_type": self.kind} for url in self.urls]})
+
+
+class Farm:
+    """Workers and a router on ports of the loopback interface, served by a thread of their own."""
+
+    def __init__(self, workers: Mapping[str, OldSGLang], loop: asyncio.AbstractEventLoop) -> None:
+        self.workers = [*workers.values()]
+        self.router = Router([*workers])
+        self.port = 0
+        self.update = 0
+        self._loop = loop
+
+    def update_weights(self, *, but: Sequence[int] = ()) -> None:
+        """As slime at its start and after each training step; ``but``: workers that miss it."""
+        self.update += 1
+        for number, worker in enumerate(self.workers):
+            if number not in but:
+                worker.updated(self.update)
+
+    def restart_count(self) -> None:
+        """A new process of slime counts from 1 again."""
+        self.update = 0
+
+    def kill(self, number: int) -> None:
+        """As SIGKILL of a worker."""
+        self._loop.call_soon_threadsafe(self.workers[number].kill)
+
+    @property
+    def sampled(self) -> set[tuple[str, int, float]]:
+        """(weights, token, log-prob) of everything that was decoded."""
+        return set().union(*(worker.sampled for worker in self.workers))
+
+    @property
+    def decoded_tokens(self) -> int:
+        return sum(worker.decoded_tokens for worker in self.workers)
+
+
+@contextmanager
+def farm(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
+    loop, ready, leave = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    made: list[Farm] = []
+
+    async def live() -> None:
+        async with AsyncExitStack() as stack:
+            workers = {}
+            for _ in range(num_workers):
+                worker = OldSGLang(**settings)
+                workers[f"http://127.0.0.1:{await stack.enter_async_context(serve(worker))}"] = worker
+            new = Farm(workers, loop)
+            new.port = await stack.enter_async_context(serve(new.router))
+            made.append(new)
+            ready.set()
+            await leave.wait()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(live()), daemon=True)
+    thread.start()
+    assert ready.wait(30.0), "the scripted servers did not start"
+    try:
+        yield made[0]
+    finally:
+        loop.call_soon_threadsafe(leave.set)
+        thread.join(30.0)
+        loop.close()

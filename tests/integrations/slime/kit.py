@@ -1,0 +1,144 @@
+"""A run of recorded slime over scripted servers: its arguments, its training loop, and what its journal holds."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollover.integrations.slime import plugin
+from rollover.rollout.journal import effective, read_events
+from rollover.rollout.state import RolloutState
+from tests.integrations.slime import recorded
+from tests.integrations.slime.farm import Farm, farm
+from tests.integrations.slime.recorded import Manager, Sample, Trained
+
+ROLLOUT = "rollover.integrations.slime.generate_rollout"
+SOURCE = "rollover.integrations.slime.DataSource"
+KIT = "tests.integrations.slime.kit"
+BATCH, GROUP = 3, 4
+NUM_ROWS = 50
+
+
+async def share_of_vowels(args: Namespace, sample: Sample, **known: Any) -> float:
+    """A reward that differs between siblings."""
+    assert sample.response_length and sample.label == sample.prompt.upper()
+    return sum(letter in "aeiouAEIOU" for letter in sample.response) / sample.response_length
+
+
+async def vowels_and_length(args: Namespace, sample: Sample, **known: Any) -> dict[str, float]:
+    return {"vowels": await share_of_vowels(args, sample), "length": float(sample.response_length)}
+
+
+async def never_for_odd_places(args: Namespace, sample: Sample, **known: Any) -> float:
+    assert sample.index is not None
+    if sample.index % GROUP == 1:
+        raise RuntimeError("the judge has fallen over")
+    return await share_of_vowels(args, sample)
+
+
+def write_prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    rows = ({"prompt": f"prompt {i}", "label": f"PROMPT {i}", "metadata": {"row": i}} for i in range(NUM_ROWS))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_model(folder: Path) -> Path:
+    """As much of a model folder as a client of its servers reads."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    config = {"model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 0}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def arguments(folder: Path, port: int, **changes: Any) -> Namespace:
+    """slime's, after its own checks."""
+    save = str(folder / "ckpt")
+    settings: dict[str, Any] = {
+        "rollout_function_path": ROLLOUT,
+        "data_source_path": SOURCE,
+        "hf_checkpoint": str(write_model(folder)),
+        "prompt_data": str(write_prompts(folder)),
+        "rollout_global_dataset": True,
+        "rollout_batch_size": BATCH,
+        "over_sampling_batch_size": 2 * BATCH,
+        "n_samples_per_prompt": GROUP,
+        "rollout_max_response_len": 48,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
+        "rollout_skip_special_tokens": False,
+        "rollout_seed": 42,
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": port,
+        "sglang_server_concurrency": 64,
+        "custom_rm_path": f"{KIT}.share_of_vowels",
+        "group_rm": False,
+        "reward_key": None,
+        "use_tis": True,
+        "partial_rollout": True,
+        "mask_offpolicy_in_partial_rollout": False,
+        "save": save,
+        "load": save,
+        "rollover": {"engine": {"abort_timeout_s": 10.0}},
+    }
+    return Namespace(**(settings | changes))
+
+
+class Loop:
+    """slime's ``train.py`` in one process, from behind rollout ``start - 1``. Leaving it unclosed is a kill: the journal
+    is as the process left it."""
+
+    def __init__(self, servers: Farm, args: Namespace, *, start: int = 0) -> None:
+        self.servers = servers
+        self.manager = Manager(args, start=start)
+        servers.restart_count()
+        servers.update_weights()
+
+    def step(self, rollout_id: int, *, saves: bool = False) -> Trained:
+        trained = self.manager.generate(rollout_id)
+        if saves:
+            self.manager.save(rollout_id)
+        self.servers.update_weights()
+        return trained
+
+    def steps(self, rollout_ids: Sequence[int], *, saves: bool = False) -> list[Trained]:
+        return [self.step(rollout_id, saves=saves) for rollout_id in rollout_ids]
+
+    def kill(self) -> None:
+        """End the process where it stands: what is not in the journal is gone."""
+        if (run := plugin._runs.pop(self.manager.data_source, None)) is not None:
+            run.close()
+
+
+@contextmanager
+def slime_over_servers(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
+    with recorded.installed(), farm(num_workers, **settings) as servers:
+        try:
+            yield servers
+        finally:
+            for run in list(plugin._runs.values()):
+                run.close()
+            plugin._runs.clear()
+
+
+def journaled(folder: Path) -> RolloutState:
+    """Return the state that the journal of a run holds."""
+    return RolloutState(event for _, event in effective(read_events(folder / "ckpt/rollover/journal.sqlite")))
+
+
+def versions(sample: Sample) -> list[int]:
+    """The version of each of its tokens."""
+    return [version for version, number in sample.metadata["rollover"]["versions"] for _ in range(number)]
+
+
+def known(sample: Sample) -> tuple[Any, ...]:
+    """What a sample is, for a comparison with another process's."""
+    return (sample.index, tuple(sample.tokens), tuple(sample.rollout_log_probs or ()), sample.reward, versions(sample))

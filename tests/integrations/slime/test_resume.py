@@ -1,0 +1,103 @@
+"""Where a run inside slime begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import RunError
+from rollover.integrations.slime.resume import Beginning, SlimeProgress, beginning
+
+RUN = SlimeProgress(first_rollout=0, cursors={4: 30, 9: 55})
+
+
+def written(folder: Path, progress: SlimeProgress = RUN) -> str:
+    (folder / "rollover").mkdir(parents=True)
+    progress.write(folder / "rollover")
+    (folder / "rollover/journal.sqlite").write_bytes(b"events")
+    return str(folder)
+
+
+def test_nothing_there_begins_with_rollout_0(tmp_path: Path) -> None:
+    start = beginning("ref_model", str(tmp_path / "ckpt"), -1)
+    assert start == Beginning(
+        folder=tmp_path / "ckpt/rollover", progress=SlimeProgress(), step=0, restore=None, position=0
+    )
+
+
+def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
+    place = written(tmp_path / "ckpt")
+    start = beginning(place, place, 9)
+    assert (start.step, start.restore, start.position) == (10, 9, 55)
+    assert start.progress == RUN
+
+
+def test_an_older_checkpoint_takes_the_place_of_its_own_time(tmp_path: Path) -> None:
+    place = written(tmp_path / "ckpt")
+    start = beginning(place, place, 4)
+    assert (start.step, start.restore, start.position) == (5, 4, 30)
+
+
+def test_a_checkpoint_that_we_were_not_told_of_takes_the_place_before_it(tmp_path: Path) -> None:
+    """slime was killed between its model and its data source."""
+    place = written(tmp_path / "ckpt")
+    start = beginning(place, place, 14)
+    assert (start.step, start.restore, start.position) == (15, 9, 55)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:
+    place = written(tmp_path / "ckpt", SlimeProgress())
+    start = beginning("ref_model", place, -1)
+    assert (start.step, start.restore, start.position) == (0, None, 0)
+    assert start.progress == SlimeProgress()
+
+
+def test_a_checkpoint_of_slime_alone_is_where_the_count_begins(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    start = beginning(str(tmp_path / "theirs"), str(tmp_path / "ckpt"), 19)
+    assert (start.progress.first_rollout, start.step, start.restore, start.position) == (20, 0, 19, 0)
+    place = written(tmp_path / "ckpt", start.progress.saved(24, 17))
+    assert SlimeProgress.read(Path(place) / "rollover") == SlimeProgress(first_rollout=20, cursors={24: 17})
+    later = beginning(place, place, 24)
+    assert (later.step, later.restore, later.position) == (5, 24, 17)
+
+
+def test_a_run_that_is_to_go_on_elsewhere_is_copied(tmp_path: Path) -> None:
+    source = written(tmp_path / "one")
+    start = beginning(source, str(tmp_path / "two"), 9)
+    assert start.folder == tmp_path / "two/rollover" and start.step == 10
+    assert (tmp_path / "two/rollover/journal.sqlite").read_bytes() == b"events"
+    assert SlimeProgress.read(tmp_path / "one/rollover") == RUN
+
+
+def test_the_directory_of_another_run_is_not_written_over(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "one"), written(tmp_path / "two")
+    with pytest.raises(RunError, match=r"two/rollover holds the rollouts of another run than .*one/rollover"):
+        beginning(one, two, 9)
+    late = written(tmp_path / "late", SlimeProgress(first_rollout=20))
+    with pytest.raises(RunError, match="another run than the one that goes on behind rollout 9"):
+        beginning(None, late, 9)
+
+
+def test_a_run_that_saves_nothing_has_no_directory(tmp_path: Path) -> None:
+    start = beginning(written(tmp_path / "ckpt"), None, 9)
+    assert (start.folder, start.progress.first_rollout, start.restore) == (None, 10, 9)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    place = written(tmp_path / "ckpt")
+    (tmp_path / "ckpt/rollover/slime.json").write_text('{"format": 1}')
+    with pytest.raises(RunError, match=r"slime\.json cannot be read"):
+        beginning(place, place, 9)
+    (tmp_path / "ckpt/rollover/slime.json").write_text('{"format": 2}')
+    with pytest.raises(RunError, match="has format 2"):
+        beginning(place, place, 9)
+
+
+def test_a_checkpoint_voids_those_of_later_rollouts() -> None:
+    assert RUN.saved(7, 44).cursors == {4: 30, 7: 44}
+
+
+def test_batches_are_kept_for_as_many_checkpoints_as_asked() -> None:
+    assert [RUN.oldest_step(kept) for kept in (1, 2, 3)] == [10, 5, 0]

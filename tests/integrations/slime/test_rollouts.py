@@ -1,0 +1,364 @@
+"""Rollouts inside recorded slime over scripted servers: what the trainer is given, and what a restart makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import ConfigError, DataError, EngineError, RunError
+from rollover.rollout.events import GroupOpened
+from rollover.rollout.journal import read_events
+from tests.integrations.slime import recorded
+from tests.integrations.slime.farm import Farm
+from tests.integrations.slime.kit import (
+    BATCH,
+    GROUP,
+    KIT,
+    Loop,
+    arguments,
+    journaled,
+    known,
+    slime_over_servers,
+    versions,
+)
+from tests.integrations.slime.recorded import Manager, Sample
+
+
+def run_of(folder: Path, servers: Farm, **changes: Any) -> Loop:
+    return Loop(servers, arguments(folder, servers.port, **changes))
+
+
+def test_every_token_is_what_a_server_sampled_under_the_version_that_it_names(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        trained = run_of(tmp_path, servers).steps(range(6))
+        sampled = servers.sampled
+    for step in trained:
+        assert len(step.groups) == BATCH and {len(group) for group in step.groups} == {GROUP}
+        assert [g[0].index for g in step.groups] == sorted(g[0].index or 0 for g in step.groups)
+        for sample in step.samples:
+            response = sample.tokens[-sample.response_length :]
+            assert sample.rollout_log_probs is not None and len(versions(sample)) == sample.response_length <= 48
+            for token, logprob, version in zip(response, sample.rollout_log_probs, versions(sample), strict=True):
+                assert (f"weights {version + 1}", token, round(logprob, 9)) in sampled
+                assert 0 <= step.rollout_id - version <= 4
+            assert sample.weight_versions == [str(v + 1) for v, _ in sample.metadata["rollover"]["versions"]]
+            ends = {0: Sample.Status.COMPLETED}.get(response[-1], Sample.Status.TRUNCATED)
+            assert sample.status is ends and (ends is Sample.Status.COMPLETED or sample.response_length == 48)
+
+
+def test_what_is_unfinished_goes_on_in_the_next_rollout_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        trained = run_of(tmp_path, servers).steps(range(6))
+        state, decoded = journaled(tmp_path), servers.decoded_tokens
+    resumed = [s for step in trained for s in step.samples if s.metadata["rollover"]["resumes"]]
+    assert resumed and all(
+        s.metadata["start_rollout_id"] == versions(s)[0] for s in resumed if len(set(versions(s))) > 1
+    )
+    seen = Counter(s.index for step in trained for s in step.samples)
+    assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
+    state.ledger.check()
+    tokens = state.ledger.tokens
+    assert tokens.trained == sum(s.response_length for step in trained for s in step.samples)
+    assert tokens.decoded == decoded == tokens.trained + tokens.live and not tokens.wasted.total()
+
+
+def test_groups_that_are_whole_beyond_the_batch_lead_the_next_one(tmp_path: Path) -> None:
+    """slime's own function drops those that end in the same turn as the last one that it needs."""
+    with slime_over_servers(tick_s=0.0) as servers:
+        trained = run_of(tmp_path, servers, rollout_max_response_len=4).steps(range(4))
+    groups = [g[0].group_index for step in trained for g in step.groups]
+    assert groups == list(range(4 * BATCH))
+
+
+def test_metrics_say_how_stale_the_batch_is(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        last = run_of(tmp_path, servers).steps(range(3))[-1]
+    lags = [2 - version for sample in last.samples for version in versions(sample)]
+    assert last.metrics["rollover/staleness/mean"] == pytest.approx(sum(lags) / len(lags))
+    assert last.metrics["rollover/staleness/max"] == max(lags)
+    assert last.metrics["rollover/staleness/weights"] == 0.0
+
+
+def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        (step,) = run_of(tmp_path, servers, custom_rm_path=f"{KIT}.never_for_odd_places").steps([0])
+    for number, group in enumerate(step.groups):
+        failed = [s for s in group if s.status is Sample.Status.FAILED]
+        assert [s.index % GROUP for s in failed if s.index is not None] == [1]
+        others = [float(s.reward) for s in group if s not in failed]
+        assert failed[0].reward == pytest.approx(sum(others) / len(others))
+        place = number * GROUP + group.index(failed[0])
+        assert step.rewards[place] == pytest.approx(0.0) and step.loss_masks[place] == [0]
+        assert all(sum(mask) for i, mask in enumerate(step.loss_masks[number * GROUP :][:GROUP]) if i != 1)
+
+
+def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        trained = run_of(tmp_path, servers, mask_offpolicy_in_partial_rollout=True).steps(range(4))
+    stale = 0
+    for step in trained:
+        for sample, mask in zip(step.samples, step.loss_masks, strict=True):
+            assert mask == [int(version == step.rollout_id) for version in versions(sample)]
+            stale += mask.count(0)
+    assert stale
+
+
+def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
+        (step,) = run_of(tmp_path, servers, **changes).steps([0])
+    assert all(sample.reward["length"] == sample.response_length for sample in step.samples)
+
+
+def test_groups_whose_rewards_are_equal_are_left_out_where_slime_is_told_so(tmp_path: Path) -> None:
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers, dynamic_sampling_filter_path=path, rollout_max_response_len=3)
+        trained = loop.steps(range(3))
+        dropped = sum(journaled(tmp_path).ledger.dropped.values())
+    assert dropped > 0
+    assert all(len({s.reward for s in group}) > 1 for step in trained for group in step.groups)
+
+
+def test_evaluation_stays_slimes(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        before = servers.decoded_tokens
+        output = loop.manager.eval(0)
+        assert output.data["held out"]["rewards"] == [0.5] and servers.decoded_tokens == before
+        loop.step(0)
+
+
+def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.step(0)
+        servers.kill(1)
+        trained = [loop.manager.generate(1)]
+        servers.workers.pop()
+        servers.router.urls.pop()
+        servers.update_weights()
+        trained.append(loop.step(2))
+        journaled(tmp_path).ledger.check()
+    assert [len(step.samples) for step in trained] == [BATCH * GROUP] * 2
+    assert not any(s.status is Sample.Status.FAILED for step in trained for s in step.samples)
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_were_not_updated_are_refused_and_the_run_goes_on_once_they_are(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.manager.generate(0)
+        with pytest.raises(EngineError, match="still say '1' at the rollout of batch 1, where '2' was due"):
+            loop.manager.generate(1)
+        servers.update_weights()
+        loop.step(1)
+
+
+def test_a_worker_that_missed_the_update_is_named(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.manager.generate(0)
+        servers.update_weights(but=[1])
+        decoded = servers.decoded_tokens
+        with pytest.raises(EngineError, match=f"'1' by {servers.router.urls[1]}; '2' by {servers.router.urls[0]}"):
+            loop.manager.generate(1)
+        assert servers.decoded_tokens == decoded
+
+
+def test_more_updates_than_batches_are_refused(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.manager.generate(0)
+        servers.update_weights()
+        servers.update_weights()
+        with pytest.raises(EngineError, match="say '3' at the rollout of batch 1, where '2' was due"):
+            loop.manager.generate(1)
+
+
+def test_a_rollout_begun_before_the_training_step_before_it_is_one_version_behind(tmp_path: Path) -> None:
+    """The order of ``train_async.py``: generate 0, generate 1, train 0, update, generate 2, train 1, update."""
+    with slime_over_servers() as servers:
+        changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
+        loop = run_of(tmp_path, servers, **changes)
+        trained = [loop.manager.generate(0), loop.manager.generate(1)]
+        for rollout_id in (2, 3):
+            servers.update_weights()
+            trained.append(loop.manager.generate(rollout_id))
+    newest = [max(version for s in step.samples for version in versions(s)) for step in trained]
+    assert newest == [0, 0, 1, 2]
+    assert [step.metrics["rollover/staleness/weights"] for step in trained] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_rollout_out_of_order_is_refused(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.step(0)
+        servers.update_weights()
+        with pytest.raises(RunError, match="asks for the batch of version 2, but that of version 1 is next"):
+            loop.manager.generate(2)
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed_behind", [0, 1, 3])
+def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(tmp_path: Path, killed_behind: int) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        first = [loop.step(0), loop.step(1, saves=True), *loop.steps(range(2, 2 + killed_behind))]
+        decoded = servers.decoded_tokens
+        loop.kill()
+        again = Loop(servers, args, start=2)
+        for step in first[2:]:
+            assert [known(s) for s in again.step(step.rollout_id).samples] == [known(s) for s in step.samples]
+        assert servers.decoded_tokens == decoded, "what is in the journal is not decoded again"
+        rest = again.steps(range(2 + killed_behind, 6))
+        journaled(tmp_path).ledger.check()
+    everything = [*first, *rest]
+    seen = Counter(s.index for step in everything for s in step.samples)
+    assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
+    assert all(0 <= step.rollout_id - v <= 4 for step in everything for s in step.samples for v in versions(s))
+    assert all(len(versions(s)) == s.response_length for step in rest for s in step.samples)
+    fresh = [s for step in rest for s in step.samples if s.metadata["rollover"]["resumes"]]
+    assert any(versions(s)[0] < 2 + killed_behind <= versions(s)[-1] for s in fresh), "prefixes went on"
+
+
+def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        loop.step(0)
+        loop.step(1, saves=True)
+        loop.step(2)
+        loop.kill()
+        Loop(servers, args, start=2).steps(range(2, 6))
+        opened = [e for _, e in read_events(tmp_path / "ckpt/rollover/journal.sqlite") if isinstance(e, GroupOpened)]
+        untouched = recorded.RolloutDataSource(args).get_samples(len(opened))
+    assert len(opened) >= 6 * BATCH
+    assert [event.prompt.text for event in opened] == [group[0].prompt for group in untouched]
+    assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        first = loop.steps(range(2))
+        decoded = servers.decoded_tokens
+        loop.kill()
+        again = Loop(servers, args).steps(range(2))
+        assert [known(s) for step in again for s in step.samples] == [known(s) for step in first for s in step.samples]
+        assert servers.decoded_tokens == decoded
+
+
+def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path) -> None:
+    changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, **changes)
+        loop = Loop(servers, args)
+        first = loop.step(0)
+        loop.kill()
+        again = Loop(servers, args).step(0)
+    assert [s.reward for s in again.samples] == [s.reward for s in first.samples]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_last(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        first = loop.steps(range(4), saves=True)
+        loop.kill()
+        again = Loop(servers, args, start=3).step(3)
+    assert [known(s) for s in again.samples] == [known(s) for s in first[3].samples]
+
+
+def test_a_checkpoint_older_than_those_that_are_kept_is_refused(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        loop.steps(range(4), saves=True)
+        loop.kill()
+        with pytest.raises(RunError, match="does not fit a checkpoint at step 1"):
+            Loop(servers, args, start=1).step(1)
+
+
+def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        loop.step(0, saves=True)
+        loop.kill()
+        args.prompt_data = str(Path(args.prompt_data).rename(tmp_path / "others.jsonl"))
+        with pytest.raises(RunError, match=r"began with prompt data .*prompts\.jsonl, now it is .*others\.jsonl"):
+            Loop(servers, args, start=1).step(1)
+
+
+def test_without_our_data_source_rollouts_work_and_the_user_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with slime_over_servers() as servers, caplog.at_level(logging.WARNING):
+        changes = {"data_source_path": "slime.rollout.data_source.RolloutDataSource"}
+        trained = run_of(tmp_path, servers, **changes).steps(range(2))
+    assert len(trained[1].samples) == BATCH * GROUP
+    assert "--data-source-path rollover.integrations.slime.DataSource" in caplog.text
+    assert not (tmp_path / "ckpt/rollover").exists()
+
+
+# -- what the user is told --------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_takes_stale_tokens_for_current_ones_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with slime_over_servers() as servers, caplog.at_level(logging.WARNING):
+        run_of(tmp_path, servers, use_tis=False).step(0)
+    assert "--use-tis corrects for it" in caplog.text
+
+
+def test_a_reward_model_that_slime_does_not_have_ends_the_run_at_once(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers, custom_rm_path=None)
+        with pytest.raises(DataError, match="slime cannot score responses: Rule-based RM type is not specified"):
+            loop.step(0)
+
+
+def test_prompts_that_no_server_takes_end_the_run_with_the_servers_words(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        for worker in servers.workers:
+            worker.fails = lambda input_ids: True
+        loop = run_of(tmp_path, servers)
+        with pytest.raises((EngineError, DataError), match="not this one"):
+            loop.step(0)
+
+
+def test_samples_are_not_put_back(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        source = run_of(tmp_path, servers).manager.data_source
+        source.add_samples([])
+        with pytest.raises(ConfigError, match="takes no samples back"):
+            source.add_samples([[Sample()]])
+
+
+def test_two_runs_in_a_process_share_nothing(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loops = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            loops.append(Manager(arguments(tmp_path / name, servers.port)))
+        servers.update_weights()
+        first, second = (manager.generate(0) for manager in loops)
+        servers.update_weights()
+        third, fourth = (manager.generate(1) for manager in loops)
+        for name in ("one", "two"):
+            journaled(tmp_path / name).ledger.check()
+    for steps in ((first, third), (second, fourth)):
+        seen = Counter(s.index for step in steps for s in step.samples)
+        assert len(seen) == 2 * BATCH * GROUP and set(seen.values()) == {1}

@@ -1,0 +1,198 @@
+"""miles: slime's rollouts behind a class. Its records as of 0.1.0 (2026-01), in our own words."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rollover.errors import ConfigError
+from rollover.integrations.miles import RolloutFn
+from tests.integrations.slime import recorded
+from tests.integrations.slime.farm import Farm
+from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, slime_over_servers
+
+FUNCTION = "rollover.integrations.miles.RolloutFn"
+SOURCE = "rollover.integrations.miles.DataSource"
+
+
+@dataclass
+class Sample:
+    """miles's sample has no method that appends a response."""
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    Status = recorded.Sample.Status
+    status: recorded.Sample.Status = recorded.Sample.Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward[args.reward_key] if args.reward_key else self.reward
+
+    def validate(self) -> None:
+        assert len(self.tokens) >= self.response_length
+        assert self.loss_mask is not None and len(self.loss_mask) == self.response_length
+        assert self.rollout_log_probs is not None and len(self.rollout_log_probs) == self.response_length
+
+    @property
+    def oldest_weight_version(self) -> int:
+        return min(int(v) for v in self.weight_versions)
+
+
+class DataSource(recorded.RolloutDataSource):
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        return [
+            [Sample(s.group_index, s.index, s.prompt, label=s.label, metadata=dict(s.metadata)) for s in group]
+            for group in super().get_samples(num_samples)
+        ]
+
+
+@dataclass(frozen=True)
+class ConstructorInput:
+    args: Namespace
+    data_source: Any
+
+
+@dataclass(frozen=True)
+class TrainInput:
+    rollout_id: int
+    evaluation = False
+
+
+@dataclass(frozen=True)
+class EvalInput:
+    rollout_id: int
+    evaluation = True
+
+
+class InferenceRolloutFn:
+    """miles's own, of which evaluations remain."""
+
+    def __init__(self, input: ConstructorInput) -> None:
+        self.input = input
+
+    async def __call__(self, input: EvalInput) -> str:
+        assert input.evaluation
+        return f"evaluation behind rollout {input.rollout_id}"
+
+
+@contextmanager
+def miles_over_servers() -> Iterator[Farm]:
+    with slime_over_servers() as servers:
+        before = dict(sys.modules)
+        for name in [name for name in before if name.partition(".")[0] == "slime"]:
+            module = sys.modules[f"miles{name.removeprefix('slime')}"] = ModuleType(name)
+            vars(module).update(vars(before[name]))
+        sys.modules["miles.utils.types"].Sample = Sample  # type: ignore[attr-defined]
+        sys.modules["miles.rollout.data_source"].RolloutDataSource = DataSource  # type: ignore[attr-defined]
+        for name in (
+            "miles.rollout.inference_rollout",
+            common := "miles.rollout.inference_rollout.inference_rollout_common",
+        ):
+            sys.modules[name] = ModuleType(name)
+        sys.modules[common].InferenceRolloutFn = InferenceRolloutFn  # type: ignore[attr-defined]
+        try:
+            yield servers
+        finally:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "miles"]:
+                del sys.modules[name]
+
+
+class Process:
+    """A process of miles: its constructor input once, then an input for each rollout."""
+
+    def __init__(self, args: Namespace, *, start: int = 0) -> None:
+        source = recorded.load_function(args.data_source_path)(args)
+        source.load(start - 1)
+        self.source = source
+        self.function = recorded.load_function(args.rollout_function_path)(ConstructorInput(args, source))
+
+    def generate(self, rollout_id: int) -> list[Sample]:
+        output = self.function(TrainInput(rollout_id))
+        samples = [sample for group in output.samples for sample in group]
+        for sample in samples:
+            sample.validate()
+        assert len(samples) == BATCH * GROUP
+        return samples
+
+
+def test_rollouts_and_a_restart_with_mileses_records(tmp_path: Path) -> None:
+    with miles_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
+        process = Process(args)
+        steps = []
+        for rollout_id in range(4):
+            servers.update_weights()
+            steps.append(process.generate(rollout_id))
+            assert min(s.oldest_weight_version for s in steps[-1]) >= rollout_id + 1 - 4
+            if rollout_id == 1:
+                process.source.save(1)
+        assert any(len(set(s.weight_versions)) > 1 for step in steps for s in step)
+        end(process)
+        again = Process(args, start=2)
+        servers.restart_count()
+        servers.update_weights()
+        assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
+        journaled(tmp_path).ledger.check()
+
+
+def end(process: Process) -> None:
+    from rollover.integrations.slime import plugin
+
+    plugin._runs.pop(process.source).close()
+
+
+def test_its_own_staleness_flag_is_the_bound(tmp_path: Path) -> None:
+    with miles_over_servers() as servers:
+        changes = {"max_weight_staleness": 1, "rollout_function_path": FUNCTION, "data_source_path": SOURCE}
+        process = Process(arguments(tmp_path, servers.port, **changes))
+        for rollout_id in range(4):
+            servers.update_weights()
+            oldest = min(s.oldest_weight_version for s in process.generate(rollout_id))
+            assert oldest >= rollout_id
+        changes["rollover"] = {"rollout": {"max_staleness": 3}}
+        with pytest.raises(ConfigError, match="--max-weight-staleness is 1"):
+            Process(arguments(tmp_path, servers.port, **changes)).generate(0)
+
+
+def test_evaluation_stays_mileses(tmp_path: Path) -> None:
+    with miles_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
+        process = Process(args)
+        output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
+        assert output == "evaluation behind rollout 3"
+
+
+def test_the_strategy_is_an_argument() -> None:
+    parser = ArgumentParser()
+    RolloutFn.add_arguments(parser)
+    assert parser.parse_args([]).rollover is None
+    assert parser.parse_args(["--rollover", "rollover"]).rollover == "rollover"
+
+
+def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path) -> None:
+    with miles_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
+        process = Process(args)
+        del sys.modules["miles.rollout.rm_hub"]
+        with pytest.raises(ConfigError, match=r"there is no miles\.rollout\.rm_hub; this was written for miles 0\.1"):
+            process.generate(0)

@@ -2,6 +2,7 @@
 # make test     every CPU test (ARGS is passed on to pytest)
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
+# make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
 # make test-wheel   the wheel in empty environments: the core alone, and with all extras
 # make docs     the documentation site, in build/site
 # make check    format, lint, types, import directions
@@ -13,9 +14,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
+SLIME ?=
 ARGS ?=
 
-.PHONY: help train test test-vllm test-sglang test-wheel check format docs clean
+.PHONY: help train test test-vllm test-sglang test-slime test-wheel check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -47,6 +49,10 @@ test-vllm: $(VENV)/installed-test
 test-sglang: $(VENV)/installed-test
 	tests/real/sglang_env.sh $(SGLANG_VENV)
 	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
+
+test-slime: $(VENV)/installed-test
+	@test -n "$(SLIME)" || { echo "make test-slime SLIME=path: name a checkout of slime"; exit 2; }
+	PYTHON=$(BIN)/python tests/real/slime_contracts.sh $(SLIME) $(ARGS)
 
 test-wheel:
 	PYTHON=$(PYTHON) tests/wheel.sh

@@ -13,13 +13,17 @@ from rollover.integrations.slime import plugin
 from rollover.integrations.slime.host import MILES, Host
 
 
-class DataSource(plugin.DataSource):
+class MilesDataSource(plugin.DataSource):
     """Gives miles's prompts, and saves with its checkpoints what is unfinished.
 
     Example: ``--data-source-path rollover.integrations.miles.DataSource``
     """
 
     host: ClassVar[Host] = MILES
+
+
+DataSource = MilesDataSource
+"""As users of miles name it."""
 
 
 class RolloutFn:

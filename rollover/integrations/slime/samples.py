@@ -1,8 +1,8 @@
 """slime's samples as our prompts, and our trajectories as slime's samples.
 
-What it keeps true: a sample's tokens, log-probs and loss mask have been appended together, segment by segment, by slime's
-own method where it has one, with the label of the weights that sampled each; a group always has all of its samples; one
-that has failed moves the mean of its siblings' rewards by nothing and trains nothing.
+What it keeps true: a sample's tokens, log-probs and loss mask have been appended together, segment by segment, by
+slime's own method where it has one, with the label of the weights that sampled each; a group always has all of its
+samples; one that has failed moves the mean of its siblings' rewards by nothing and trains nothing.
 
 slime normalises the rewards of a group itself. A failed sample counted as 0 would lower the mean of its siblings; with
 their mean as its reward it leaves that alone, and ``remove_sample`` takes it out of the loss. The standard deviation

@@ -82,9 +82,11 @@ class Router(ScriptedServer):
 class Farm:
     """Workers and a router on ports of the loopback interface, served by a thread of their own."""
 
-    def __init__(self, workers: Mapping[str, OldSGLang], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, workers: Mapping[str, OldSGLang], loop: asyncio.AbstractEventLoop, router: type[Router] = Router
+    ) -> None:
         self.workers = [*workers.values()]
-        self.router = Router([*workers])
+        self.router = router([*workers])
         self.port = 0
         self.update = 0
         self._loop = loop
@@ -115,7 +117,7 @@ class Farm:
 
 
 @contextmanager
-def farm(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
+def farm(num_workers: int = 2, *, router: type[Router] = Router, **settings: Any) -> Iterator[Farm]:
     loop, ready, leave = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     made: list[Farm] = []
 
@@ -125,7 +127,7 @@ def farm(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
             for _ in range(num_workers):
                 worker = OldSGLang(**settings)
                 workers[f"http://127.0.0.1:{await stack.enter_async_context(serve(worker))}"] = worker
-            new = Farm(workers, loop)
+            new = Farm(workers, loop, router)
             new.port = await stack.enter_async_context(serve(new.router))
             made.append(new)
             ready.set()

@@ -1,0 +1,74 @@
+"""The agent-loop manager: it takes verl's prompts for training, and leaves those of evaluations to verl's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollover.errors import ConfigError
+
+
+class AgentLoopManager:
+    """Stands for verl's manager of agent loops. Its prompts wait until ``rollover.integrations.verl.ReplayBuffer`` has
+    use for them.
+
+    Example: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager``
+
+    Args:
+        config: verl's.
+        llm_client: the plain client of its replicas.
+        reward_loop_worker_handles: of its reward workers; ``None`` where its trainer computes rewards.
+        evaluation: verl's own manager, for evaluations.
+
+    Raises:
+        ConfigError: a client that hides aborts, or teachers, which are not asked here.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        llm_client: Any,
+        *,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Sequence[Any] | None = None,
+        evaluation: Any,
+    ) -> None:
+        if type(llm_client).__name__.startswith("FullyAsync"):
+            raise ConfigError(
+                f"verl's {type(llm_client).__name__} goes on by itself when it is stopped, so that nobody can keep what"
+                " was decoded: use trainer.v1.trainer_mode=sync, whose client does not"
+            )
+        if teacher_client is not None:
+            raise ConfigError("distillation cannot be used with Rollover's agent-loop manager: no teacher is asked")
+        self.config = config
+        self.llm_client = llm_client
+        self.reward_loop_worker_handles = reward_loop_worker_handles
+        self.submitted: list[Any] = []
+        """Batches of prompts that nobody has taken yet."""
+        self._evaluation = evaluation
+
+    @classmethod
+    def create(cls, config: Any, llm_client: Any, teacher_client: Any = None, **given: Any) -> AgentLoopManager:
+        """Return a manager beside one of verl's own, which is made with the same arguments."""
+        from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+
+        evaluation = AgentLoopManagerTQ.create(
+            config=config, llm_client=llm_client, teacher_client=teacher_client, **given
+        )
+        return cls(config, llm_client, teacher_client=teacher_client, evaluation=evaluation, **given)
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Take prompts over, or hand those of an evaluation on. Returns at once."""
+        if "validate" in prompts and _is_true(prompts["validate"]):
+            self._evaluation.generate_sequences(prompts)
+        else:
+            self.submitted.append(prompts)
+
+    def take(self) -> list[Any]:
+        """Return the batches of prompts that have come since the last call."""
+        taken, self.submitted = self.submitted, []
+        return taken
+
+
+def _is_true(value: Any) -> bool:
+    return bool(getattr(value, "data", value))

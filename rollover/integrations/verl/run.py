@@ -1,0 +1,168 @@
+"""A run inside verl: the feed over its replicas, prompts and rewards, one batch for each of its training steps.
+
+What it keeps true: batch ``s`` of this run is trained by verl's step ``first_step + 1 + s``, with ``first_step`` that
+of the checkpoint it began from; a batch is in the journal before verl has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.hf.tokenizer import stop_token_ids
+from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
+from rollover.integrations.record import HostedRun
+from rollover.integrations.verl.fields import fields, key, tag
+from rollover.integrations.verl.replicas import GeneratesTokens, StopsCalls, VerlReplicas
+from rollover.integrations.verl.rewards import VerlScorer
+from rollover.integrations.verl.rows import VerlRows
+from rollover.integrations.verl.settings import SUPPORTED, VerlSettings
+from rollover.rollout.events import Event, GroupDropped, GroupOpened
+from rollover.rollout.metrics import batch_metrics
+from rollover.types import Batch, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlParts:
+    """The parts of verl that a run uses.
+
+    Example: ``VerlParts(client=client, replicas=replicas, reward_workers=handles, tokenizer=tokenizer, ...)``
+    """
+
+    client: GeneratesTokens
+    replicas: Sequence[StopsCalls]
+    reward_workers: Sequence[Any] | None
+    """``None`` where verl's trainer computes rewards itself, once it has a batch."""
+    tokenizer: Any
+    model: Path
+    max_running: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlBatch:
+    """A batch as verl's queue takes it; the lists are in the same order.
+
+    Example: of 32 groups of 8, ``len(batch.keys)`` is 256, less the samples that have failed.
+    """
+
+    uids: list[str]
+    """Of its prompts."""
+    keys: list[str]
+    fields: list[dict[str, Any]]
+    tags: list[dict[str, Any]]
+    metrics: dict[str, float]
+
+
+class VerlRun:
+    """One run. Its methods are for the thread of verl's trainer.
+
+    Args:
+        first_step: verl's number of the training step that its checkpoint has seen; 0 without one.
+        folder: the directory of the run.
+
+    Example: ``run.batch(global_steps=21)`` is the first batch of a run that goes on behind verl's step 20.
+
+    Raises:
+        RolloverError: settings or a directory that cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self, settings: VerlSettings, parts: VerlParts, rows: VerlRows, *, first_step: int, folder: Path
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._rows = rows
+        self._first_step = first_step
+        self._prompts: dict[int, Prompt] = {}
+        """Of the groups that are open, by number."""
+        workers, options = parts.reward_workers, settings.options
+        self._scorer = None if workers is None else VerlScorer(workers, rows.row, timeout_s=options.reward_timeout_s)
+        self._engine = VerlReplicas(
+            parts.client,
+            parts.replicas,
+            max_running=parts.max_running,
+            max_context_tokens=parts.max_context_tokens,
+            response_timeout_s=options.response_timeout_s,
+            abort_timeout_s=options.abort_timeout_s,
+        )
+        with ExitStack() as stack:
+            self._record = stack.enter_context(
+                HostedRun(
+                    folder,
+                    settings.hosted,
+                    host=f"verl {SUPPORTED[-1]}",
+                    resume=False,
+                    remedy="verl's prompts are not restored, so each start is a run of its own: move it away",
+                )
+            )
+            self._feed = Feed(
+                self._open_parts,
+                settings.hosted.rollout,
+                journal=self._record.journal,
+                seed=settings.hosted.seed,
+                observer=self._happened,
+            )
+            stack.callback(self._feed.close)
+            self._closing = stack.pop_all()
+
+    def close(self) -> None:
+        """Close the feed and release the run's directory. Does nothing the second time."""
+        self._closing.close()
+
+    def batch(self, global_steps: int) -> VerlBatch:
+        """Return the batch that verl's step ``global_steps`` trains.
+
+        Raises:
+            RunError: another step is next.
+            EngineError: the replicas fail, or have other weights than those of the step before.
+        """
+        step = global_steps - 1 - self._first_step
+        self._feed.publish(step, lambda: self._engine.begin(version=step, global_steps=global_steps - 1))
+        batch = self._feed.batch(step)
+        self._feed.saved(step + 1)  # nothing is handed out again: each start is a run of its own
+        metrics = {**batch_metrics(batch), **self._feed.account()}
+        self._record.step_ended(step, self._feed.now_s(), metrics)
+        made = self._made(batch, {f"rollover/{name}": value for name, value in metrics.items()})
+        for group in batch.groups:
+            self._rows.forget(self._prompts.pop(group.group_id))
+        return made
+
+    def _made(self, batch: Batch, metrics: Mapping[str, float]) -> VerlBatch:
+        made = VerlBatch(uids=[], keys=[], fields=[], tags=[], metrics=dict(metrics))
+        for group in batch.groups:
+            row = self._rows.row(group.prompt)
+            made.uids.append(str(row["uid"]))
+            for trajectory in group.trajectories:
+                reward = None if self._scorer is None else self._scorer.take(trajectory)
+                made.keys.append(key(row, trajectory.sample_id.index))
+                made.fields.append(fields(trajectory, row, reward=reward))
+                made.tags.append(tag(trajectory, row, first_step=self._first_step))
+        return made
+
+    @asynccontextmanager
+    async def _open_parts(self) -> AsyncIterator[FeedParts]:
+        parts = self._parts
+        try:
+            yield FeedParts(
+                engine=self._engine,
+                source=self._rows,
+                scorer=self._scorer or ScoredByHost(),
+                stop_token_ids=stop_token_ids(parts.model, parts.tokenizer),
+            )
+        finally:
+            await self._engine.close()
+
+    def _happened(self, event: Event) -> None:
+        match event:
+            case GroupOpened(group_id=group_id, prompt=prompt):
+                self._prompts[group_id] = prompt
+            case GroupDropped(group_id=group_id, prompt_returned=returned):
+                prompt = self._prompts.pop(group_id)
+                if not returned:
+                    self._rows.forget(prompt)
+                if self._scorer is not None:
+                    self._scorer.forget(group_id)

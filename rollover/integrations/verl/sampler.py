@@ -1,0 +1,137 @@
+"""The replay buffer: when verl's trainer samples a batch, Rollover's scheduler makes it.
+
+::
+
+    verl's trainer ──▶ manager.generate_sequences(prompts)      they wait
+                   ──▶ buffer.sample(global_steps, "train", n)  the feed decodes, stops, keeps what is unfinished
+                   ◀── keys of TransferQueue, with all that training reads
+"""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+from rollover.errors import ConfigError
+from rollover.integrations.verl.manager import AgentLoopManager
+from rollover.integrations.verl.rows import VerlRows
+from rollover.integrations.verl.run import VerlParts, VerlRun
+from rollover.integrations.verl.settings import VerlSettings, verl_settings
+
+
+class ReplayBuffer:
+    """Stands for verl's replay buffer.
+
+    Example: ``trainer.v1.sampler.custom_sampler.path=pkg://rollover.integrations.verl`` and ``...name=ReplayBuffer``
+
+    Args:
+        refill_fn: verl's trainer's own method, which submits so many prompts more.
+        given: the other arguments of verl's buffer, of which one of verl's own is made for evaluations.
+    """
+
+    def __init__(self, *, refill_fn: Any, **given: Any) -> None:
+        from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer as Stock
+
+        self._evaluation = Stock(refill_fn=refill_fn, **given)
+        self._trainer = getattr(refill_fn, "__self__", None)
+        if self._trainer is None:
+            raise ConfigError("verl's refill_fn is no method of its trainer, whose replicas are needed; use verl 0.9")
+        self._refill = refill_fn
+        self._run: VerlRun | None = None
+        self._rows: VerlRows | None = None
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
+        """Return the batch of a training step, as verl's queue knows it, and its metrics; evaluations are verl's own.
+
+        Raises:
+            RolloverError: the message says what to do.
+        """
+        if partition_id != "train":
+            found: tuple[Any, dict[str, float]] = self._evaluation.sample(global_steps, partition_id, batch_size)
+            return found
+        import transfer_queue as tq
+        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+        if self._run is None:
+            self._run = self._open(global_steps, batch_size)
+            atexit.register(self._run.close)
+        self._take_submitted()
+        batch = self._run.batch(global_steps)
+        tq.kv_clear(partition_id=partition_id, keys=batch.uids)
+        tq.kv_batch_put(
+            keys=batch.keys,
+            partition_id=partition_id,
+            fields=list_of_dict_to_tensordict(batch.fields),
+            tags=batch.tags,
+        )
+        return tq.KVBatchMeta(partition_id=partition_id, keys=batch.keys, tags=batch.tags), batch.metrics
+
+    def close(self) -> None:
+        """Close the run. Does nothing where there is none."""
+        if self._run is not None:
+            self._run.close()
+
+    @property
+    def _manager(self) -> AgentLoopManager:
+        manager = getattr(self._trainer, "agent_loop_manager", None)
+        if not isinstance(manager, AgentLoopManager):
+            raise ConfigError(
+                f"verl's agent-loop manager is {type(manager).__name__}: set"
+                " actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager"
+            )
+        return manager
+
+    def _take_submitted(self) -> None:
+        assert self._rows is not None, "the run is open"
+        for prompts in self._manager.take():
+            self._rows.add(prompts)
+
+    def _more(self, num_prompts: int) -> None:
+        self._refill(num_prompts)
+        self._take_submitted()
+
+    def _open(self, global_steps: int, batch_size: int) -> VerlRun:
+        manager, trainer = self._manager, self._trainer
+        assert trainer is not None, "it was looked for"
+        config = manager.config
+        settings = verl_settings(config)
+        if batch_size != config.data.train_batch_size:
+            raise ConfigError(
+                f"verl samples {batch_size} prompts of {config.data.train_batch_size} at a time"
+                " (trainer.v1.sync.parameter_sync_step): with Rollover a step is one batch, so use 1"
+            )
+        chunk = config.data.get("gen_batch_size") or config.data.train_batch_size
+        self._rows = VerlRows(self._encoder(settings), self._more, chunk=chunk)
+        return VerlRun(
+            settings,
+            self._parts(settings),
+            self._rows,
+            first_step=global_steps - 1,
+            folder=Path(config.trainer.default_local_dir) / f"rollover/from_step_{global_steps - 1}",
+        )
+
+    def _parts(self, settings: VerlSettings) -> VerlParts:
+        manager, trainer = self._manager, self._trainer
+        assert trainer is not None, "it was looked for"
+        rollout, replicas = manager.config.actor_rollout_ref.rollout, trainer.llm_server_manager.get_replicas()
+        return VerlParts(
+            client=manager.llm_client,
+            replicas=replicas,
+            reward_workers=manager.reward_loop_worker_handles,
+            tokenizer=trainer.tokenizer,
+            model=Path(manager.config.actor_rollout_ref.model.path),
+            max_running=settings.options.max_running or rollout.max_num_seqs * len(replicas),
+            max_context_tokens=rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length,
+        )
+
+    def _encoder(self, settings: VerlSettings) -> Any:
+        assert self._trainer is not None, "it was looked for"
+        tokenizer = self._trainer.tokenizer
+        extra = dict(self._manager.config.data.get("apply_chat_template_kwargs") or {})
+
+        def encode(messages: Any) -> list[int]:
+            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **extra)
+            return [int(token) for token in (found["input_ids"] if hasattr(found, "keys") else found)]
+
+        return encode

@@ -1,0 +1,143 @@
+"""The settings of a run inside verl: its configuration, and what a user says under the sampler's ``sampler_kwargs``.
+
+What it keeps true: a setting of verl's that would have no effect is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import metadata
+from typing import Any
+
+from rollover.errors import ConfigError
+from rollover.integrations.hosted import Given, HostedConfig, hosted_config
+from rollover.settings import toml
+from rollover.settings.schema import build
+
+SUPPORTED = ("0.9",)
+"""Versions of verl that this was read against: 0.9.0, of 2026-08."""
+SOURCE = "trainer.v1.sampler.sampler_kwargs.rollover"
+"""Where users write settings, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlOptions:
+    """What only a run inside verl has to be told.
+
+    Example: ``VerlOptions(max_running=2048)`` is for four replicas of ``max_num_seqs`` 512.
+    """
+
+    max_running: int | None = None
+    """Samples that all replicas decode at the same time; ``max_num_seqs`` for each when left out."""
+    response_timeout_s: float = 3600.0
+    """Longest wait for a response, which comes whole."""
+    abort_timeout_s: float = 60.0
+    """Longest wait for stopped responses to be handed over."""
+    reward_timeout_s: float = 600.0
+    """Longest wait for the reward of a response; its sample then fails."""
+
+    def __post_init__(self) -> None:
+        if self.max_running is not None and self.max_running < 1:
+            raise ValueError(f"max_running must be at least 1, got {self.max_running}")
+        for name in ("response_timeout_s", "abort_timeout_s", "reward_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlSettings:
+    """All settings of a run inside verl, checked.
+
+    Example: ``verl_settings(config).hosted.rollout.group_size`` is ``actor_rollout_ref.rollout.n``.
+    """
+
+    hosted: HostedConfig
+    options: VerlOptions
+
+
+def verl_settings(config: Any) -> VerlSettings:
+    """Return the settings of a run with this configuration of verl.
+
+    Raises:
+        ConfigError: a setting that would have no effect, or settings that cannot work.
+    """
+    rollout, data, v1 = config.actor_rollout_ref.rollout, config.data, config.trainer.v1
+    _refuse(config)
+    asked = _asked(v1.sampler.get("sampler_kwargs"))
+    own = {key: asked.pop(key) for key in [f.name for f in fields(VerlOptions)] if key in asked}
+    options = build(VerlOptions, toml.Document(name=SOURCE, data=own))
+    if "engine" in asked:
+        raise ConfigError(f"{SOURCE}: engine has no effect, since verl's replicas decode: leave it out")
+    if isinstance(table := asked.setdefault("rollout", {}), dict):
+        table.setdefault("stall_timeout_s", options.response_timeout_s)
+    given = {
+        "seed": Given(int(data.get("seed") or 0), "data.seed"),
+        "rollout.unit": Given("group", "verl"),
+        "rollout.rollout_batch_size": Given(data.train_batch_size, "data.train_batch_size"),
+        "rollout.group_size": Given(rollout.n, "actor_rollout_ref.rollout.n"),
+        "rollout.max_new_tokens": Given(rollout.response_length, "actor_rollout_ref.rollout.response_length"),
+        "rollout.temperature": Given(rollout.temperature, "actor_rollout_ref.rollout.temperature"),
+    }
+    hosted = hosted_config(asked, given, source=SOURCE)
+    if hosted.rollout.strategy.overlaps_training:
+        raise ConfigError(
+            f"{SOURCE}: strategy {hosted.rollout.strategy.kind!r} decodes while the trainer trains, and verl's replicas"
+            " sleep then: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
+        )
+    return VerlSettings(hosted=hosted, options=options)
+
+
+def _asked(sampler_kwargs: Any) -> dict[str, Any]:
+    asked = None if sampler_kwargs is None else sampler_kwargs.get("rollover")
+    if asked is None:
+        return {}
+    if isinstance(asked, str):
+        return {"rollout": {"strategy": asked}}
+    if not isinstance(asked, Mapping) and not hasattr(asked, "items"):
+        raise ConfigError(f"{SOURCE}: expected the name of a strategy or a table of settings, got {asked!r}")
+    return {str(key): _plain(value) for key, value in asked.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the configuration without the classes of the library that has read it."""
+    if hasattr(value, "items"):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        return value
+    return [_plain(inner) for inner in value]
+
+
+def _refuse(config: Any) -> None:
+    try:
+        found = metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        found = f"{SUPPORTED[-1]}.0"  # a checkout on the path: its own names are all there is
+    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        known = " and ".join(SUPPORTED)
+        raise ConfigError(f"verl {found} is installed, and this was written for {known}: install that")
+    rollout, v1 = config.actor_rollout_ref.rollout, config.trainer.v1
+    mode = v1.trainer_mode
+    refused = {
+        f"trainer.v1.trainer_mode={mode}": (mode != "sync", "its replicas decode beside the trainer: use sync"),
+        "actor_rollout_ref.rollout.calculate_log_probs=false": (
+            not rollout.calculate_log_probs,
+            "stale tokens need the log-probs that they were sampled with",
+        ),
+        f"actor_rollout_ref.rollout.top_p={rollout.top_p}": (
+            rollout.top_p != 1,
+            "log-probs are those before top_p: use 1",
+        ),
+        f"actor_rollout_ref.rollout.top_k={rollout.top_k}": (rollout.top_k > 0, "log-probs are those before top_k"),
+        "algorithm.filter_groups.enable": (
+            bool((config.algorithm.get("filter_groups") or {}).get("enable")),
+            "groups are not filtered here",
+        ),
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
+            bool(rollout.get("enable_rollout_routing_replay")),
+            "routed experts are not recorded",
+        ),
+    }
+    for setting, (is_set, why) in refused.items():
+        if is_set:
+            raise ConfigError(f"{setting} cannot be used with Rollover's replay buffer: {why}")

@@ -14,9 +14,10 @@ label of its weights first, once for all calls that wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from typing import Protocol
 
 from rollover.engine.base import EngineStats, GenerateRequest
 from rollover.engine.servers.background import BackgroundTasks
@@ -25,13 +26,42 @@ from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.served_weights import ServedWeights
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
 RESTART_S = 2.0
 """No server loads a model in less time: one heard from within it is still the same process."""
+
+
+class KnownWeights(Protocol):
+    """The weights of a server, as far as its calls have to know them.
+
+    Example: ``ServedWeights`` for a server that we give its weights.
+    """
+
+    @property
+    def version(self) -> int:
+        """Those in force."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What the server calls them."""
+        ...
+
+    def version_of(self, label: str | None, request_id: str) -> int:
+        """Return the version of weights that sampled tokens of a call; those in force where the server says nothing.
+        Raises ``EngineError`` when they are none that are known."""
+        ...
+
+    def refuse_when_unknown(self) -> None:
+        """Raise ``EngineError`` unless it is known which weights the server has."""
+        ...
+
+    async def check(self, still: Callable[[], bool]) -> None:
+        """Ask the server. Raises ``EngineError`` when it has others, unless ``still`` says that nobody asks now."""
+        ...
 
 
 class OpenCalls:
@@ -45,7 +75,7 @@ class OpenCalls:
         self,
         client: HTTPClient,
         dialect: Dialect,
-        served: ServedWeights,
+        served: KnownWeights,
         model: ModelFolder,
         config: ServerConfig,
         tasks: BackgroundTasks,

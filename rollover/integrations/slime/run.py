@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.clock import SystemClock
-from rollover.errors import ConfigError, EngineTimeout
+from rollover.errors import ConfigError, EngineTimeout, RunError
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts
 from rollover.integrations.record import HostedRun
@@ -130,6 +130,11 @@ class SlimeRun:
             RunError: another rollout is next.
         """
         step = self._progress.step(rollout_id)
+        if step != (due := self._feed.next_version):
+            raise RunError(
+                f"slime asks for rollout {rollout_id}, but rollout {self._progress.first_rollout + due} is next: each"
+                " batch is handed out once and in order"
+            )
         try:
             version = self._begin(step)
             batch = self._feed.batch(step)

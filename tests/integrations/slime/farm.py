@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import math
 import re
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
-from tests.engine.servers.scripted_server import Answer, ScriptedServer, serve
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, logprob_at, serve
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 
 KNOWN = {
@@ -28,10 +29,14 @@ KNOWN_PARAMS = {
 class OldSGLang(ScriptedSGLang):
     """A worker that names the weights of a whole answer, streams only when asked to, and knows no newer field."""
 
-    def __init__(self, *, tick_s: float = 0.001, **settings: Any) -> None:
+    def __init__(self, *, tick_s: float = 0.001, mean_tokens: float = 16.0, **settings: Any) -> None:
         super().__init__(tick_s=tick_s, **settings)
+        self.max_req_input_len = 10**5
         self.reports_spans = False
         self.eos = 0
+        self.mean_tokens = mean_tokens
+        self.runs_on: Callable[[int, int], bool] = lambda group, num_input_tokens: False
+        """Which calls, by the group of their sample and the length of their input, have no end of their own."""
         self.has_new_paths = True
         self.fails: Callable[[Sequence[int]], bool] = lambda input_ids: False
         """Which prompts it cannot serve."""
@@ -50,14 +55,31 @@ class OldSGLang(ScriptedSGLang):
     _get_get_model_info = ScriptedSGLang._get_model_info
     _get_get_server_info = ScriptedSGLang._get_server_info
 
+    def _decode(self, name: str, running: Any) -> None:
+        """An end token where the response is to end: a geometric law, so that resumed responses keep to it."""
+        position = len(running.sampled)
+        if position != running.body["stop_at"] or list(self.requests).index(name) >= self.slots:
+            super()._decode(name, running)
+            return
+        logprob = logprob_at(running.body["sampling_params"]["sampling_seed"], position, self.weights)
+        running.sampled.append([logprob, self.eos, None])
+        self.sampled.add((self.weights, 0, round(logprob, 9)))
+        self.decoded_tokens += 1
+        self._finish(name, {"type": "stop", "matched": self.eos})
+
     async def _post_generate(self, query: dict[str, str], body: Any) -> Answer:
         params = body["sampling_params"]
         if unknown := (body.keys() - KNOWN) | (params.keys() - KNOWN_PARAMS):
             return Answer(500, {"error": {"message": f"unexpected keyword argument {min(unknown)!r}"}})
         if self.fails(body["input_ids"]):
             return Answer(400, {"error": {"message": "not this one"}})
-        sample = re.search(r"g\d+\.\d+(?=#)", body["rid"])
-        params["sampling_seed"] = zlib.crc32(f"{sample and sample[0]} {body['input_ids']}".encode())
+        found = re.search(r"g(\d+)\.(\d+)(?=#)", body["rid"])
+        sample = (int(found[1]), int(found[2])) if found else (0, 0)
+        drawn = hashlib.blake2b(f"{sample} {body['input_ids']}".encode(), digest_size=8).digest()
+        params["sampling_seed"] = int.from_bytes(drawn[:4])
+        share = (1 + int.from_bytes(drawn[4:])) / 2**32
+        runs_on = self.runs_on(sample[0], len(body["input_ids"]))
+        body["stop_at"] = -1 if runs_on else int(math.log(share) / math.log(1 - 1 / self.mean_tokens))
         params["stream_interval"] = 1
         if body["stream"]:
             return await super()._post_generate(query, body)

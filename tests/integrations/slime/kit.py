@@ -20,6 +20,9 @@ ROLLOUT = "rollover.integrations.slime.generate_rollout"
 SOURCE = "rollover.integrations.slime.DataSource"
 KIT = "tests.integrations.slime.kit"
 BATCH, GROUP = 3, 4
+LENGTH = 3000
+"""Longest response; the mean is near 16 tokens, and what is to be stopped does not come to its end within seconds."""
+PROMPT_TOKENS = 9
 NUM_ROWS = 50
 
 
@@ -42,7 +45,7 @@ async def never_for_odd_places(args: Namespace, sample: Sample, **known: Any) ->
 
 def write_prompts(folder: Path) -> Path:
     file = folder / "prompts.jsonl"
-    rows = ({"prompt": f"prompt {i}", "label": f"PROMPT {i}", "metadata": {"row": i}} for i in range(NUM_ROWS))
+    rows = ({"prompt": f"prompt {i:02}", "label": f"PROMPT {i:02}", "metadata": {"row": i}} for i in range(NUM_ROWS))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file
 
@@ -51,7 +54,7 @@ def write_model(folder: Path) -> Path:
     """As much of a model folder as a client of its servers reads."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
-    config = {"model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 0}
+    config = {"model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 0}
     (model / "config.json").write_text(json.dumps(config))
     return model
 
@@ -68,7 +71,7 @@ def arguments(folder: Path, port: int, **changes: Any) -> Namespace:
         "rollout_batch_size": BATCH,
         "over_sampling_batch_size": 2 * BATCH,
         "n_samples_per_prompt": GROUP,
-        "rollout_max_response_len": 48,
+        "rollout_max_response_len": LENGTH,
         "rollout_temperature": 1.0,
         "rollout_top_p": 1.0,
         "rollout_top_k": -1,
@@ -90,6 +93,11 @@ def arguments(folder: Path, port: int, **changes: Any) -> Namespace:
         "rollover": {"engine": {"abort_timeout_s": 10.0}},
     }
     return Namespace(**(settings | changes))
+
+
+def fresh_and_odd(group: int, num_input_tokens: int) -> bool:
+    """Every second group is stopped once, whenever its batch is full."""
+    return group % 2 == 1 and num_input_tokens == PROMPT_TOKENS
 
 
 class Loop:
@@ -121,6 +129,8 @@ class Loop:
 @contextmanager
 def slime_over_servers(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
     with recorded.installed(), farm(num_workers, **settings) as servers:
+        for worker in servers.workers:
+            worker.runs_on = fresh_and_odd
         try:
             yield servers
         finally:

@@ -30,7 +30,7 @@ class Lent:
     """Workers behind a router, and what is lent of them."""
 
     def __init__(self, folder: Path, num_workers: int = 2, **settings: Any) -> None:
-        self.workers = {f"w{i}": OldSGLang(tick_s=0.01, **settings) for i in range(num_workers)}
+        self.workers = {f"w{i}": OldSGLang(tick_s=0.01, mean_tokens=1e9, **settings) for i in range(num_workers)}
         for worker in self.workers.values():
             worker.updated(1)
         self.router = Router([f"http://{name}" for name in self.workers])
@@ -291,7 +291,7 @@ def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Path) -> 
         await engine.begin()
         await engine.serves(0)
         await engine.end()
-        lent.transport.servers["w2"] = lent.workers["w2"] = OldSGLang(tick_s=0.01)
+        lent.transport.servers["w2"] = lent.workers["w2"] = OldSGLang(tick_s=0.01, mean_tokens=1e9)
         lent.router.urls = ["http://w2"]
         lent.workers["w2"].updated(2)
         label = await engine.begin()

@@ -10,7 +10,7 @@ import pytest
 
 from rollover.errors import ConfigError
 from rollover.integrations.slime.settings import slime_settings, zero_signal_filter
-from tests.integrations.slime.kit import arguments
+from tests.integrations.slime.kit import LENGTH, arguments
 
 
 def strategy(folder: Path, **changes: Any) -> Any:
@@ -20,7 +20,7 @@ def strategy(folder: Path, **changes: Any) -> Any:
 def test_flags_of_slime_are_the_settings_of_the_run(tmp_path: Path) -> None:
     settings = slime_settings(arguments(tmp_path, 3000, rollout_stop=["\n\n"]))
     rollout, servers = settings.hosted.rollout, settings.servers
-    assert (rollout.rollout_batch_size, rollout.group_size, rollout.max_new_tokens) == (3, 4, 48)
+    assert (rollout.rollout_batch_size, rollout.group_size, rollout.max_new_tokens) == (3, 4, LENGTH)
     assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop_strings) == (1.0, 1.0, 0, ("\n\n",))
     assert (settings.hosted.seed, rollout.unit) == (42, "group")
     assert (servers.urls, servers.max_running) == (("http://127.0.0.1:3000",), 64)

@@ -47,7 +47,7 @@ class KnownWeights(Protocol):
 
     @property
     def label(self) -> str:
-        """What the server calls them."""
+        """The name that the server has for them."""
         ...
 
     def version_of(self, label: str | None, request_id: str) -> int:

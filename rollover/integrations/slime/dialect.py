@@ -37,7 +37,7 @@ _LOADS = ("num_reqs", "num_total_reqs")
 
 
 class LentMeta(Meta):
-    """What an answer says beside the tokens, as far as versions before 0.5.23 say it too."""
+    """The rest of an answer beside its tokens, as far as versions before 0.5.23 say it too."""
 
     weight_version: str | None = None
     completion_tokens: Count | None = None

@@ -1,4 +1,4 @@
-"""Where a run inside slime begins: from nothing, from a checkpoint of slime's, or from a crash before the first one.
+"""Finds where a run inside slime begins: from nothing, from a checkpoint, or from a crash before the first one.
 
 ::
 
@@ -31,7 +31,7 @@ _FILE, _FORMAT = "slime.json", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeProgress:
-    """What is known of a run beside its journal.
+    """Keeps what is known of a run beside its journal.
 
     Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved behind its rollout 9, 480 groups had
     been drawn from its data source.
@@ -81,7 +81,7 @@ class SlimeProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where a run goes on.
+    """The place where a run goes on.
 
     Example: behind rollout 9, with the data source restored as it was then:
     ``Beginning(folder=Path("ckpt/rollover"), progress=..., step=10, restore=9, position=480)``

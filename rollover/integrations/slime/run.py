@@ -269,7 +269,7 @@ def _of_hub(args: Namespace) -> list[int]:
 
 
 def _facts(args: Namespace) -> dict[str, Any]:
-    """What a resumed run must have as it began, beside its settings."""
+    """Return what a resumed run must have as it began, beside its settings."""
     names = ("hf_checkpoint", "prompt_data", "input_key", "label_key", "rollout_shuffle", "apply_chat_template")
     return {name: getattr(args, name, None) for name in names}
 

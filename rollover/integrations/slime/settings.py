@@ -38,7 +38,7 @@ _ENGINE_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeOptions:
-    """What only a run inside slime has to be told.
+    """Settings that only a run inside slime has.
 
     Example: ``SlimeOptions(weights_lag=1)`` is for ``train_async.py``.
     """

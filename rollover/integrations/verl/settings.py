@@ -23,7 +23,7 @@ SOURCE = "trainer.v1.sampler.sampler_kwargs.rollover"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlOptions:
-    """What only a run inside verl has to be told.
+    """Settings that only a run inside verl has.
 
     Example: ``VerlOptions(max_running=2048)`` is for four replicas of ``max_num_seqs`` 512.
     """

@@ -9,6 +9,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -123,6 +124,19 @@ class Farm:
     def restart_count(self) -> None:
         """A new process of slime counts from 1 again."""
         self.update = 0
+
+    def restart(self) -> None:
+        """New workers at the old addresses: whatever was asked of the old ones is gone."""
+        done: Future[None] = Future()
+
+        def anew() -> None:
+            for worker in self.workers:
+                worker.restart()
+            done.set_result(None)
+
+        self._loop.call_soon_threadsafe(anew)
+        done.result(30.0)
+        self.restart_count()
 
     def kill(self, number: int) -> None:
         """As SIGKILL of a worker."""

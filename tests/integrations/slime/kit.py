@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,23 @@ async def never_for_odd_places(args: Namespace, sample: Sample, **known: Any) ->
     if sample.index % GROUP == 1:
         raise RuntimeError("the judge has fallen over")
     return await share_of_vowels(args, sample)
+
+
+async def late_for_odd_places(args: Namespace, sample: Sample, **known: Any) -> float:
+    assert sample.index is not None
+    if sample.index % GROUP == 1:
+        await asyncio.Event().wait()
+    return await share_of_vowels(args, sample)
+
+
+def marked(args: Namespace, sample: Sample) -> Sample:
+    sample.metadata["marked"] = sample.response_length
+    return sample
+
+
+def last_removed(args: Namespace, groups: list[list[Sample]]) -> None:
+    for group in groups:
+        group[-1].remove_sample = True
 
 
 def write_prompts(folder: Path) -> Path:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -238,6 +242,55 @@ def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(tmp_path
     assert any(versions(s)[0] < 2 + killed_behind <= versions(s)[-1] for s in fresh), "prefixes went on"
 
 
+class Process:
+    """A process of slime that can be killed."""
+
+    def __init__(self, folder: Path, servers: Farm, *, start: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.integrations.slime.killed", str(folder), str(servers.port), str(start)]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.servers = servers
+        servers.restart()
+        servers.update_weights()
+
+    def begin(self, rollout_id: int, *, saves: bool = False) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{json.dumps([rollout_id, saves])}\n")
+        self.child.stdin.flush()
+
+    def step(self, rollout_id: int, *, saves: bool = False) -> list[Any]:
+        self.begin(rollout_id, saves=saves)
+        assert self.child.stdout is not None
+        samples: list[Any] = json.loads(self.child.stdout.readline())
+        self.servers.update_weights()
+        return samples
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.communicate(timeout=30.0)
+
+
+def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        process = Process(tmp_path, servers)
+        try:
+            first = [process.step(0), process.step(1, saves=True), process.step(2)]
+            before, give_up_s = servers.decoded_tokens, time.monotonic() + 60.0
+            process.begin(3)
+            while servers.decoded_tokens < before + 40:
+                assert process.child.poll() is None and time.monotonic() < give_up_s
+        finally:
+            process.kill()
+        args = arguments(tmp_path, servers.port)
+        servers.restart()
+        again = Loop(servers, args, start=2)
+        rest = [[list(known(s)) for s in again.step(rollout_id).samples] for rollout_id in range(2, 6)]
+        state = journaled(tmp_path)
+    assert json.loads(json.dumps(rest[0])) == first[2]
+    seen = Counter(sample[0] for samples in [*first[:2], *rest] for sample in samples)
+    assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
+    state.ledger.check()
+
+
 def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         args = arguments(tmp_path, servers.port)
@@ -369,3 +422,28 @@ def test_two_runs_in_a_process_share_nothing(tmp_path: Path) -> None:
     for steps in ((first, third), (second, fourth)):
         seen = Counter(s.index for step in steps for s in step.samples)
         assert len(seen) == 2 * BATCH * GROUP and set(seen.values()) == {1}
+
+
+# -- slime's hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_does_not_come_fails_its_sample(tmp_path: Path) -> None:
+    changes = {"custom_rm_path": f"{KIT}.late_for_odd_places", "rollover": {"reward_timeout_s": 0.2}}
+    with slime_over_servers() as servers:
+        (step,) = run_of(tmp_path, servers, **changes).steps([0])
+    failed = [s for s in step.samples if s.status is Sample.Status.FAILED]
+    assert {s.index % GROUP for s in failed if s.index is not None} == {1} and len(failed) == BATCH
+
+
+def test_hooks_and_filters_of_slime_are_called(tmp_path: Path) -> None:
+    changes = {"rollout_sample_hook_path": [f"{KIT}.marked"], "rollout_sample_filter_path": f"{KIT}.last_removed"}
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, **changes)
+        loop = Loop(servers, args)
+        first = loop.step(0)
+        loop.kill()
+        again = Loop(servers, args).step(0)
+    for step in (first, again):
+        assert all(sample.metadata["marked"] == sample.response_length for sample in step.samples)
+        assert [s.remove_sample for s in step.groups[0]] == [False, False, False, True]
+    assert [s.reward for s in again.samples] == [s.reward for s in first.samples]

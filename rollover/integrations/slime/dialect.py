@@ -7,7 +7,8 @@ What is peculiar to them, beside what ``engine.servers.sglang.dialect`` says:
 * Answers are not streamed: events of these versions repeat the whole response, which makes a response of n tokens cost
   n * n / 2 of them. A server that was started with ``--incremental-streaming-output`` repeats nothing and is read as a
   stream, so that its death costs only the tokens that were on their way.
-* The request names no field that older versions do not know.
+* The request names no field that older versions do not know. A seed is sent to those that were started with
+  ``--enable-deterministic-inference``: they would draw the same noise for all siblings otherwise.
 * Control calls have an older and a newer path.
 """
 
@@ -64,6 +65,7 @@ class LentDialect:
         self._response_timeout_s = response_timeout_s
         self._prefix = f"{secrets.token_hex(4)}/"
         self._streams = False
+        self._draws_by_seed = False
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -81,6 +83,7 @@ class LentDialect:
         body = await _of_either(self._client, "/server_info", "/get_server_info")
         info = _table(body)
         self._streams = info.get("incremental_streaming_output") is True
+        self._draws_by_seed = info.get("enable_deterministic_inference") is True
         longest = info.get("max_req_input_len")
         return longest if isinstance(longest, int) and longest > 0 else 1 << 30
 
@@ -117,6 +120,7 @@ class LentDialect:
 
     def _body(self, call: GenerationCall) -> dict[str, Any]:
         request, params = call.request, call.request.params
+        seed = {"sampling_seed": request.seed >> 1} if self._draws_by_seed else {}
         return {
             "rid": self._rid(call.request_id),
             "input_ids": [*request.prompt_ids, *request.response_ids],
@@ -137,6 +141,7 @@ class LentDialect:
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
                 "spaces_between_special_tokens": False,
+                **seed,
             },
             "return_logprob": True,
             "logprob_start_len": -1,

@@ -39,6 +39,8 @@ class OldSGLang(ScriptedSGLang):
         self.runs_on: Callable[[int, int], bool] = lambda group, num_input_tokens: False
         """Which calls, by the group of their sample and the length of their input, have no end of their own."""
         self.has_new_paths = True
+        self.draws_by_seed = False
+        """As with --enable-deterministic-inference: a request without a seed has the same one as all others."""
         self.fails: Callable[[Sequence[int]], bool] = lambda input_ids: False
         """Which prompts it cannot serve."""
         self.says: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
@@ -53,8 +55,13 @@ class OldSGLang(ScriptedSGLang):
     def _offers(self, path: str) -> bool:
         return self.has_new_paths or path not in ("/model_info", "/server_info")
 
+    async def _get_server_info(self, query: dict[str, str], body: Any) -> Answer:
+        answer = await super()._get_server_info(query, body)
+        assert isinstance(answer.body, dict)
+        return Answer(body={**answer.body, "enable_deterministic_inference": self.draws_by_seed})
+
     _get_get_model_info = ScriptedSGLang._get_model_info
-    _get_get_server_info = ScriptedSGLang._get_server_info
+    _get_get_server_info = _get_server_info
 
     def _decode(self, name: str, running: Any) -> None:
         """An end token where the response is to end: a geometric law, so that resumed responses keep to it."""
@@ -70,14 +77,15 @@ class OldSGLang(ScriptedSGLang):
 
     async def _post_generate(self, query: dict[str, str], body: Any) -> Answer:
         params = body["sampling_params"]
-        if unknown := (body.keys() - KNOWN) | (params.keys() - KNOWN_PARAMS):
+        known = KNOWN_PARAMS | {"sampling_seed"} if self.draws_by_seed else KNOWN_PARAMS
+        if unknown := (body.keys() - KNOWN) | (params.keys() - known):
             return Answer(500, {"error": {"message": f"unexpected keyword argument {min(unknown)!r}"}})
         if self.fails(body["input_ids"]):
             return Answer(400, {"error": {"message": "not this one"}})
         found = re.search(r"g(\d+)\.(\d+)(?=#)", body["rid"])
         sample = (int(found[1]), int(found[2])) if found else (0, 0)
         drawn = hashlib.blake2b(f"{sample} {body['input_ids']}".encode(), digest_size=8).digest()
-        params["sampling_seed"] = int.from_bytes(drawn[:4])
+        params["sampling_seed"] = params.get("sampling_seed", 42) if self.draws_by_seed else int.from_bytes(drawn[:4])
         share = (1 + int.from_bytes(drawn[4:])) / 2**32
         runs_on = self.runs_on(sample[0], len(body["input_ids"]))
         body["stop_at"] = -1 if runs_on else int(math.log(share) / math.log(1 - 1 / self.mean_tokens))

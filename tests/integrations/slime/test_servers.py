@@ -177,6 +177,21 @@ def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Path) ->
     assert len(chunks) > 1 and len(ids(chunks)) == 20 and {c.policy_version for c in chunks} == {3}
 
 
+def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
+    """Without one, they would give all siblings the same response."""
+    lent = Lent(tmp_path, num_workers=1)
+    lent[0].draws_by_seed = True
+
+    async def scenario() -> list[list[int]]:
+        async with lent.rollout() as engine:
+            asked = [replace(request("g0.0"), seed=2**63 + 2), replace(request("g0.1"), seed=2**63 + 4)]
+            again = replace(asked[0], request_id="d.g0.0#2.")
+            return [ids(await everything(engine, one)) for one in (*asked, again)]
+
+    first, sibling, again = run(scenario())
+    assert first == again and first != sibling
+
+
 def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     for worker in lent.workers.values():

@@ -14,6 +14,7 @@ from rollover.errors import ConfigError, RolloverError, RunError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.coordinator.status.snapshot import SwarmStatus
+    from rollover.swarm.coordinator.trust.outcasts import Outcasts
 
 
 _SILENT_S = 15.0
@@ -25,7 +26,8 @@ _SILENT_S = 15.0
 @click.option("--add", metavar="NAME", help="Make out a token for a new worker, and show it once.")
 @click.option("--out", type=click.Path(path_type=Path), help="With --add: write the token to this file instead.")
 @click.option("--revoke", metavar="NAME", help="Refuse a worker's token from now on, and send it away.")
-def command(run: Path, add: str | None, out: Path | None, revoke: str | None) -> None:
+@click.option("--trust", metavar="NAME", help="Let a worker come back that was sent away as not to be trusted.")
+def command(run: Path, add: str | None, out: Path | None, revoke: str | None, trust: str | None) -> None:
     """List the workers of RUN, or let workers join and send them away."""
     require("msgspec", "cryptography", purpose="rollover workers")
     if not (run / "config.json").exists():
@@ -39,10 +41,19 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None) ->
 
         Credentials(run / "swarm" / "workers.json").revoke(revoke)
         click.echo(f"{revoke}'s token is refused from now on")
-    if add is None and revoke is None:
+    if trust is not None:
+        _outcasts(run).pardon(trust)
+        click.echo(f"{trust} may come back: start its worker again")
+    if (add, revoke, trust) == (None, None, None):
         from rollover.swarm.coordinator.status.snapshot import StatusFile
 
         _show(run, StatusFile(run / "swarm" / "status.json").read())
+
+
+def _outcasts(run: Path) -> Outcasts:
+    from rollover.swarm.coordinator.trust.outcasts import FILE_NAME, Outcasts
+
+    return Outcasts(run / "swarm" / FILE_NAME)
 
 
 def _add(root: Path, name: str, out: Path | None) -> None:
@@ -104,14 +115,15 @@ def _show(run: Path, status: SwarmStatus) -> None:
 
 def _advice(run: Path, status: SwarmStatus) -> Iterator[str]:
     """Say how to go on, where somebody has to do something."""
+    from rollover.swarm.coordinator.status.snapshot import shown
+
     if not status.workers:
         yield f"make out a token for each: rollover workers {run} --add NAME"
-    # A revoked token is somebody's decision, and a new one for the same name opens the door again.
-    sent = [w.name for w in status.workers if w.state == "sent away" and "revoked" not in w.note]
-    if sent:
+    for name, outcast in _outcasts(run).listed().items():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(outcast.time_s))
         yield (
-            f"{' and '.join(sent)} cannot come back under this name while the run goes on: mend what the note says,"
-            f" then make out a token under another name: rollover workers {run} --add NAME"
+            f"{name} was sent away on {when}: {shown(outcast.reason)}; once that is mended, let it come back:"
+            f" rollover workers {run} --trust {name}"
         )
     if any(w.state == "full" for w in status.workers):
         yield "a worker that is full waits for the trainer's journal: does that stand still, or is its disk full?"

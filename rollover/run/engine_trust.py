@@ -81,7 +81,7 @@ class Trust:
             self._remedy = (
                 f"whoever runs this worker must see to it that it computes in {number_format} and without quantisation"
                 " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that nobody else"
-                " loads weights into its engine; it can then join again with a token of another name"
+                " loads weights into its engine; rollover workers RUN --trust NAME then lets it join again"
             )
         if isinstance(config.engine, ServerConfig):
             self._remedy = (

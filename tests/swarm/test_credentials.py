@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus, shown
 from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust.outcasts import FILE_NAME, Outcasts
 
 KEY = Ed25519PrivateKey.generate().public_key()
 
@@ -122,9 +124,15 @@ def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"make out a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
     seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
     assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "make out" not in seen
-    sent = replace(worker, name="liar", state="sent away", note="its log-probs are 0.2 nats off")
-    seen = listed(tmp_path, capsys, worker, sent)
-    assert "liar cannot come back under this name" in seen and "0.2 nats off" in seen
+    Outcasts(tmp_path / "swarm" / FILE_NAME).add("liar", "its log-probs are 0.2 nats off\x1b[2J")
+    seen = listed(tmp_path, capsys, worker)
+    assert re.search(r"liar was sent away on \d{4}-\d\d-\d\d \d\d:\d\d: its log-probs are 0\.2 nats off\?\[2J;", seen)
+    assert f"let it come back: rollover workers {tmp_path} --trust liar" in seen
+    assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 0
+    assert "liar may come back" in capsys.readouterr().out
+    assert "sent away" not in listed(tmp_path, capsys, worker)
+    assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 2
+    assert "'liar' was not sent away; those that were: none" in capsys.readouterr().err
     seen = listed(tmp_path, capsys, replace(worker, state="full"))
     assert "waits for the trainer's journal" in seen
 

@@ -30,7 +30,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.reexecution import Dispute, Verdict
-from rollover.errors import EngineError, EngineMismatch
+from rollover.errors import EngineError, EngineMismatch, ResourceError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -52,6 +52,7 @@ from rollover.swarm.coordinator.status.snapshot import swarm_status
 from rollover.swarm.coordinator.status.weight_log import WeightLog
 from rollover.swarm.coordinator.transports.base import Connection, Transport
 from rollover.swarm.coordinator.trust.checks import MemberChecks
+from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.coordinator.trust.reexecutions import Reexecutions
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
@@ -78,6 +79,7 @@ class SwarmEngine:
         is_member: says whether the token of a worker, by name, is still valid.
         board: where the state of the swarm is shown to people.
         weight_log: where publications, and members' changes to them, are recorded.
+        outcasts: where it is written down who was sent away for good; without, a restart of the run forgets them.
 
     Example: ``room()`` is 0 before the first worker has joined, 16 when one with room for 16 has.
     """
@@ -96,6 +98,7 @@ class SwarmEngine:
         is_member: Callable[[str], bool] = lambda name: True,
         board: StatusBoard | None = None,
         weight_log: WeightLog | None = None,
+        outcasts: Outcasts | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._config = config
@@ -103,6 +106,9 @@ class SwarmEngine:
         self._is_member = is_member
         self._weight_log = weight_log or WeightLog()
         self._board = board
+        self._outcasts = outcasts
+        for name, outcast in (outcasts.listed() if outcasts is not None else {}).items():
+            coordinator.outcast(name, outcast.reason)
         self.admin: AdminListener | None = None
         """Serves the live page; closed with the engine."""
         self.gateway: Transport | None = None
@@ -302,8 +308,10 @@ class SwarmEngine:
 
     def on_distrust(self, listener: Callable[[str], None]) -> None:
         """See ``CallPlacement.on_distrust``. Members that ``distrust`` sends away are not among them: its caller
-        knows."""
+        knows. Those that an earlier process has sent away are, since it may have been killed before it did the rest."""
         self._distrust_listeners.append(listener)
+        for name in self._outcasts.listed() if self._outcasts is not None else ():
+            listener(name)
 
     def run_ended(self) -> None:
         """Have ``close`` say to the workers that they need not come back."""
@@ -338,11 +346,13 @@ class SwarmEngine:
             self._board.step_ended(step, metrics)
 
     async def _watch_tokens(self) -> None:
-        """Send away those whose token was revoked."""
+        """Send away those whose token was revoked, and have those back that were pardoned."""
         while True:
             for name, member in list(self.coordinator.members.items()):
                 if member.lease and not self._is_member(name):
                     self._perform(self.coordinator.revoked(name))
+            for name in self._outcasts.pardoned() if self._outcasts is not None else ():
+                self._perform(self.coordinator.pardoned(name))
             await self._clock.sleep(_REVOCATION_S)
 
     def _write_status(self) -> None:
@@ -377,11 +387,24 @@ class SwarmEngine:
     def distrust(self, name: str, reason: str) -> None:
         """Send a member away for good. Raises ``EngineMismatch`` when no other is left."""
         effects = self.coordinator.distrust(name, reason)
-        self._perform(effect for effect in effects if not isinstance(effect, SentAway))
+        for effect in effects:
+            if isinstance(effect, SentAway):
+                self._write_down(effect)
+            else:
+                self._perform([effect])
         members = self.coordinator.members.values()
         if members and all(member.distrust for member in members):
             reasons = "; ".join(f"{member.name}: {member.distrust}" for member in members)
             raise EngineMismatch(f"no worker is left whose log-probs can be trusted: {reasons}")
+
+    def _write_down(self, sent_away: SentAway) -> None:
+        """Remember beyond the end of this process who was sent away."""
+        if self._outcasts is None:
+            return
+        try:
+            self._outcasts.add(sent_away.member, sent_away.reason)
+        except (ResourceError, OSError) as e:
+            logger.warning("%s may come back when the run is started again: %s", sent_away.member, e)
 
     def disputes(self, version: int) -> Sequence[Dispute]:
         """See ``DisputedMembers.disputes``."""
@@ -411,6 +434,7 @@ class SwarmEngine:
                     self._checks.begin(name, version)
                 case SentAway(name, reason):
                     logger.warning("%s is sent away: %s", name, reason)
+                    self._write_down(effect)
                     for tell in self._distrust_listeners:
                         tell(name)
                 case ServesAnew(name, serving):

@@ -3,6 +3,7 @@
 ::
 
     root/workers.json         hashes of the workers' tokens
+    root/sent_away.json       workers that were sent away for good, and why
     root/publisher.key        the publisher's private key
     root/publications.json    what can be fetched, with root/blobs/
     root/uploaded.json        what is in the object store, if there is one
@@ -34,6 +35,8 @@ from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.status.weight_log import FILE_NAME, WeightLog
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust.outcasts import FILE_NAME as SENT_AWAY
+from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
@@ -80,10 +83,8 @@ async def open_swarm(
         keep_versions=keep_versions,
         mirror=await asyncio.to_thread(open_mirror, config, root),
     )
-    architecture = Architecture.from_folder(folder)
-    identity = RunIdentity(
-        run_id=run, run_epoch=epoch, vocab_size=architecture.vocab_size, max_context_tokens=max_context_tokens
-    )
+    vocab_size = Architecture.from_folder(folder).vocab_size
+    identity = RunIdentity(run_id=run, run_epoch=epoch, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
     over_nats = await _nats_side(config)
     coordinator = Coordinator(
         identity,
@@ -110,6 +111,7 @@ async def open_swarm(
         is_member=lambda name: name in credentials.hashes(),
         board=board,
         weight_log=weight_log,
+        outcasts=Outcasts(root / SENT_AWAY),
     )
     if over_nats is not None:
         engine.gateway = over_nats.gateway(engine, hashes=credentials.hashes)

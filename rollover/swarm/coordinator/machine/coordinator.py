@@ -375,6 +375,17 @@ class Coordinator:
         bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
         return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
+    def outcast(self, name: str, reason: str) -> None:
+        """A member was sent away for good by an earlier process of this run."""
+        self.members.setdefault(name, SwarmMember(name)).distrust = reason
+
+    def pardoned(self, name: str) -> list[Effect]:
+        """A member that was sent away for good may come back: somebody has decided so."""
+        if (member := self.members.get(name)) is None or not member.distrust:
+            return []
+        member.distrust = member.last_error = ""
+        return [Changed(f"{name} may come back")]
+
     def revoked(self, name: str) -> list[Effect]:
         """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""
         if (member := self.members.get(name)) is None or not member.lease:

@@ -1,0 +1,139 @@
+"""A worker that was sent away for good stays away, whatever becomes of the trainer, until somebody lets it come back."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import stat
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.errors import ConfigError, RunError
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust.outcasts import FILE_NAME, Outcasts
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.messages import PROTOCOL, Hello, Serving, Welcome
+from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection
+from tests.engine.models import saved, tiny_model
+from tests.swarm.test_worker_real import swarm
+
+NONSENSE = Serving(version=0, manifest="0" * 64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(), tmp_path_factory.mktemp("models") / "v0")
+
+
+def token_of(run: Path, name: str) -> WorkerToken:
+    return Credentials(run / "swarm" / "workers.json").add(name, open_key(run / "swarm" / "publisher.key").public_key())
+
+
+@asynccontextmanager
+async def joined(engine: SwarmEngine, token: WorkerToken) -> AsyncIterator[CoordinatorConnection]:
+    address = CoordinatorAddress.parse(engine.url)
+    async with open_connection(address, token, None, timeout_s=10.0) as connection:
+        await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
+        assert isinstance(await connection.receive(), Welcome)
+        yield connection
+
+
+async def until_sent_away(engine: SwarmEngine, token: WorkerToken) -> None:
+    async with joined(engine, token) as connection:
+        await connection.send(NONSENSE)
+        with pytest.raises(Refused, match="it serves version 0 from a manifest that was not published"):
+            while True:
+                await connection.receive()
+
+
+def test_a_liar_is_refused_after_the_trainer_was_killed_until_somebody_trusts_it(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, told = tmp_path, list[str]()
+    (run / "config.json").write_text("{}")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), AsyncExitStack() as stack:
+            before = await stack.enter_async_context(swarm(run / "swarm", model))
+            liar, honest = token_of(run, "liar"), token_of(run, "anna")
+            before.on_distrust(told.append)
+            await until_sent_away(before, liar)
+            assert told == ["liar"]
+            assert before.gateway is not None
+            await before.gateway.close()  # nothing more is said or written: the process is gone
+            after = await stack.enter_async_context(swarm(run / "swarm", model))
+            after.on_distrust(told.append)
+            assert told == ["liar", "liar"], "what it sampled may not have been dropped yet"
+            async with joined(after, honest):
+                with pytest.raises(Refused, match="'liar' is not trusted any more: it says that it serves"):
+                    async with joined(after, liar):
+                        pass
+                assert cli.main(["workers", str(run), "--trust", "liar"]) == 0
+                while after.coordinator.members["liar"].distrust:
+                    await asyncio.sleep(0.01)
+                async with joined(after, liar):
+                    pass
+                await until_sent_away(after, liar)
+            assert told == ["liar"] * 3 and {*Outcasts(run / "swarm" / FILE_NAME).listed()} == {"liar"}
+            after._write_status()  # and read at once: the first of them still runs in this process, and writes too
+            workers = {w.name: w for w in StatusFile(run / "swarm" / "status.json").read().workers}
+        assert workers["liar"].state == "sent away" and "manifest that was not published" in workers["liar"].note
+        assert workers["anna"].state == "away"
+
+    asyncio.run(main())
+    assert "liar may come back" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_keeps_nobody_in(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def full(self: Outcasts, name: str, reason: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), swarm(tmp_path / "swarm", model) as engine:
+            liar = token_of(tmp_path, "liar")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Outcasts, "add", full)
+                await until_sent_away(engine, liar)
+            with pytest.raises(Refused, match="'liar' is not trusted any more"):
+                async with joined(engine, liar):
+                    pass
+
+    asyncio.run(main())
+    assert "liar may come back when the run is started again" in caplog.text
+
+
+def test_the_file_says_who_when_and_why_and_is_changed_by_several_processes_at_once(tmp_path: Path) -> None:
+    file = tmp_path / FILE_NAME
+    here = Outcasts(file)
+    assert not here.listed() and not here.pardoned()
+    begun_s = time.time()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: Outcasts(file).add(name, f"{name} has lied"), [f"w{i}" for i in range(24)]))
+    assert {*here.listed()} == {f"w{i}" for i in range(24)} and not here.pardoned()
+    assert here.listed()["w3"].reason == "w3 has lied" and begun_s <= here.listed()["w3"].time_s <= time.time()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    here.add("w0", "it has lied again")
+    elsewhere = Outcasts(file)
+    elsewhere.pardon("w3")
+    with pytest.raises(ConfigError, match="'w3' was not sent away; those that were: w0, w1, w10"):
+        elsewhere.pardon("w3")
+    assert here.pardoned() == {"w3"} and not here.pardoned()
+    assert here.listed()["w0"].reason == "it has lied again"
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text('{"workers": {"liar": 3}}')
+    with pytest.raises(
+        RunError, match=r"sent_away\.json cannot be read .*: delete it, and workers that were sent away"
+    ):
+        Outcasts(tmp_path / FILE_NAME)

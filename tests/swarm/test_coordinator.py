@@ -196,6 +196,27 @@ def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
     assert second.counters.adopted_calls == 1
 
 
+@pytest.mark.parametrize("lapses", [True, False])
+def test_what_a_member_offers_that_had_lost_its_lease_is_accepted_late_and_counted(lapses: bool) -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    decoded(worker, "g0.0#0.", LENGTH)  # which is lost on the way
+    if lapses:
+        (failed,) = [e for e in hub.expire(TTL_S + 1) if isinstance(e, Fail)]
+        assert failed.call_id == "g0.0#0."
+    else:
+        hub.cut(["g0.0#0."])
+    join(hub, worker, TTL_S + 2)
+    assert hub.counters.late_accepted == 0, "nobody has asked for it yet"
+    adopt = [e for e in hub.opened(request("g0.0", 1)) if isinstance(e, Send)]
+    for effect in adopt:
+        worker.got(effect.message)
+    out = [e for m in worker.send("g0.0#1.") for e in hub.received(worker.lease, m, TTL_S + 3)]
+    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.")
+    assert (hub.counters.adopted_calls, hub.counters.late_accepted) == (1, int(lapses))
+
+
 def test_tokens_of_weights_that_a_run_restarted_from_an_older_checkpoint_has_not_made_are_let_go() -> None:
     first, worker = coordinator(), ModelWorker("a")
     first.published(head(3))

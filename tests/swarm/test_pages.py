@@ -16,7 +16,13 @@ from rollover.errors import ConfigError
 from rollover.swarm.coordinator.status.board import MAX_CURVES, MAX_POINTS, MAX_PUBLICATIONS, StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener, names_this_machine
 from rollover.swarm.coordinator.status.pages.prometheus import exposition
-from rollover.swarm.coordinator.status.snapshot import AssignmentStatus, StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status.snapshot import (
+    AssignmentStatus,
+    PublicationStatus,
+    StatusFile,
+    SwarmStatus,
+    WorkerStatus,
+)
 from rollover.swarm.publication.publisher import PublishedWeights
 from rollover.swarm.wire.messages import Head
 
@@ -116,7 +122,19 @@ def test_the_metrics_are_those_of_the_state() -> None:
             worker("laptop", drift=2e-6, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264),
             worker("old", state="sent away", num_held=0, tokens_per_s=0.0),
             convergence_s=5.5,
-            counters={"fenced": 2, "repeated_tokens": 9},
+            counters={"fenced": 2, "repeated_tokens": 9, "late_accepted": 1},
+            publications=(
+                PublicationStatus(
+                    version=8,
+                    kind="delta",
+                    reason="",
+                    wire_bytes=81,
+                    full_bytes=9437,
+                    elapsed_s=0.4,
+                    time_s=NOW_S,
+                    changed_fraction=0.02,
+                ),
+            ),
             metrics={"staleness/mean": 0.25, "staleness/max": 1.0, "rollout/wasted_tokens/failed": 12.0},
         )
     )
@@ -132,6 +150,8 @@ def test_the_metrics_are_those_of_the_state() -> None:
         'rollover_credits{worker="laptop"} 12',
         'rollover_credits{worker="old"} 0',
         "rollover_convergence_s 5.5",
+        'rollover_changed_fraction{kind="delta"} 0.02',
+        "rollover_late_accepted 1",
         "rollover_duplicates 9",
         "rollover_fenced_writes 2",
         "rollover_staleness_mean 0.25",

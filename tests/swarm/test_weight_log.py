@@ -17,9 +17,15 @@ from rollover.swarm.wire.messages import Serving
 from tests.swarm.kit import VOCAB, ModelWorker, head
 
 
-def publication(version: int, wire_bytes: int = 100) -> PublishedWeights:
+def publication(version: int, wire_bytes: int = 100, changed_fraction: float | None = None) -> PublishedWeights:
     return PublishedWeights(
-        head=head(version), kind="delta", reason="", wire_bytes=wire_bytes, full_bytes=4000, elapsed_s=0.5
+        head=head(version),
+        kind="delta",
+        reason="",
+        wire_bytes=wire_bytes,
+        full_bytes=4000,
+        elapsed_s=0.5,
+        changed_fraction=changed_fraction,
     )
 
 
@@ -34,23 +40,28 @@ def test_records_are_read_as_they_were_made(tmp_path: Path) -> None:
     log.published(publication(7))
     log.changed("laptop", serving(7, prepare_s=2.0))
     log.changed("phone", serving(6))  # a publication of an earlier process
-    first, second, third = read_weight_log(tmp_path / "weights.jsonl")
+    log.published(publication(8, changed_fraction=0.25))
+    first, second, third, fourth = read_weight_log(tmp_path / "weights.jsonl")
     assert isinstance(first, PublishedVersion) and (first.version, first.kind, first.wire_bytes) == (7, "delta", 100)
     assert isinstance(second, MemberChange) and (second.member, second.version, second.prepare_s) == ("laptop", 7, 2.0)
     assert 0 <= second.after_s < 60
     assert isinstance(third, MemberChange) and math.isnan(third.after_s)
+    assert math.isnan(first.changed_fraction)
+    assert isinstance(fourth, PublishedVersion) and fourth.changed_fraction == 0.25
 
 
 def test_metrics_are_of_what_came_since_the_last_ones() -> None:
     log = WeightLog()
     assert log.take_metrics() == {}
-    log.published(publication(7, wire_bytes=300))
+    log.published(publication(6, wire_bytes=0))
+    log.published(publication(7, wire_bytes=300, changed_fraction=0.02))
     log.changed("laptop", serving(7, prepare_s=1.0, pause_s=0.1, wire_bytes=300))
     log.changed("phone", serving(7, prepare_s=3.0, pause_s=0.5, wire_bytes=400))
     found = log.take_metrics()
     assert 0 <= found.pop("swarm/convergence_s") < 60
     assert found == {
         "swarm/published_bytes": 300,
+        "swarm/changed_fraction": 0.02,
         "swarm/changes": 2,
         "swarm/wire_bytes": 700,
         "swarm/prepare_s": 2.0,

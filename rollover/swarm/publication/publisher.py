@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rollover.errors import EngineError
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
+from rollover.swarm.publication.changed import changed_fraction
 from rollover.swarm.publication.delta import Bytes, encode
 from rollover.swarm.publication.frozen import FrozenTensors
 from rollover.swarm.publication.keys import open_key
@@ -87,6 +88,9 @@ class PublishedWeights:
     full_bytes: int
     """The size of all tensors, uncompressed."""
     elapsed_s: float
+    changed_fraction: float | None = None
+    """Share of all elements that are others than in the version before, as they are served; ``None`` where there is
+    none to compare with."""
 
 
 class SwarmPublisher:
@@ -185,6 +189,7 @@ class SwarmPublisher:
             wire_bytes=manifest.wire_bytes,
             full_bytes=sum(content.nbytes for content in new.values()),
             elapsed_s=time.perf_counter() - started_s,
+            changed_fraction=self._changed_fraction(specs, new),
         )
         return published, new
 
@@ -210,6 +215,7 @@ class SwarmPublisher:
             wire_bytes=wire_bytes if kind == "adapter" else manifest.wire_bytes,
             full_bytes=frozen.num_bytes,
             elapsed_s=time.perf_counter() - started_s,
+            changed_fraction=self._changed_fraction(frozen.tensors, new),
         )
         return published, new
 
@@ -223,6 +229,11 @@ class SwarmPublisher:
         if body is None:
             return None, None, reason if base is None else "a delta would not have been smaller"
         return body, self._log.kept[-1], reason
+
+    def _changed_fraction(self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes) -> float | None:
+        if self._base is None:
+            return None
+        return changed_fraction(self._base, new, {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs})
 
     def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""

@@ -122,6 +122,7 @@ class Coordinator:
         if refusal := member.refusal(hello):
             return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
+        member.is_late, member.has_lapsed = member.has_lapsed, False
         member.ready = member.version = member.checked_version = None
         member.last_heartbeat, member.suspected = 0, {}
         self._ranking.changed(member)
@@ -185,6 +186,7 @@ class Coordinator:
             self._placing.lapse(member, now_s)
             if now_s - member.heard_s > self._ttl_s:
                 self.counters.expired_leases += 1
+                member.has_lapsed = True
                 reason = f"{member.name} has not been heard of for {self._ttl_s:g} s"
                 if member.is_connected:
                     effects += self._goodbye(lease, reason, is_final=False)

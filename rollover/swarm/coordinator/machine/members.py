@@ -58,6 +58,10 @@ class SwarmMember:
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
     """Calls that it offers to go on with, by sample key."""
+    has_lapsed: bool = False
+    """Its last lease has ended without a word, and it has not been back."""
+    is_late: bool = False
+    """It had lost its lease when it came back: what it offers is late."""
     prepare_s: float | None = None
     """Time that it took to fetch weights, the last time."""
     pause_s: float | None = None
@@ -145,6 +149,8 @@ class SwarmCounters:
     """Tokens in these messages. A worker that comes back offers them again, where somebody may still want them."""
     repeated_tokens: int = 0
     adopted_calls: int = 0
+    late_accepted: int = 0
+    """Those of them whose member had lost its lease before it came back with them."""
     expired_leases: int = 0
     repairs: dict[str, int] = field(default_factory=dict)
     """Messages that were lost and made good, by what was sent for them."""

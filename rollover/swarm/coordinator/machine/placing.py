@@ -181,6 +181,7 @@ class Placing:
             return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
         self._calls.give(call_id, member, held_as=offer.call_id)
         self._counters.adopted_calls += 1
+        self._counters.late_accepted += member.is_late
         return [Send(member.lease, call.adoption(offer.call_id, call_id))]
 
     def _choose(self, least_version: int, num_decoded: int, limit: int) -> str | None:

@@ -80,6 +80,7 @@ class StatusBoard:
                 full_bytes=weights.full_bytes,
                 elapsed_s=weights.elapsed_s,
                 time_s=self._now_s(),
+                changed_fraction=weights.changed_fraction,
             )
         )
 

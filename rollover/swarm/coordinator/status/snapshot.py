@@ -92,6 +92,8 @@ class PublicationStatus:
     """Time that writing it took."""
     time_s: float
     """Seconds since 1970, when it was there."""
+    changed_fraction: float | None = None
+    """Share of all elements that are others than in the version before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def swarm_status(coordinator: Coordinator, url: str, reexecutions: Mapping[str, 
             "late_tokens": counters.late_tokens,
             "repeated_tokens": counters.repeated_tokens,
             "adopted_calls": counters.adopted_calls,
+            "late_accepted": counters.late_accepted,
             "expired_leases": counters.expired_leases,
             **(reexecutions or {}),
         },

@@ -47,6 +47,8 @@ class PublishedVersion:
     """Time that encoding and writing it took."""
     time_s: float
     """Seconds since 1970, when it could be fetched."""
+    changed_fraction: float = math.nan
+    """Share of all elements that are others than in the version before; NaN where there was none to compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class WeightLog:
                 full_bytes=weights.full_bytes,
                 elapsed_s=weights.elapsed_s,
                 time_s=now_s,
+                changed_fraction=math.nan if weights.changed_fraction is None else weights.changed_fraction,
             )
         )
 
@@ -126,6 +129,8 @@ class WeightLog:
         changes = [record for record in records if isinstance(record, MemberChange)]
         publications = [record for record in records if isinstance(record, PublishedVersion)]
         metrics = {"swarm/published_bytes": float(sum(p.wire_bytes for p in publications))} if publications else {}
+        if fractions := [p.changed_fraction for p in publications if not math.isnan(p.changed_fraction)]:
+            metrics["swarm/changed_fraction"] = statistics.fmean(fractions)
         if not changes:
             return metrics
         after_s = [change.after_s for change in changes if not math.isnan(change.after_s)]

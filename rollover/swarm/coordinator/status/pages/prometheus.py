@@ -30,6 +30,7 @@ _COUNTERS = {
     "reexecuted_disputed": ("reexecuted_disputed", "Those of which the other worker sampled something else."),
     "reexecuted_undecided": ("reexecuted_undecided", "Disputes that nobody could decide."),
     "adopted_calls": ("adopted_calls", "Calls that went on with what a worker had kept."),
+    "late_accepted": ("late_accepted", "Those of them whose worker had lost its lease in between."),
     "expired_leases": ("expired_leases", "Workers that were not heard of in time."),
 }
 
@@ -132,7 +133,10 @@ def _of_publications(status: SwarmStatus) -> Iterator[Family]:
             ("publication_bytes", "Bytes of the newest publication.", newest.wire_bytes),
             ("publication_full_bytes", "Bytes of all its tensors, uncompressed.", newest.full_bytes),
             ("publication_s", "Time that writing it took.", newest.elapsed_s),
+            ("changed_fraction", "Share of its elements that are new.", newest.changed_fraction),
         ):
+            if value is None:
+                continue
             sample = Sample(labels={"kind": newest.kind}, value=value)
             yield Family(name=name, kind="gauge", help=text, samples=(sample,))
 

@@ -6,7 +6,7 @@ tokens are durable, or until nobody wants it; so a member is never told to forge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -65,6 +65,13 @@ class Acknowledgements:
         """A call has ended here; its last tokens have yet to be written down."""
         if (holding := self._holdings.get(call_id)) is not None:
             holding.end = position
+
+    def lapsed(self, call_ids: Iterable[str]) -> None:
+        """The member of these calls, which have ended here, is gone. Where all that has come of one is durable, what
+        the member may still hold of it is as if nobody had asked for it yet."""
+        for call_id in call_ids:
+            if (holding := self._holdings.get(call_id)) is not None and holding.end == holding.acked:
+                self.dropped(call_id)
 
     def dropped(self, call_id: str) -> None:
         """The member was told to forget a call."""

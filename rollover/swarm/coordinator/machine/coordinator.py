@@ -205,7 +205,9 @@ class Coordinator:
         member.ready = member.version = member.checked_version = None
         self._placing.forget(member)
         self._ranking.changed(member)
-        failed = self._calls.failed(member, reason, set(member.calls))
+        call_ids = set(member.calls)
+        failed = self._calls.failed(member, reason, call_ids)
+        self._calls.acknowledgements.lapsed(call_ids)
         return [*failed, Changed(reason)]
 
     def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> list[Effect]:

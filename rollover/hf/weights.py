@@ -70,13 +70,14 @@ def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     for file in weight_files(folder):
         try:
-            infos |= _read_header(file)
+            infos |= read_header(file)
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             raise ModelError(f"{file} is not a safetensors file: {e}") from None
     return infos
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Read what one safetensors file holds, by name. Raises ``ValueError`` or its like when it is none."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= _MAX_HEADER_BYTES:

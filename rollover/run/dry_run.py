@@ -22,11 +22,13 @@ def dry_run(config: RunConfig) -> list[str]:
         ConfigError: prompts and responses do not fit the model or the engine.
     """
     from rollover.run.engine import check_engine
+    from rollover.run.trainers import check_devices
     from rollover.tasks.open import check_source
     from rollover.tasks.prompts import PromptEncoder
 
     r = config.rollout
     lines = [f"model: {_model_line(config)}"]
+    lines += check_devices(config)
     lines += check_engine(config)
     if config.sft is not None:
         lines.append(f"warm-up: {config.sft.num_steps} supervised steps of {config.sft.batch_size} examples")

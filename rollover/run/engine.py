@@ -72,10 +72,6 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
     refuse, or an address or certificate that a swarm cannot use.
     """
-    if config.trainer.device not in ("auto", "cpu"):
-        from rollover.trainer.models import pick_device
-
-        pick_device(config.trainer.device)
     if isinstance(config.engine, SwarmConfig):
         from rollover.swarm.coordinator.blob_places import check_blobs
 

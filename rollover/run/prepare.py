@@ -21,6 +21,7 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
+from rollover.run.trainers import check_devices
 from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 
@@ -42,6 +43,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
         read_model_config(base)  # says what is wrong with it before anything else stumbles over it
+    check_devices(config)
     for line in check_engine(config, begins=True):
         if "warning:" in line:
             progress.message(line)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
@@ -37,6 +36,7 @@ from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
 from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, WatchesSteps, to_all
 from rollover.run.prepare import check_model, initial_policy
+from rollover.run.trainers import open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
@@ -89,7 +89,8 @@ async def open_session(
         check_model(run, folder, needs_weights=checkpoint is None or needs_base)
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
-        trainer = _open_trainer(config, folder, checkpoint, progress)
+        trainer = open_trainer(config, run, folder, checkpoint, progress)
+        stack.callback(trainer.close)
         engine, folders = await open_engine(config, run, folder, progress.message)
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
@@ -204,22 +205,3 @@ def _resumed(
             " a run that was never stopped"
         )
     return state
-
-
-def _open_trainer(config: RunConfig, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
-    from rollover.trainer.checkpoint import read_manifest
-    from rollover.trainer.local import LocalTrainer
-
-    if checkpoint is not None and not read_manifest(checkpoint).files:
-        progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
-    return LocalTrainer(
-        config.trainer,
-        resolve(config.algorithm),
-        folder,
-        temperature=config.rollout.temperature,
-        max_response_tokens=config.rollout.max_new_tokens,
-        num_steps=config.steps,
-        seed=config.seed,
-        deterministic=config.deterministic,
-        resume_from=checkpoint,
-    )

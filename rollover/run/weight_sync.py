@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ class WeightSync:
         Raises ``EngineError`` when no engine takes the weights, or none samples from them.
         """
         version = self.trainer.version
-        weights = await self.publisher.stage(self.trainer.weight_source())
+        weights = await self.publisher.stage(await asyncio.to_thread(self.trainer.weight_source))
         await self.trust.expect(version)
         failed: Sequence[str] = ()
 

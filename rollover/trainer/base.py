@@ -56,3 +56,7 @@ class Trainer(Protocol):
         Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
         """
         ...
+
+    def close(self) -> None:
+        """End what it has started. Nothing else may be asked of it then."""
+        ...

@@ -2,7 +2,8 @@
 
 Layout of ``step_<version>/``: an ordinary Hugging Face model folder (trainable and servable as it is), plus
 ``trainer/optimizer.safetensors`` (Adam's moments by parameter name, generator states; in a folder of its own, since
-servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``, the manifest. Nothing
+servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``, the manifest. Several ranks
+write a file each instead of either (``shares``); any number of ranks reads both layouts. Nothing
 is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones. The
 manifest holds a checksum of each file and of itself: a checkpoint goes on as it was written, or is refused.
 """
@@ -13,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ OPTIMIZER = "trainer/optimizer.safetensors"
 _NAME = re.compile(r"step_(\d+)")
 _OWN_SUM = "sha256"
 """Key of the manifest's own checksum in its file."""
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,9 @@ class CheckpointManifest:
     identity: Mapping[str, Any]
     """Settings under which training goes on, by their keys."""
     num_threads: int
-    """CPU threads of the process that wrote it; the bits of a sum depend on them."""
+    """CPU threads of each process that wrote it; the bits of a sum depend on them."""
+    num_ranks: int = 1
+    """Processes that wrote it, and trained it: bits depend on them too. Left out of the file where there was one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own JSON, such as a journal position."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +129,7 @@ def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     """
     for name, written in manifest.files.items():
         try:
-            found = _sum_of_file(folder / name)
+            found = sum_of_file(folder / name)
         except FileNotFoundError:
             raise DamagedCheckpoint(folder, f"{folder / name} is gone") from None
         if found != written:
@@ -145,20 +149,41 @@ def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping
             )
 
 
-def write_state(folder: Path, model: Any, optimizer: AdamW, manifest: CheckpointManifest) -> None:
-    """Optimizer, generators and, last, the manifest beside the model's own files, which are there."""
-    tensors = {f"cpu_generator/{i}": s for i, s in enumerate([torch.get_rng_state()])}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda_generator/{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+def write_state(folder: Path, model: Any, optimizer: AdamW) -> None:
+    """Write the states of the optimizer and the generators."""
+    tensors = generator_states()
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{moment}/{name}"] = value.contiguous()
     (folder / OPTIMIZER).parent.mkdir()
     save_file(tensors, folder / OPTIMIZER)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    values = asdict(replace(manifest, files={str(path.relative_to(folder)): _sum_of_file(path) for path in files}))
+
+
+def generator_states() -> dict[str, Tensor]:
+    """Return the states of PyTorch's generators by the names that they have in a checkpoint."""
+    tensors = {"cpu_generator/0": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda_generator/{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    return tensors
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest, sums: Mapping[str, str] | None = None) -> None:
+    """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` are those known
+    already, by the paths of the files within the folder."""
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    known = sums or {}
+    files = {name: known[name] if name in known else sum_of_file(folder / name) for name in names}
+    values = asdict(replace(manifest, files=files))
+    if manifest.num_ranks == 1:
+        del values["num_ranks"]
     values[_OWN_SUM] = _sum_of(values)
     (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def optimizer_files(folder: Path) -> Sequence[Path]:
+    """List the files of a checkpoint that hold the optimizer's state: one, or one of each rank that wrote it."""
+    of_ranks = sorted((folder / OPTIMIZER).parent.glob("optimizer-*.safetensors"))
+    return of_ranks or [folder / OPTIMIZER]
 
 
 def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
@@ -166,24 +191,30 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
 
     Raises ``ModelError`` naming the first tensor that does not fit the model.
     """
-    path = folder / OPTIMIZER
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
-    generators = {n: tensors.pop(n) for n in list(tensors) if n.split("/")[0].endswith("_generator")}
+    tensors: dict[str, Tensor] = {}
+    for path in optimizer_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
+    generators = {n: tensors.pop(n) for n in list(tensors) if is_generator(n)}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if tensors:
-        _check_moments(path, tensors, parameters)
+        check_moments(path, {name: tuple(t.shape) for name, t in tensors.items()}, parameters)
         for name, parameter in parameters.items():
-            optimizer.state[parameter] = {m: _place(m, tensors[f"{m}/{name}"], parameter) for m in _MOMENTS}
+            optimizer.state[parameter] = {m: _place(m, tensors[f"{m}/{name}"], parameter) for m in MOMENTS}
     for name, state in generators.items():
         device, index = name.split("_generator/")
         if device == "cpu":
             torch.set_rng_state(state)
         elif int(index) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(index))
+
+
+def is_generator(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is the state of a generator."""
+    return name.split("/")[0].endswith("_generator")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -194,14 +225,15 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _check_moments(path: Path, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in _MOMENTS}
-    for name in sorted(expected.keys() | tensors.keys()):
-        if name not in tensors:
+def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> None:
+    """Raise ``ModelError`` unless the moments in a checkpoint, of these shapes, are those of the model's parameters."""
+    expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in MOMENTS}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if name not in shapes:
             raise ModelError(f"{path} does not match the model: it lacks {name}")
         if name not in expected:
             raise ModelError(f"{path} does not match the model: it has {name}, which the model has not")
-        if (shape := tuple(tensors[name].shape)) != expected[name]:
+        if (shape := shapes[name]) != expected[name]:
             raise ModelError(f"{path} does not match the model: {name} is {shape}, the model wants {expected[name]}")
 
 
@@ -209,7 +241,8 @@ def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(parameter.device) if moment == "step" else value.to(parameter)
 
 
-def _sum_of_file(path: Path) -> str:
+def sum_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
-from rollover.settings.changes import Inexact, said_by
+from rollover.settings.changes import Changeable, Inexact, said_by
 
 DType = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -105,10 +105,22 @@ class TrainerConfig(StepConfig):
     start of the batch, so the clip bounds the movement of the whole step."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the model's own weights."""
+    num_devices: Inexact[int] = 1
+    """Devices of this machine over which weights, gradients and optimizer state are sharded (FSDP2), each with a
+    process of its own: the first so many GPUs, or as many processes on the CPU. 1 trains in the process of the run."""
+    max_restarts: Changeable[int] = 3
+    """With several devices: how often in a row their processes are started again from the last checkpoint, after one of
+    them was lost, before the run gives up. Every step that is new begins the count anew."""
+    rank_timeout_s: Changeable[float] = 600.0
+    """With several devices: when none of their processes gets anything done for so long, they are ended, and the one
+    that the others wait for is named."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
+        _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
+        _require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "at least 0")
+        _require(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "above 0")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is learned; a checkpoint goes on only under the same ones."""

@@ -19,30 +19,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
-from rollover.errors import ModelError, RolloverError
+from rollover.errors import RolloverError
 from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
-from rollover.trainer.checkpoint import (
-    CheckpointManifest,
-    check_identity,
-    read_manifest,
-    read_state,
-    verify_files,
-    write_state,
-)
+from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.dealing import attention_share
 from rollover.trainer.drift import measured_drift
+from rollover.trainer.gathering import gathered_distances, gathered_losses, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, deal, split
 from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from rollover.trainer.packing import TrainingSample, pack
-from rollover.trainer.policy import check_kind, open_policy
+from rollover.trainer.packing import PackedRow, TrainingSample, pack
+from rollover.trainer.policy import open_policy
+from rollover.trainer.setup import TrainingSetup
+from rollover.trainer.world import ALONE, PeerLost, World
 from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.base import WeightSource
 
@@ -53,13 +51,10 @@ class LocalTrainer:
     Args:
         model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs
         one.
-        temperature: of the sampling; log-probs are taken at it.
-        max_response_tokens: the response budget (overlong punishment, Dr.GRPO's divisor).
-        num_steps: batches in the run, where the ``linear`` and ``cosine`` schedules end.
-        seed: deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)
-        deterministic: refuse kernels whose result varies between runs: on one machine with one thread count a step is
-            then a function of (state, batch), bit for bit.
+        temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
         resume_from: a checkpoint to go on from, exactly where ``save`` left off.
+        world: other ranks with which it trains one model. All are given the same batches, each trains its own rows of
+            them, and each writes its share of a checkpoint; whoever leads them has checked the one to go on from.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
     optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there.
@@ -77,25 +72,31 @@ class LocalTrainer:
         seed: int = 0,
         deterministic: bool = False,
         resume_from: Path | None = None,
+        world: World = ALONE,
     ) -> None:
-        if temperature <= 0:
-            raise ValueError(f"temperature must be above 0 for training, got {temperature}: greedy has no density")
+        self._setup = TrainingSetup(
+            config=config,
+            algorithm=algorithm,
+            temperature=temperature,
+            max_response_tokens=max_response_tokens,
+            num_steps=num_steps,
+            seed=seed,
+            deterministic=deterministic,
+        )
         self._config = config
         self._algorithm = algorithm
-        self._temperature = temperature
-        self._max_response_tokens = max_response_tokens
-        self._num_steps = num_steps
-        self._seed = seed
-        self._deterministic = deterministic
+        self._world = world
         self._device = pick_device(config.device)
-        self._autocast = config.dtype == "bfloat16"
         self._version = 0
         self._is_whole = True
         """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
         self._companions = read_companions(initial)
-        if resume_from is not None:
-            self._version = self._check_resumable(resume_from, initial)
+        if resume_from is not None and world.size > 1:
+            self._version = read_manifest(resume_from).version
+        elif resume_from is not None:
+            threads = torch.get_num_threads()
+            self._version = self._setup.check_resumable(resume_from, initial, num_threads=threads)
         with reporting_out_of_memory(config):
             self._policy = open_policy(
                 config,
@@ -104,11 +105,13 @@ class LocalTrainer:
                 needs_ref=algorithm.needs_ref,
                 device=self._device,
                 seed=seed,
+                world=world,
             )
             self._model = self._policy.model
+            self._autocast = self._policy.autocast
             self._optimizer = build_optimizer(self._model, config)
             if resume_from is not None:
-                read_state(resume_from, self._model, self._optimizer)
+                self._policy.read_state(resume_from, self._optimizer)
 
     @property
     def version(self) -> int:
@@ -138,19 +141,21 @@ class LocalTrainer:
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
         self._is_whole = False
         started_s = time.perf_counter()
-        config = self._config
-        with reporting_out_of_memory(config), deterministic_kernels(self._deterministic):
-            groups = deal(batch.groups, config.mini_batches, seed=self._seed, step=batch.step)
+        config, world = self._config, self._world
+        with reporting_out_of_memory(config), deterministic_kernels(self._setup.deterministic):
+            groups = deal(batch.groups, config.mini_batches, seed=self._setup.seed, step=batch.step)
             data = BatchTensors.of(groups, self._algorithm, step=batch.step, device=self._device)
             minis = split(
                 data,
                 config.mini_batches,
                 budget=config.micro_batch_tokens,
-                max_response_tokens=self._max_response_tokens,
+                max_response_tokens=self._setup.max_response_tokens,
+                world=world,
+                quadratic=attention_share(self._model.config.hidden_size),
             )
             constants = self._constants(data, minis)
             distance_T = torch.full_like(data.rollout_logprobs_T, torch.nan, dtype=torch.float64)
-            rate = learning_rate(config, batch.step, self._num_steps)
+            rate = learning_rate(config, batch.step, self._setup.num_steps)
             losses, norms, parts = [], [], []
             for mini in minis:
                 loss, mini_metrics = self._accumulate(data, constants, mini, distance_T)
@@ -159,6 +164,7 @@ class LocalTrainer:
                 parts.append(mini_metrics)
             metrics = reduce(LossMetrics.merge, parts)
             trajectories = [t for g in groups for t in g.trajectories]
+            distance_T = gathered_distances(world, distance_T)
             drift = measured_drift(trajectories, distance_T.cpu().numpy(), step=batch.step)
         self._version += 1
         self._is_whole = True
@@ -198,41 +204,22 @@ class LocalTrainer:
         Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
         """
         assert self._is_whole, "a step that raised left weights that are no version's"
-        manifest = CheckpointManifest(
-            version=self._version,
-            identity=self._identity(),
-            num_threads=torch.get_num_threads(),
-            extra=dict(extra or {}),
-        )
+        assert self._world.size == 1, "ranks write their shares, and whoever leads them the rest"
+        manifest = self._setup.manifest(self._version, num_threads=torch.get_num_threads(), extra=extra)
 
         def write(partial: Path) -> None:
-            self._policy.write(partial, companions=self._companions)
-            write_state(partial, self._model, self._optimizer, manifest)
+            self.write_share(partial)
+            write_manifest(partial, manifest)
 
         write_folder(folder, write)
 
-    def _check_resumable(self, checkpoint: Path, initial: Path) -> int:
-        """The checkpoint's version."""
-        manifest = read_manifest(checkpoint)
-        verify_files(checkpoint, manifest)
-        check_identity(checkpoint, manifest, self._identity())
-        if self._deterministic and manifest.num_threads != torch.get_num_threads():
-            raise ModelError(
-                f"checkpoint {str(checkpoint)!r} was written with {manifest.num_threads} threads, "
-                f"now there are {torch.get_num_threads()}: set OMP_NUM_THREADS={manifest.num_threads}, "
-                "or deterministic = false"
-            )
-        check_kind(self._config, checkpoint, initial)
-        return manifest.version
+    def write_share(self, folder: Path) -> None:
+        """Write what this rank has of a checkpoint: all but the manifest, where it is alone."""
+        self._policy.write(folder, companions=self._companions)
+        self._policy.write_state(folder, self._optimizer)
 
-    def _identity(self) -> dict[str, Any]:
-        settings = {f"trainer.{k}": v for k, v in self._config.identity().items()}
-        settings |= {f"algorithm.{k}": v for k, v in self._algorithm.settings().items()}
-        settings |= {"seed": self._seed, "temperature": self._temperature}
-        settings["max_response_tokens"] = self._max_response_tokens
-        if self._config.schedule != "constant":
-            settings["num_steps"] = self._num_steps
-        return settings
+    def close(self) -> None:
+        """See ``Trainer.close``: there is nothing to end."""
 
     def _constants(self, data: BatchTensors, minis: tuple[MiniBatch, ...]) -> StepConstants:
         """Proximal and reference log-probs and advantages of the batch.
@@ -245,19 +232,27 @@ class LocalTrainer:
         in_reward = self._algorithm.needs_ref and self._algorithm.kl_in == "reward"
         late = minis if in_reward else minis[1:] if self._algorithm.needs_proximal else ()
 
-        def forward(model: Any, chosen: tuple[MiniBatch, ...]) -> Tensor:
-            rows = [row for mini in chosen for row in mini.rows]
-            return all_logprobs(model, rows, self._temperature, num_tokens=data.num_tokens, autocast=self._autocast)
+        def forward(model: Any, chosen: tuple[MiniBatch, ...], what: str) -> Tensor:
+            logprobs_T = all_logprobs(
+                model,
+                [row for mini in chosen for row in mini.rows],
+                self._setup.temperature,
+                num_tokens=data.num_tokens,
+                autocast=self._autocast,
+                padding=[row for mini in chosen for row in mini.padding],
+                on_pass=self._world.tick,
+            )
+            return self._world.sum(logprobs_T, what) if chosen else logprobs_T
 
-        proximal_T, ref_T = forward(self._model, late), None
+        proximal_T, ref_T = forward(self._model, late, "proximal log-probs"), None
         if self._algorithm.needs_ref:
             with self._policy.reference() as reference:
-                ref_T = forward(reference, minis)
+                ref_T = forward(reference, minis, "reference log-probs")
         rewards_B = shaped_rewards(
             self._algorithm,
             rewards_B=data.rewards_B,
             lengths_B=data.lengths_B,
-            max_response_tokens=self._max_response_tokens,
+            max_response_tokens=self._setup.max_response_tokens,
         )
         advantages_T = compute_advantages(
             self._algorithm,
@@ -279,22 +274,55 @@ class LocalTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
         losses, parts = [], []
+        refused: RolloverError | None = None
         for row in mini.rows:
-            logprobs_T = response_logprobs(self._model, row, self._temperature, autocast=self._autocast)
+            logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
             tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
             if is_first or needs_proximal:  # else the weights have moved since the step began
                 distance_T[row.token_T] = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).abs().double()
             try:
-                loss, row_metrics = policy_loss(self._algorithm, tokens, mini.denominators)
-            except LossError as error:
-                if error.sample_index is None:
+                loss, row_metrics = self._loss(data, mini, row, tokens)
+            except RolloverError as error:
+                if self._world.size == 1:
                     raise
-                sample_id = data.sample_ids[row.samples_B[error.sample_index]]
-                raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
+                refused, loss = refused or error, logprobs_T.sum()  # the other ranks wait for this pass
+            else:
+                losses.append(loss.detach())
+                parts.append(row_metrics)
             loss.backward()
-            losses.append(loss.detach())
-            parts.append(row_metrics)
-        return float(sum(losses)), reduce(LossMetrics.merge, parts)
+            self._world.tick()
+        for row in mini.padding:
+            logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
+            (0 * logprobs_T).sum().backward()
+            self._world.tick()
+        if not mini.rows:  # what has no metrics of its own takes their form from a pass made for nothing
+            tokens = mini.token_batch(data, constants, row, logprobs_T.detach(), as_proximal=True)
+            try:
+                parts.append(of_nothing(self._loss(data, mini, row, tokens)[1]))
+            except RolloverError as error:
+                refused = error
+        self._agree(refused)
+        return gathered_losses(self._world, losses, reduce(LossMetrics.merge, parts))
+
+    def _loss(
+        self, data: BatchTensors, mini: MiniBatch, row: PackedRow, tokens: TokenBatch
+    ) -> tuple[Tensor, LossMetrics]:
+        """The share of one row. Raises ``RolloverError`` naming a sample that cannot be trained on."""
+        try:
+            return policy_loss(self._algorithm, tokens, mini.denominators)
+        except LossError as error:
+            if error.sample_index is None:
+                raise
+            sample_id = data.sample_ids[row.samples_B[error.sample_index]]
+            raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
+
+    def _agree(self, refused: RolloverError | None) -> None:
+        """Raise what one rank has met on all of them, since none can go on without the others."""
+        failed = self._world.failed(refused is not None, "errors")
+        if refused is not None:
+            raise refused
+        if failed:
+            raise PeerLost(f"{self._world} cannot go on: rank {failed[0]} has met an error")
 
 
 def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str, float]:
@@ -302,5 +330,5 @@ def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str
         "reward/mean": float(data.rewards_B.mean()),
         "reward/std": float(data.rewards_B.std(correction=0)),
         "tokens/response": float(data.num_tokens),
-        "tokens/forward": float(sum(len(row.input_ids_N) for mini in minis for row in mini.rows)),
+        "tokens/forward": float(sum(mini.num_positions for mini in minis)),
     }

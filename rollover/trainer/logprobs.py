@@ -6,7 +6,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,10 +21,41 @@ LOGITS_PER_CHUNK = 1 << 26
 """Logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
 
 
+class OneForward(nn.Module):
+    """A model of which every use is one forward pass of this module, the output matrix included: FSDP gathers weights
+    when a pass begins, and frees them when it ends.
+
+    Example: ``response_logprobs(OneForward(model), row, 1.0)`` is ``response_logprobs(model, row, 1.0)``.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, use: Callable[[Any], Tensor]) -> Tensor:
+        return use(self.hf)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.hf.device
+        return device
+
+    @property
+    def lm_head(self) -> Any:
+        return self.hf.lm_head
+
+
 def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocast: bool = False) -> Tensor:
     """Log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
     unless it is switched off. The head runs on the ``T`` predicting positions alone, in bounded memory.
     ``autocast`` runs matrix products in bfloat16."""
+    if isinstance(model, OneForward):
+        inner: Tensor = model(lambda hf: response_logprobs(hf, row, temperature, autocast=autocast))
+        return inner
     with _autocast(row.input_ids_N.device, autocast):
         hidden_TD = _hidden(model, row)
         chunk = max(1, LOGITS_PER_CHUNK // model.lm_head.out_features)
@@ -48,21 +79,40 @@ def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocas
 def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:
     """Logits ``[T, vocab]`` from which the row's response tokens are drawn; for few tokens, since nothing bounds the
     memory."""
+    if isinstance(model, OneForward):
+        inner: Tensor = model(lambda hf: response_logits(hf, row, autocast=autocast))
+        return inner
     with _autocast(row.input_ids_N.device, autocast):
         logits_TV: Tensor = model.lm_head(_hidden(model, row))
         return logits_TV
 
 
 def all_logprobs(
-    model: Any, rows: Sequence[PackedRow], temperature: float, *, num_tokens: int, autocast: bool = False
+    model: Any,
+    rows: Sequence[PackedRow],
+    temperature: float,
+    *,
+    num_tokens: int,
+    autocast: bool = False,
+    padding: Sequence[PackedRow] = (),
+    on_pass: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Log-probs ``[num_tokens]`` of all response tokens of a batch, in the batch's own order, without
-    gradient; 0 for tokens that are in none of the rows."""
+    gradient; 0 for tokens that are in none of the rows.
+
+    Args:
+        padding: rows that are passed through the model and count nowhere.
+        on_pass: called after each row.
+    """
     out_T = torch.zeros(num_tokens, device=model.device)
     with torch.no_grad():
         for row in rows:
             logprobs = response_logprobs(model, row, temperature, autocast=autocast)
             out_T = out_T.to(logprobs.dtype).index_copy_(0, row.token_T, logprobs)
+            on_pass()
+        for row in padding:
+            response_logprobs(model, row, temperature, autocast=autocast)
+            on_pass()
     return out_T
 
 

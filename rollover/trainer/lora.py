@@ -16,13 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from rollover.errors import ConfigError, ModelError, require
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
-from rollover.trainer.checkpoint import DamagedCheckpoint
+from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.models import load_policy, save_weights
 from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
@@ -61,6 +62,7 @@ class LoraPolicy:
     ) -> None:
         require("peft", purpose="[trainer.lora]")
         assert config.lora is not None
+        self.autocast = config.dtype == "bfloat16"
         model = load_policy(
             base, dtype=_number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
@@ -91,6 +93,12 @@ class LoraPolicy:
         write_companions(without_own_files(companions), folder)
         self._settings.save_pretrained(str(folder))
         save_file(_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+    def write_state(self, folder: Path, optimizer: AdamW) -> None:
+        write_state(folder, self.model, optimizer)
+
+    def read_state(self, folder: Path, optimizer: AdamW) -> None:
+        read_state(folder, self.model, optimizer)
 
 
 def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Companions) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ConfigError
-from rollover.trainer.packing import PackedRow, TrainingSample, pack
+from rollover.trainer.dealing import deal_rows
+from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of
+from rollover.trainer.world import ALONE, World
 from rollover.types import Group, SampleId
 
 
@@ -91,6 +93,11 @@ class MiniBatch:
     """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
 
     rows: tuple[PackedRow, ...]
+    """Those of this rank."""
+    padding: tuple[PackedRow, ...] = ()
+    """Passes made for nothing, since other ranks have more rows: they count nowhere."""
+    num_positions: int
+    """Input positions of the rows of all ranks."""
     denominators: Denominators
     first_group: int
 
@@ -132,9 +139,17 @@ def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Gr
     return tuple(groups[i] for i in np.random.default_rng((seed, step)).permutation(len(groups)))
 
 
-def split(data: BatchTensors, num: int, *, budget: int, max_response_tokens: int) -> tuple[MiniBatch, ...]:
+def split(
+    data: BatchTensors,
+    num: int,
+    *,
+    budget: int,
+    max_response_tokens: int,
+    world: World = ALONE,
+    quadratic: float = 0.0,
+) -> tuple[MiniBatch, ...]:
     """``num`` mini-batches of whole groups, as equal in groups as can be, packed into rows of ``budget``
-    tokens."""
+    tokens, of which each rank of ``world`` gets its own. ``quadratic``: see ``dealing.family_cost``."""
     sizes = np.array(data.samples_per_group)
     ends = np.cumsum(sizes)
     lengths_B = np.array([len(s.response_ids) for s in data.samples])
@@ -142,9 +157,12 @@ def split(data: BatchTensors, num: int, *, budget: int, max_response_tokens: int
     for groups in np.array_split(np.arange(len(sizes)), num):
         members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))
         per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
+        rows, padding, positions = _own_rows(data, members, budget, world, quadratic)
         minis.append(
             MiniBatch(
-                rows=pack(data.samples, budget, members=members, device=data.group_B.device),
+                rows=rows,
+                padding=padding,
+                num_positions=positions,
                 denominators=Denominators(
                     num_tokens=sum(per_group),
                     num_samples=len(members),
@@ -156,3 +174,18 @@ def split(data: BatchTensors, num: int, *, budget: int, max_response_tokens: int
             )
         )
     return tuple(minis)
+
+
+def _own_rows(
+    data: BatchTensors, members: Sequence[int], budget: int, world: World, quadratic: float
+) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
+    """Return this rank's rows, its padding, and the input positions of all ranks."""
+    device = data.group_B.device
+    if world.size == 1:
+        rows = pack(data.samples, budget, members=members, device=device)
+        return rows, (), sum(len(row.input_ids_N) for row in rows)
+    dealt = deal_rows(data.samples, members, budget=budget, num_ranks=world.size, quadratic=quadratic)
+    own = dealt[world.rank]
+    positions = sum(num_positions(data.samples, part) for rank in dealt for row in rank.rows for part in row)
+    padding = rows_of(data.samples, [own.padding], device=device) * own.num_padding
+    return rows_of(data.samples, own.rows, device=device), padding, positions

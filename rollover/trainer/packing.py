@@ -98,7 +98,7 @@ def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: 
     for index in members:
         prompt = samples[index].prompt_ids
         parts = siblings.setdefault(prompt, [[]])
-        if parts[-1] and _num_positions(samples, (*parts[-1], index)) > budget:
+        if parts[-1] and num_positions(samples, (*parts[-1], index)) > budget:
             parts.append([])
         parts[-1].append(index)
     return tuple(tuple(part) for parts in siblings.values() for part in parts)
@@ -115,12 +115,22 @@ def pack(
     batch or of ``members`` alone; samples and tokens keep their numbers in the batch. On the CPU unless a ``device`` is
     named."""
     parts = families(samples, range(len(samples)) if members is None else members, budget)
+    bins = first_fit_decreasing([num_positions(samples, part) for part in parts], budget)
+    return rows_of(samples, [[parts[i] for i in b] for b in bins], device=device)
+
+
+def rows_of(
+    samples: Sequence[TrainingSample],
+    rows: Sequence[Sequence[tuple[int, ...]]],
+    *,
+    device: torch.device | None = None,
+) -> tuple[PackedRow, ...]:
+    """Rows that hold these families each."""
     first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
-    bins = first_fit_decreasing([_num_positions(samples, part) for part in parts], budget)
-    return tuple(_row(samples, [parts[i] for i in b], first_token_B, device) for b in bins)
+    return tuple(_row(samples, parts, first_token_B, device) for parts in rows)
 
 
-def _num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
+def num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
     """Input positions of siblings that share their prompt; the last response token is no input."""
     return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
 

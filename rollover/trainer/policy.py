@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions
 from rollover.hf.config import check_same_architecture, read_model_config
-from rollover.trainer.checkpoint import DamagedCheckpoint
+from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.models import load_policy, named_weights, save_model
+from rollover.trainer.world import ALONE, World
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 
@@ -38,6 +40,11 @@ class Policy(Protocol):
         """The transformers model that gives log-probs; parameters without ``requires_grad`` stay as they are."""
         ...
 
+    @property
+    def autocast(self) -> bool:
+        """Whether matrix products of ``model`` run in bfloat16 only under autocast, and shall."""
+        ...
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that engines serve, by Hugging Face name, without gradient; a tied matrix appears once."""
         ...
@@ -54,6 +61,15 @@ class Policy(Protocol):
         """Write what has been trained into a checkpoint's folder."""
         ...
 
+    def write_state(self, folder: Path, optimizer: AdamW) -> None:
+        """Write the state of its optimizer there too."""
+        ...
+
+    def read_state(self, folder: Path, optimizer: AdamW) -> None:
+        """Put the state in a checkpoint into ``optimizer``. Raises ``ModelError`` naming the first tensor that does not
+        fit the model."""
+        ...
+
 
 class FullPolicy:
     """All weights are trained, in float32. Implements ``Policy``.
@@ -68,6 +84,7 @@ class FullPolicy:
     def __init__(
         self, config: TrainerConfig, folder: Path, *, initial: Path, needs_ref: bool, device: torch.device
     ) -> None:
+        self.autocast = config.dtype == "bfloat16"
         self.model = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
         self._ref_model = load_policy(initial, device=device).requires_grad_(False) if needs_ref else None
 
@@ -84,6 +101,12 @@ class FullPolicy:
     def write(self, folder: Path, *, companions: Companions) -> None:
         save_model(self.model, folder, companions=companions)
 
+    def write_state(self, folder: Path, optimizer: AdamW) -> None:
+        write_state(folder, self.model, optimizer)
+
+    def read_state(self, folder: Path, optimizer: AdamW) -> None:
+        read_state(folder, self.model, optimizer)
+
 
 def open_policy(
     config: TrainerConfig,
@@ -93,12 +116,14 @@ def open_policy(
     needs_ref: bool,
     device: torch.device,
     seed: int,
+    world: World = ALONE,
 ) -> Policy:
     """Load the policy of a run that begins with the model ``initial`` or goes on from ``checkpoint``.
 
     Args:
         needs_ref: ``reference`` will be asked for.
         seed: of the first values of adapters.
+        world: the ranks over which it is sharded.
 
     Raises:
         ModelError: the model cannot be trained, or the checkpoint is of another kind.
@@ -109,6 +134,10 @@ def open_policy(
 
         return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, seed=seed)
     try:
+        if world.size > 1:
+            from rollover.trainer.sharded import ShardedPolicy
+
+            return ShardedPolicy(config, checkpoint or initial, initial=initial, needs_ref=needs_ref, world=world)
         return FullPolicy(config, checkpoint or initial, initial=initial, needs_ref=needs_ref, device=device)
     except ModelError as error:
         if checkpoint is None:

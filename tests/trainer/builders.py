@@ -23,6 +23,7 @@ from rollover.trainer.config import TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import save_model
 from rollover.trainer.packing import TrainingSample
+from rollover.trainer.world import ALONE
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
 
 VOCAB = 40
@@ -149,7 +150,7 @@ def make_batch(
 def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:
     """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
     own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "resume_from": None}
-    own |= {"seed": 0, "deterministic": False}
+    own |= {"seed": 0, "deterministic": False, "world": ALONE}
     own |= {key: settings.pop(key) for key in own.keys() & settings.keys()}
     if isinstance(algorithm, str):
         algorithm = resolve(AlgorithmConfig(name=algorithm))

@@ -1,0 +1,80 @@
+"""The trainer of a run: in this process on one device, or processes of its own on several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollover.algorithms.config import resolve
+from rollover.errors import ConfigError
+from rollover.report.progress import Progress
+from rollover.run.config import RunConfig
+from rollover.run.directory import RunDir
+
+if TYPE_CHECKING:
+    from rollover.trainer.base import Trainer
+
+
+def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
+    """Open the trainer of a run that begins with the model in ``folder``, or goes on from ``checkpoint``.
+
+    Raises:
+        ModelError: the model cannot be trained, or the checkpoint does not go on under this config.
+        RankLost: the processes of several devices do not start.
+    """
+    from rollover.trainer.checkpoint import read_manifest
+    from rollover.trainer.fleet import FleetTrainer
+    from rollover.trainer.local import LocalTrainer
+
+    if checkpoint is not None and not read_manifest(checkpoint).files:
+        progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
+    algorithm, rollout = resolve(config.algorithm), config.rollout
+    if config.trainer.num_devices == 1:
+        return LocalTrainer(
+            config.trainer,
+            algorithm,
+            folder,
+            temperature=rollout.temperature,
+            max_response_tokens=rollout.max_new_tokens,
+            num_steps=config.steps,
+            seed=config.seed,
+            deterministic=config.deterministic,
+            resume_from=checkpoint,
+        )
+    return FleetTrainer(
+        config.trainer,
+        algorithm,
+        folder,
+        temperature=rollout.temperature,
+        max_response_tokens=rollout.max_new_tokens,
+        num_steps=config.steps,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        resume_from=checkpoint,
+        fallback=run.path / "staging",
+        logs=run.path / "logs",
+        notify=progress.message,
+    )
+
+
+def check_devices(config: RunConfig) -> list[str]:
+    """Return what a user should know of the trainer's devices. This loads nothing, and so comes before the warm-up.
+
+    Raises ``ConfigError`` for devices that are not there, and for what cannot be done on several of them.
+    """
+    trainer = config.trainer
+    if trainer.num_devices == 1:
+        if trainer.device not in ("auto", "cpu"):
+            from rollover.trainer.models import pick_device
+
+            pick_device(trainer.device)
+        return []
+    from rollover.trainer.devices import rank_devices
+
+    devices = rank_devices(trainer)
+    if trainer.lora is not None:
+        raise ConfigError(
+            "[trainer.lora] cannot be used with trainer.num_devices above 1: adapters are trained on one device; set"
+            " trainer.num_devices = 1, or leave [trainer.lora] out"
+        )
+    return [f"trainer: sharded over {len(devices)} devices ({', '.join(devices)}), a process each"]

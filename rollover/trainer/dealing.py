@@ -1,0 +1,103 @@
+"""Decides which rank trains which part of a batch: as much work for each, and as many passes.
+
+A *family* is what is dealt: siblings that share a prompt, which a row of input positions holds once. The costliest goes
+first, each to the rank with the least so far (longest processing time first, Graham 1969: at most 4/3 of the best
+possible load). Each rank packs its own into rows. All ranks then make the same number of passes, since every pass of a
+sharded model needs all of them: where one has fewer rows it repeats the cheapest, for nothing.
+
+Needs neither torch nor the other ranks: all compute the same from the same batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollover.trainer.packing import TrainingSample, families, first_fit_decreasing, num_positions
+
+Row = tuple[tuple[int, ...], ...]
+"""Families that share a row: the samples of each, by their number in the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtRows:
+    """The rows of one rank, the costliest first, and how it fills up to as many passes as the others make.
+
+    Example: of five rows dealt to two ranks one has three; the other has two, ``num_padding`` 1, and repeats
+    ``padding`` once.
+    """
+
+    rows: tuple[Row, ...]
+    padding: Row
+    num_padding: int
+
+    @property
+    def num_passes(self) -> int:
+        return len(self.rows) + self.num_padding
+
+
+def family_cost(samples: Sequence[TrainingSample], family: Sequence[int], quadratic: float) -> float:
+    """Return the cost of a pass over a family, in input positions: ``n + quadratic * sum of L^2`` for ``n`` positions
+    and responses that reach back over ``L`` each, prompts included.
+
+    Example: a decoder of width 4096 (see ``attention_share``) spends on one sequence of 16,384 tokens
+    16384 + 16384^2 / 49152 = 21,845.
+    """
+    prompt = len(samples[family[0]].prompt_ids)
+    lines = (prompt + len(samples[i].response_ids) - 1 for i in family)
+    return num_positions(samples, family) + quadratic * sum(line**2 for line in lines)
+
+
+def attention_share(hidden_size: int) -> float:
+    """Return ``quadratic`` of a decoder: each layer has about 12 d^2 weights, 24 d^2 operations for a position, and
+    causal attention over L positions takes 2 d L more for each of them."""
+    return 1 / (12 * hidden_size)
+
+
+def by_longest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal items of these costs: for each rank the numbers of its own, in the order in which it got them.
+
+    Example: ``by_longest_first([5, 4, 3, 3, 3], 2)`` is ``((0, 3), (1, 2, 4))``, 8 against 10.
+    """
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return tuple(map(tuple, dealt))
+
+
+def deal_rows(
+    samples: Sequence[TrainingSample],
+    members: Sequence[int],
+    *,
+    budget: int,
+    num_ranks: int,
+    quadratic: float,
+) -> tuple[DealtRows, ...]:
+    """Deal ``members`` of a batch to ranks, packed into rows of at most ``budget`` input positions (a longer sample is
+    a row of its own). There is one member at least.
+
+    Args:
+        quadratic: see ``family_cost``.
+    """
+    parts = families(samples, members, budget)
+    costs = [family_cost(samples, part, quadratic) for part in parts]
+    lengths = [num_positions(samples, part) for part in parts]
+    packed = []
+    for own in by_longest_first(costs, num_ranks):
+        bins = first_fit_decreasing([lengths[i] for i in own], budget)
+        rows = [tuple(own[i] for i in b) for b in bins]
+        packed.append(sorted(rows, key=lambda row: -sum(costs[i] for i in row)))
+    num_passes = max(map(len, packed))
+    cheapest = min((row for rows in packed for row in rows), key=lambda row: sum(costs[i] for i in row))
+    return tuple(
+        DealtRows(
+            rows=tuple(tuple(parts[i] for i in row) for row in rows),
+            padding=tuple(parts[i] for i in cheapest),
+            num_padding=num_passes - len(rows),
+        )
+        for rows in packed
+    )

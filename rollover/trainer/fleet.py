@@ -1,0 +1,258 @@
+"""The trainer on several devices of one machine, as the run sees it: it holds no rank, and leads those that do.
+
+Ranks are processes of their own (``ranks``, ``rank``), which shard the model by FSDP2. When one is lost, all are ended
+and started again from the last checkpoint, and are given the batches since then once more: the same ones, so nothing is
+decoded twice, and engines go on meanwhile with weights that remain those of their version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollover.algorithms.registry import Algorithm
+from rollover.errors import ResourceError, RolloverError
+from rollover.hf.folder import write_folder
+from rollover.hf.hub import resolve_model
+from rollover.hf.weights import read_weight_infos
+from rollover.trainer.checkpoint import write_manifest
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.devices import rank_devices
+from rollover.trainer.messages import RankTask
+from rollover.trainer.ranks import RankLost, Ranks
+from rollover.trainer.setup import TrainingSetup
+from rollover.trainer.shares import write_index
+from rollover.trainer.staging import Staging
+from rollover.types import Batch, TrainedStep, WasteCause
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
+
+T = TypeVar("T")
+Way = Literal["step", "skip"]
+
+_LOST_OR_FULL = (RankLost, ResourceError)
+"""What new ranks may not meet again, where it is the memory of a device that has run out and not a disk."""
+_COLLECTIVE_MARGIN = 2.0
+"""Collectives in a rank wait so many times longer than the process of the run, which can name whom they wait for."""
+
+
+class FleetTrainer:
+    """Implements ``Trainer`` on ``config.num_devices`` devices of this machine, with a process for each.
+
+    Args:
+        model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs one.
+        temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
+        resume_from: a checkpoint to go on from, written by any number of devices.
+        fallback: where values are passed on when shared memory is too small for them.
+        logs: the folder for the output of each rank.
+        notify: shows the user that ranks were lost and started again.
+
+    Raises ``ModelError`` for a model that cannot be trained and for a checkpoint that does not match, ``ConfigError``
+    for devices that are not there, ``RankLost`` for ranks that do not start.
+
+    Example: of a fleet at version 6 whose rank 1 is killed during ``step(batch)``, the weights of ``version`` 7 are
+    those that they would have been, and the user has been told.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        model: str | Path,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        num_steps: int,
+        fallback: Path,
+        seed: int = 0,
+        deterministic: bool = False,
+        resume_from: Path | None = None,
+        logs: Path | None = None,
+        notify: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._setup = TrainingSetup(
+            config=config,
+            algorithm=algorithm,
+            temperature=temperature,
+            max_response_tokens=max_response_tokens,
+            num_steps=num_steps,
+            seed=seed,
+            deterministic=deterministic,
+        )
+        self._config = config
+        self._devices = rank_devices(config)
+        self._num_threads = max(1, torch.get_num_threads() // len(self._devices))
+        self._model = resolve_model(model)
+        self._checkpoint = resume_from
+        self._logs = logs
+        self._notify = notify
+        self._since: list[tuple[Way, Batch]] = []
+        """What was trained or skipped since the checkpoint: to be done again when ranks are lost."""
+        self._num_lost = 0
+        """How often ranks were lost since the last step that was new."""
+        self._is_closed = False
+        self._turn = threading.Lock()
+        self._version = 0
+        if resume_from is not None:
+            self._version = self._setup.check_resumable(
+                resume_from, self._model, num_threads=self._num_threads, num_ranks=len(self._devices)
+            )
+        # Two versions of the weights in float32 and one that is being written, and a batch.
+        num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
+        self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback)
+        self._ranks: Ranks | None = None
+        try:
+            self._vocab_size = self._surely(lambda ranks: int(ranks.facts["vocab_size"]))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Batches trained so far."""
+        return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix."""
+        return self._vocab_size
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The processes of the ranks that are alive."""
+        return self._ranks.pids if self._ranks is not None else []
+
+    def step(self, batch: Batch) -> TrainedStep:
+        """See ``Trainer.step``. Raises ``RankLost`` when ranks were lost more than ``max_restarts`` times in a row."""
+        trained: TrainedStep = self._train("step", batch)[0]
+        return trained
+
+    def skip(self, batch: Batch) -> TrainedStep:
+        """See ``Trainer.skip``."""
+        self._train("skip", batch)
+        return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
+
+    def weight_source(self) -> WeightSource:
+        """See ``Trainer.weight_source``. Each rank writes the tensors that it owns into shared memory: none has all
+        of them. Blocks while they do."""
+
+        def publish(ranks: Ranks) -> Path:
+            folder = self._staging.publication(self._version)
+            ranks.ask(f"the publication of version {self._version}", "publish", folder=folder)
+            return folder
+
+        with self._turn:
+            folder = self._surely(publish)
+        return _StagedWeights(self._version, folder)
+
+    def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """See ``Trainer.next_logits``."""
+
+        def compute(ranks: Ranks) -> NDArray[np.float32]:
+            asked = self._staging.put("prompts", [tuple(ids) for ids in prompts])
+            answer = self._staging.path / "logits.npy"
+            ranks.ask("the log-prob check", "logits", prompts=asked, answer=answer)
+            logits_PV: NDArray[np.float32] = np.load(answer)
+            return logits_PV
+
+        with self._turn:
+            return self._surely(compute, retried=_LOST_OR_FULL)
+
+    def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Trainer.save``. Each rank writes the tensors that it owns."""
+        manifest = self._setup.manifest(
+            self._version, num_threads=self._num_threads, num_ranks=len(self._devices), extra=extra
+        )
+
+        def save(ranks: Ranks) -> None:
+            def write(partial: Path) -> None:
+                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=partial)
+                write_index(partial)
+                write_manifest(partial, manifest, {name: value for own in sums for name, value in own.items()})
+
+            write_folder(folder, write)
+
+        with self._turn:
+            self._surely(save)
+            self._checkpoint, self._since = folder, []
+
+    def close(self) -> None:
+        """End the ranks, also where they are at work."""
+        self._is_closed = True
+        self._end_ranks()
+        self._staging.close()
+
+    def _train(self, way: Way, batch: Batch) -> Any:
+        assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
+        with self._turn:
+            done = self._surely(lambda ranks: self._once(ranks, way, batch), retried=_LOST_OR_FULL)
+            self._since.append((way, batch))
+            self._version += 1
+            self._num_lost = 0
+        return done
+
+    def _once(self, ranks: Ranks, way: Way, batch: Batch) -> Any:
+        return ranks.ask(f"step {batch.step}", way, batch=self._staging.put("batch", batch))
+
+    def _surely(self, work: Callable[[Ranks], T], *, retried: tuple[type[RolloverError], ...] = (RankLost,)) -> T:
+        """Do ``work`` with ranks that are at ``version``; with new ones after an error that is ``retried``, as often as
+        is allowed."""
+        while True:
+            try:
+                return work(self._open_ranks())
+            except retried as error:
+                self._end_ranks()
+                self._num_lost += 1
+                if self._is_closed:
+                    raise
+                if self._num_lost > self._config.max_restarts:
+                    error.add_note(f"the ranks of the trainer were started {self._num_lost} times in vain")
+                    raise
+                since = "the model that the run began with" if self._checkpoint is None else self._checkpoint.name
+                self._notify(
+                    f"trainer: {error}; starting its {len(self._devices)} ranks again from {since}, with"
+                    f" {len(self._since)} steps to repeat (restart {self._num_lost} of {self._config.max_restarts})"
+                )
+            except BaseException:
+                self._end_ranks()
+                raise
+
+    def _open_ranks(self) -> Ranks:
+        """Return ranks at ``version``: those that are there, or new ones that have gone through the same steps."""
+        assert not self._is_closed, "the trainer is closed"
+        if self._ranks is None:
+            task = RankTask(
+                rank=0,
+                size=len(self._devices),
+                device=self._devices[0],
+                num_threads=self._num_threads,
+                folder=self._staging.meeting(),
+                timeout_s=_COLLECTIVE_MARGIN * self._config.rank_timeout_s + 60,
+                setup=self._setup,
+                model=self._model,
+                resume_from=self._checkpoint,
+            )
+            self._ranks = Ranks(task, self._devices, timeout_s=self._config.rank_timeout_s, logs=self._logs)
+            for way, batch in self._since:
+                self._once(self._ranks, way, batch)
+        return self._ranks
+
+    def _end_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.end()
+
+
+class _StagedWeights(FolderWeights):
+    """Weights in shared memory, which are there only until later versions are published. Engines that need a model
+    folder are written one."""
+
+    def __init__(self, version: int, folder: Path) -> None:
+        super().__init__(version, folder)
+        self.folder = None

@@ -1,0 +1,67 @@
+"""What the ranks found of a batch, brought together: losses add up, metrics merge as those of micro-batches do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from rollover.algorithms.metrics import LossMetrics
+from rollover.trainer.world import World
+
+
+def gathered_losses(world: World, losses: Sequence[Tensor], metrics: LossMetrics) -> tuple[float, LossMetrics]:
+    """Return the loss and the metrics of a mini-batch, the same on all ranks, given this rank's share of them."""
+    if world.size == 1:
+        return float(sum(losses)), metrics
+    own_K = _flat(sum(losses, torch.zeros((), device=metrics.maxima_3.device)), metrics)
+    shares = [_of_flat(share_K, metrics) for share_K in world.gather(own_K, "losses")]
+    return float(sum(loss for loss, _ in shares)), reduce(LossMetrics.merge, [part for _, part in shares])
+
+
+def of_nothing(metrics: LossMetrics) -> LossMetrics:
+    """Return the metrics of no token at all, in the form of ``metrics``: merged into others they change nothing."""
+    return replace(
+        metrics,
+        token_sums_L={name: torch.zeros_like(sums) for name, sums in metrics.token_sums_L.items()},
+        sample_sums_2=torch.zeros_like(metrics.sample_sums_2),
+        maxima_3=torch.zeros_like(metrics.maxima_3),
+        log_weight_sums_2=torch.full_like(metrics.log_weight_sums_2, -math.inf),
+        untrained_C=torch.zeros_like(metrics.untrained_C),
+    )
+
+
+def gathered_distances(world: World, distance_T: Tensor) -> Tensor:
+    """Return what each rank has computed of a batch's tokens in one tensor; not a number where none has."""
+    if world.size == 1:
+        return distance_T
+    known_2T = torch.stack([distance_T.nan_to_num(0.0), (~distance_T.isnan()).double()])
+    sum_T, count_T = world.sum(known_2T, "distances of log-probs")
+    return sum_T.masked_fill(count_T == 0, math.nan)
+
+
+def _flat(loss: Tensor, metrics: LossMetrics) -> Tensor:
+    return torch.cat([loss.double()[None], *_fields(metrics)])
+
+
+def _of_flat(values_K: Tensor, like: LossMetrics) -> tuple[Tensor, LossMetrics]:
+    """Invert ``_flat``, for metrics of the same form as ``like``."""
+    loss, *parts = values_K.split([1, *(len(field) for field in _fields(like))])
+    *columns, sample_sums_2, maxima_3, log_weight_sums_2, untrained_C = parts
+    return loss[0], replace(
+        like,
+        token_sums_L=dict(zip(like.token_sums_L, columns, strict=True)),
+        sample_sums_2=sample_sums_2,
+        maxima_3=maxima_3,
+        log_weight_sums_2=log_weight_sums_2,
+        untrained_C=untrained_C,
+    )
+
+
+def _fields(metrics: LossMetrics) -> list[Tensor]:
+    sums = [*metrics.token_sums_L.values(), metrics.sample_sums_2, metrics.maxima_3]
+    return [*sums, metrics.log_weight_sums_2, metrics.untrained_C]

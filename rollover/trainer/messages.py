@@ -1,0 +1,57 @@
+"""What the process of the run and the ranks of its trainer say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.trainer.setup import TrainingSetup
+
+PROGRESS = "progress"
+"""The file in the folder of the ranks that says how much each has done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """What a rank is told first.
+
+    Example: of two ranks on the CPU, ``rank`` is 0 or 1, ``size`` 2 and ``device`` "cpu".
+    """
+
+    rank: int
+    size: int
+    device: str
+    """As PyTorch names it."""
+    num_threads: int
+    folder: Path
+    """Where ranks meet, and where large values go."""
+    timeout_s: float
+    """Deadline of each collective."""
+    setup: TrainingSetup
+    model: Path
+    """The model that the run began with."""
+    resume_from: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A command was carried out. Example: ``Done(None)``."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A command failed, and the rank has ended.
+
+    Example: ``Refused("ResourceError", "training ran out of memory: ...", at_s=812.5, is_secondary=False)``
+    """
+
+    kind: str
+    """The class in ``rollover.errors`` nearest to the error's; empty for any other error, which nobody has foreseen."""
+    message: str
+    at_s: float
+    """When, by the clock of the machine."""
+    is_secondary: bool
+    """Another rank was the first to fail."""

@@ -1,0 +1,190 @@
+"""One rank of a sharded trainer: ``python -m rollover.trainer.rank DESCRIPTOR``, started by ``ranks``.
+
+It speaks with the process of the run over the socket ``DESCRIPTOR``: a task, then commands, each with one answer. All
+ranks are given the same commands in the same order. Whatever goes wrong is told in an answer, and the process ends: the
+other ranks cannot go on without it, and whoever leads them ends them too. Large values go through files.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rollover import errors
+from rollover.errors import RolloverError, is_full
+from rollover.trainer.checkpoint import sum_of_file
+from rollover.trainer.local import LocalTrainer
+from rollover.trainer.messages import PROGRESS, Done, RankTask, Refused
+from rollover.trainer.sharded import weight_owners
+from rollover.trainer.shares import part_name, write_share
+from rollover.trainer.world import PeerLost, World
+
+_PARENT_CHECK_S = 1.0
+
+
+class _Rank:
+    """Carries out commands."""
+
+    def __init__(self, task: RankTask) -> None:
+        self._task = task
+        mesh = _meet(task)
+        progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
+        self._world = World(task.rank, task.size, progress=progress, mesh=mesh)
+        setup = task.setup
+        self._trainer = LocalTrainer(
+            replace(setup.config, device=task.device),
+            setup.algorithm,
+            task.model,
+            temperature=setup.temperature,
+            max_response_tokens=setup.max_response_tokens,
+            num_steps=setup.num_steps,
+            seed=setup.seed,
+            deterministic=setup.deterministic,
+            resume_from=task.resume_from,
+            world=self._world,
+        )
+        self._world.tick()
+
+    def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
+        commands: dict[str, Callable[..., Any]] = {
+            "step": self._step,
+            "skip": self._skip,
+            "logits": self._logits,
+            "publish": self._publish,
+            "save": self._save,
+        }
+        return commands[command](**arguments)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what whoever leads the ranks wants to know of the trainer."""
+        return {"version": self._trainer.version, "vocab_size": self._trainer.vocab_size}
+
+    def _step(self, batch: Path) -> Any:
+        trained = self._trainer.step(_unpickled(batch))
+        return trained if self._world.rank == 0 else None
+
+    def _skip(self, batch: Path) -> Any:
+        return self._trainer.skip(_unpickled(batch))
+
+    def _logits(self, prompts: Path, answer: Path) -> None:
+        logits_PV = self._trainer.next_logits(_unpickled(prompts))
+        if self._world.rank == 0:
+            np.save(answer, logits_PV)
+
+    def _publish(self, folder: Path) -> None:
+        """Write this rank's share of the weights that engines serve."""
+        weights, world = self._trainer.weights(), self._world
+        path = folder / part_name("model", world.rank, world.size)
+        write_share(world, weights, path, weight_owners(weights, world))
+
+    def _save(self, folder: Path) -> dict[str, str]:
+        """Return the checksums of the files that this rank has written."""
+        self._trainer.write_share(folder)
+        own = folder.rglob(f"*-{self._task.rank + 1:05}-of-{self._task.size:05}.safetensors")
+        sums = {}
+        for path in own:
+            sums[str(path.relative_to(folder))] = sum_of_file(path)
+            self._world.tick()
+        return sums
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    task: RankTask = connection.recv()
+    _end_with(os.getppid())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one machine
+    torch.set_num_threads(task.num_threads)
+    with _telling(connection):
+        rank = _Rank(task)
+        connection.send(Done(rank.facts()))
+        while True:
+            try:
+                command, arguments = connection.recv()
+            except EOFError:
+                os._exit(0)
+            connection.send(Done(rank.carry_out(command, arguments)))
+
+
+class _telling:
+    """Tells of an error within, and ends the process with it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        traceback.print_exception(error)
+        try:
+            self._connection.send(_refused(error))
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _refused(error: BaseException) -> Refused:
+    if is_full(error):
+        return Refused("ResourceError", str(error), at_s=time.monotonic(), is_secondary=False)
+    known = (cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+    found = next(known, None)
+    message = str(error) if isinstance(error, RolloverError) else f"{type(error).__name__}: {error}"
+    return Refused(
+        found.__name__ if found is not None else "",
+        message,
+        at_s=time.monotonic(),
+        is_secondary=isinstance(error, PeerLost),
+    )
+
+
+def _meet(task: RankTask) -> Any:
+    """Return the mesh of all ranks. Blocks until they are there."""
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=(task.folder / "meeting").as_uri(),
+        rank=task.rank,
+        world_size=task.size,
+        timeout=timedelta(seconds=task.timeout_s),
+    )
+    return init_device_mesh(device.type, (task.size,))
+
+
+def _unpickled(path: Path) -> Any:
+    """Read what the process of the run has put there for its ranks, in a folder that only its user can enter."""
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, also in the middle of a collective."""
+
+    def watch() -> NoReturn:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The settings under which batches become weights, and whether a checkpoint can go on under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.algorithms.registry import Algorithm
+from rollover.errors import ModelError
+from rollover.trainer.checkpoint import CheckpointManifest, check_identity, read_manifest, verify_files
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.policy import check_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """Everything that decides what is learned, beside the batches and the model.
+
+    Example: two trainers with equal setups that begin with one model and are given the same batches have the same
+    weights, but for rounding.
+    """
+
+    config: TrainerConfig
+    algorithm: Algorithm
+    temperature: float
+    """Of the sampling; log-probs are taken at it."""
+    max_response_tokens: int
+    """The response budget (overlong punishment, Dr.GRPO's divisor)."""
+    num_steps: int
+    """Batches in the run, where the ``linear`` and ``cosine`` schedules end."""
+    seed: int = 0
+    """Deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)"""
+    deterministic: bool = False
+    """Refuse kernels whose result varies between runs: on one machine with one thread count and one number of devices
+    a step is then a function of (state, batch), bit for bit."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0 for training, got {self.temperature}: greedy has no density")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint goes on under, by their keys."""
+        settings = {f"trainer.{k}": v for k, v in self.config.identity().items()}
+        settings |= {f"algorithm.{k}": v for k, v in self.algorithm.settings().items()}
+        settings |= {"seed": self.seed, "temperature": self.temperature}
+        settings["max_response_tokens"] = self.max_response_tokens
+        if self.config.schedule != "constant":
+            settings["num_steps"] = self.num_steps
+        return settings
+
+    def manifest(self, version: int, *, num_threads: int, num_ranks: int = 1, extra: Any = None) -> CheckpointManifest:
+        """Return the manifest of a checkpoint of ``version``; ``extra`` is the caller's JSON."""
+        return CheckpointManifest(
+            version=version,
+            identity=self.identity(),
+            num_threads=num_threads,
+            num_ranks=num_ranks,
+            extra=dict(extra or {}),
+        )
+
+    def check_resumable(self, checkpoint: Path, initial: Path, *, num_threads: int, num_ranks: int = 1) -> int:
+        """Return the version of a checkpoint that training can go on from, having read all of it.
+
+        Args:
+            initial: the model that the run began with.
+            num_threads, num_ranks: of the trainer that would go on.
+
+        Raises:
+            ModelError: the settings, the model or, where bits matter, threads or devices are not those it was written
+                with.
+            DamagedCheckpoint: it is not what was written.
+        """
+        manifest = read_manifest(checkpoint)
+        verify_files(checkpoint, manifest)
+        check_identity(checkpoint, manifest, self.identity())
+        if self.deterministic and manifest.num_ranks != num_ranks:
+            raise ModelError(
+                f"checkpoint {str(checkpoint)!r} was written with trainer.num_devices = {manifest.num_ranks}, now it is"
+                f" {num_ranks}: restore the setting, or set deterministic = false"
+            )
+        if self.deterministic and manifest.num_threads != num_threads:
+            raise ModelError(
+                f"checkpoint {str(checkpoint)!r} was written with {manifest.num_threads} threads, "
+                f"now there are {num_threads}: set OMP_NUM_THREADS={manifest.num_threads * num_ranks}, "
+                "or deterministic = false"
+            )
+        check_kind(self.config, checkpoint, initial)
+        return manifest.version

@@ -1,0 +1,117 @@
+"""Weights split by owner: every rank writes the whole tensors that it owns, and no rank ever holds the whole model.
+
+A tensor that is sharded over the ranks is gathered by all of them, one after the other, and kept by its owner alone.
+The files are those of a Hugging Face folder in parts, ``model-00001-of-00002.safetensors`` and so on with an index, so
+whoever opens model folders opens these; so are the files of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rollover.hf.weights import INDEX_FILE, read_weight_infos
+from rollover.trainer.dealing import by_longest_first
+from rollover.trainer.world import World
+
+
+def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Say which rank owns each tensor, given their sizes: as many bytes for each.
+
+    Example: ``owners({"embedding": 8, "up": 4, "down": 4}, 2)`` gives the first to rank 0 and the others to rank 1.
+    """
+    names = list(sizes)
+    dealt = by_longest_first(list(sizes.values()), num_ranks)
+    return {names[i]: rank for rank, own in enumerate(dealt) for i in own}
+
+
+def part_name(stem: str, rank: int, num_ranks: int) -> str:
+    """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` of rank 0 of 2."""
+    return f"{stem}-{rank + 1:05}-of-{num_ranks:05}.safetensors"
+
+
+def write_share(
+    world: World,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    owned_by: Mapping[str, int],
+    *,
+    dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
+    extra: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the tensors of ``owned_by`` that this rank owns into the file ``path``, and ``extra`` with them. All ranks
+    call it with the same names in the same order.
+
+    Args:
+        tensors: by name; DTensors are gathered.
+        dtype_of: the number format in which a tensor is written.
+    """
+    own: dict[str, Tensor] = dict(extra or {})
+    for name, owner in owned_by.items():
+        tensor = tensors[name].detach()
+        tensor = tensor.to(dtype_of(name, tensor.dtype))
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if owner == world.rank:
+            own[name] = whole.to("cpu", copy=whole is tensor).contiguous()
+        world.tick()
+    save_file(own, path, metadata={"format": "pt"})
+
+
+def write_index(folder: Path) -> None:
+    """Write the index of a model folder in parts, from the headers of its files."""
+    infos = read_weight_infos(folder)
+    index = {
+        "metadata": {"total_size": sum(info.num_bytes for info in infos.values())},
+        "weight_map": {name: info.file.name for name, info in sorted(infos.items())},
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def local_rows(parameter: Tensor, world: World) -> slice:
+    """Return the rows of the whole tensor that this rank holds of it, as FSDP2 deals them: ``ceil(rows / size)`` for
+    each, and what is left for the last.
+
+    Example: of 5 rows on 3 ranks, ``slice(0, 2)``, ``slice(2, 4)`` and ``slice(4, 5)``.
+    """
+    rows = parameter.shape[0]
+    each = -(-rows // world.size)
+    return slice(min(world.rank * each, rows), min((world.rank + 1) * each, rows))
+
+
+def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, Path], names: Mapping[str, str]) -> None:
+    """Read this rank's rows of tensors in safetensors files; nothing else is read.
+
+    Args:
+        wanted: sharded tensors, by name.
+        stored: the file of each tensor by its name there.
+        names: its name there, where it has another.
+    """
+    for file, inside in _by_file(wanted, stored, names):
+        with safe_open(file, framework="pt") as opened:
+            for name, own_name in inside:
+                target = wanted[name]
+                assert isinstance(target, DTensor), f"{name} is not sharded"
+                rows = local_rows(target, world)
+                local = target.to_local()
+                assert local.shape[0] == rows.stop - rows.start, f"{name} is dealt in another way"
+                if rows.stop > rows.start:
+                    with torch.no_grad():
+                        local.copy_(opened.get_slice(own_name)[rows])
+                world.tick()
+
+
+def _by_file(
+    wanted: Mapping[str, Tensor], stored: Mapping[str, Path], names: Mapping[str, str]
+) -> Iterator[tuple[Path, list[tuple[str, str]]]]:
+    files: dict[Path, list[tuple[str, str]]] = {}
+    for name in wanted:
+        own_name = names.get(name, name)
+        files.setdefault(stored[own_name], []).append((name, own_name))
+    yield from files.items()

@@ -1,0 +1,107 @@
+"""The world of a rank: the processes that train one model together, each with a part of it on a device of its own.
+
+What a step needs of the others are a few collectives; each has a deadline, that of the process group, and names whom it
+waited for. How far each rank has come is written where all can read it, so that the one that hangs can be told from
+those that wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rollover.errors import RolloverError
+
+
+class PeerLost(RolloverError, RuntimeError):
+    """A collective that did not come about, since another rank has ended, hangs or does something else.
+
+    Example: ``rank 0 of 2 waited 600 s for rank 1 (log-probs): ...``
+    """
+
+
+class World:
+    """One rank among ``size`` of them. With a process group of torch.distributed where ``size`` is above 1.
+
+    Args:
+        progress: how much each rank has done, ``[size]``; this one counts its own entry up.
+        mesh: the devices of all ranks, in one dimension.
+
+    Example: on rank 1 of 2, ``world.sum(torch.tensor([1.0]), "ones")`` returns 2 on both.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        progress: NDArray[np.uint64] | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        assert 0 <= rank < size, f"there is no rank {rank} of {size}"
+        self.rank = rank
+        self.size = size
+        self.mesh = mesh
+        self._progress = progress
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+    def tick(self) -> None:
+        """Say that something was done: a pass over a row, a tensor read or written."""
+        if self._progress is not None:
+            self._progress[self.rank] += 1
+
+    def sum(self, values: Tensor, what: str) -> Tensor:
+        """Return the sum of the tensors of all ranks; the same bits on each of them. It may be ``values`` itself."""
+        if self.size > 1:
+            self._together(what, lambda: dist.all_reduce(values))
+        return values
+
+    def gather(self, values_K: Tensor, what: str) -> Tensor:
+        """Return ``[size, K]``: the vectors of all ranks, which have the same length."""
+        if self.size == 1:
+            return values_K[None]
+        parts = [torch.empty_like(values_K) for _ in range(self.size)]
+        self._together(what, lambda: dist.all_gather(parts, values_K))
+        return torch.stack(parts)
+
+    def failed(self, here: bool, what: str) -> Sequence[int]:
+        """Return the ranks that say ``here``: all of them know of a failure before any raises."""
+        if self.size == 1:
+            return [0] if here else []
+        device = "cpu" if self.mesh is None else self.mesh.device_type
+        flags_W = self.gather(torch.tensor([float(here)], device=device), what)[:, 0]
+        return [rank for rank, flag in enumerate(flags_W.tolist()) if flag]
+
+    def _together(self, what: str, collective: Callable[[], Any]) -> None:
+        self.tick()
+        started_s = time.monotonic()
+        try:
+            collective()
+        except RuntimeError as error:  # gloo's errors and NCCL's are of this kind
+            waited_s = time.monotonic() - started_s
+            names = " and ".join(f"rank {rank}" for rank in self._behind())
+            reason = (str(error).splitlines() or [""])[0]
+            raise PeerLost(f"{self} waited {waited_s:.0f} s for {names} ({what}): {reason}") from error
+        self.tick()
+
+    def _behind(self) -> list[int]:
+        """Return the ranks that have done less than this one, or all others when none has."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._progress is None:
+            return others
+        own = self._progress[self.rank]
+        return [rank for rank in others if self._progress[rank] < own] or others
+
+
+ALONE = World()
+"""The world of a trainer without others; its collectives do nothing."""

@@ -1,0 +1,103 @@
+"""Runs whose trainer is sharded: they learn what a run on one device learns, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollover import cli
+from rollover.trainer.checkpoint import read_manifest
+from rollover.trainer.fleet import FleetTrainer
+from rollover.types import Batch
+from tests import runs
+
+ARGV = ("--deterministic", "true", "--rollout.strategy", "sync", "--checkpoint.every_steps", "1")
+TWO = ("--trainer.num_devices", "2")
+
+
+def weights(run: str, step: int) -> dict[str, torch.Tensor]:
+    folder = Path(run, "checkpoints", f"step_{step}")
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def sampled(run: str) -> list[Any]:
+    return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
+
+
+def done(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_run_on_two_devices_learns_what_one_on_one_device_learns(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = ("--steps", "3", "--checkpoint.keep_last", "9")
+    done("train", "run.toml", "--run-dir", "one", *ARGV, *keep, capsys=capsys)
+    done("train", "run.toml", "--run-dir", "two", *ARGV, *keep, *TWO, capsys=capsys)
+    assert sampled("one") == sampled("two")
+    for step in (1, 2, 3):
+        ours, theirs = weights("two", step), weights("one", step)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert (tensor - theirs[name]).abs().max() < 1e-5, name
+    assert read_manifest(Path("two/checkpoints/step_3")).num_ranks == 2
+    assert sorted(path.name for path in Path("two/logs").iterdir()) == ["trainer-rank-0.log", "trainer-rank-1.log"]
+    # What matters to bits may not change; where bits do not matter it may.
+    assert cli.main(["train", "--resume", "two", "--trainer.num_devices", "1"]) == 2
+    assert "trainer.num_devices cannot change when a run is resumed" in capsys.readouterr().err
+    argv = ("--resume", "two", "--trainer.num_devices", "1", "--deterministic", "false", "--steps", "4")
+    done("train", *argv, capsys=capsys)
+    assert read_manifest(Path("two/checkpoints/step_4")).num_ranks == 1
+    runs.ledger(Path("two"))
+
+
+def test_a_rank_that_is_killed_costs_no_rollout(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("--checkpoint.every_steps", "2", "--logging.progress", "plain", *TWO)
+    done("train", "run.toml", "--run-dir", "whole", *ARGV, *argv, capsys=capsys)
+
+    def step(trainer: FleetTrainer, batch: Batch) -> Any:
+        if batch.step == 3:
+            os.kill(trainer.pids[1], signal.SIGKILL)
+        return as_ever(trainer, batch)
+
+    as_ever = FleetTrainer.step
+    monkeypatch.setattr(FleetTrainer, "step", step)
+    said = done("train", "run.toml", "--run-dir", "killed", *ARGV, *argv, capsys=capsys)
+    assert "rank 1 of 2 was killed (SIGKILL)" in said and "again from step_2, with 1 steps to repeat" in said
+    assert sampled("killed") == sampled("whole")
+    ours, theirs = weights("killed", 4), weights("whole", 4)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert runs.ledger(Path("killed")).tokens.decoded == runs.ledger(Path("whole")).tokens.decoded
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--trainer.num_devices", "999"), "trainer.num_devices is 999, but on the CPU of this machine at most"),
+        ((*TWO, "--trainer.device", "cuda"), "trainer.num_devices is 2, but 0 GPUs can be seen: lower it"),
+        ((*TWO, "--trainer.lora.rank", "4"), "[trainer.lora] cannot be used with trainer.num_devices above 1"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_begun(
+    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str, dry: tuple[str, ...]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--trainer.device", "cpu", *argv, *dry]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("out").exists()
+
+
+def test_a_dry_run_says_where_the_trainer_is(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = done("train", "run.toml", "--dry-run", "--trainer.device", "cpu", *TWO, capsys=capsys)
+    assert "trainer: sharded over 2 devices (cpu, cpu), a process each" in " ".join(said.split())

@@ -1,0 +1,165 @@
+"""Checkpoints know nothing of who wrote them: any number of ranks goes on from those of any other number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rollover.errors import ModelError
+from rollover.hf.weights import read_weight_infos
+from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
+from rollover.trainer.shares import write_index
+from rollover.trainer.world import World
+from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_sharded import Trained, assert_alike, refused, train, whole
+
+SETTINGS: dict[str, Any] = {
+    "algorithm": "dapo",
+    "mini_batches": 2,
+    "micro_batch_tokens": 60,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+}
+BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_folder(tmp_path_factory.mktemp("model") / "policy")
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    found = {size: RankPool(size) for size in (2, 3)}
+    yield found
+    for pool in found.values():
+        pool.close()
+
+
+def begin(world: World, *, folder: Path, saved: Path) -> None:
+    trainer = make_trainer(folder, world=world, **SETTINGS)
+    for batch in BATCHES[:2]:
+        trainer.step(batch)
+    saved.mkdir(exist_ok=True)
+    trainer.write_share(saved)
+
+
+def written_by(pools: dict[int, RankPool], ranks: int, folder: Path, saved: Path, **setup: Any) -> Path:
+    """A checkpoint at version 2."""
+    trainer = make_trainer(folder, **SETTINGS, **setup)
+    if ranks == 1:
+        for batch in BATCHES[:2]:
+            trainer.step(batch)
+        trainer.save(saved)
+        return saved
+    saved.mkdir()
+    pools[ranks].call(begin, folder=folder, saved=saved)
+    write_index(saved)
+    write_manifest(saved, trainer._setup.manifest(2, num_threads=1, num_ranks=ranks))
+    return saved
+
+
+def go_on(world: World | None, *, folder: Path, saved: Path) -> Trained:
+    return train(world, folder=folder, given=BATCHES[2:], resume_from=saved, **SETTINGS)
+
+
+@pytest.mark.parametrize("written", [1, 2, 3])
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
+    pools: dict[int, RankPool], folder: Path, tmp_path: Path, written: int
+) -> None:
+    saved = written_by(pools, written, folder, tmp_path / "step_2")
+    verify_files(saved, read_manifest(saved))
+    straight = train(None, folder=folder, given=BATCHES, **SETTINGS)
+    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    assert_alike(go_on(None, folder=folder, saved=saved), straight)
+    for pool in pools.values():
+        for found in pool.call(go_on, folder=folder, saved=saved):
+            assert_alike(found, straight)
+
+
+def test_ranks_go_on_bit_for_bit(pools: dict[int, RankPool], folder: Path, tmp_path: Path) -> None:
+    saved = written_by(pools, 2, folder, tmp_path / "step_2")
+    arguments: dict[str, Any] = {"folder": folder, "deterministic": True, **SETTINGS}
+    straight = pools[2].call(train, given=BATCHES, **arguments)[0]
+    resumed = pools[2].call(train, given=BATCHES[2:], resume_from=saved, **arguments)[0]
+    assert all(torch.equal(straight.weights[name], tensor) for name, tensor in resumed.weights.items())
+    for one, other in zip(straight.metrics[2:], resumed.metrics, strict=True):
+        assert {n: v for n, v in one.items() if "/s" not in n and "per_s" not in n and "time" not in n} == {
+            n: v for n, v in other.items() if "/s" not in n and "per_s" not in n and "time" not in n
+        }
+
+
+def test_a_checkpoint_of_ranks_is_an_ordinary_model_folder_in_parts(
+    pools: dict[int, RankPool], folder: Path, tmp_path: Path
+) -> None:
+    saved = written_by(pools, 3, folder, tmp_path / "step_2")
+    expected = make_trainer(folder, resume_from=saved, **SETTINGS).weights()
+    found = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].detach(), tensor) for name, tensor in expected.items())
+    assert (saved / "tokenizer.json").read_text() == "{}"
+    parts = sorted(path.name for path in saved.glob("model-*.safetensors"))
+    assert parts == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    sizes = [sum(t.numel() for t in load_file(saved / part).values()) for part in parts]
+    largest = max(tensor.numel() for tensor in expected.values())
+    assert max(sizes) <= sum(sizes) / 3 + largest, "one rank has written most of the model"
+    infos = read_weight_infos(saved)
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: info.file.name for name, info in sorted(infos.items())}
+
+
+def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
+    pools: dict[int, RankPool], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "step_0").mkdir()
+    pools[2].call(begin_nothing, folder=folder, saved=tmp_path / "step_0")
+    write_index(tmp_path / "step_0")
+    manifest = make_trainer(folder)._setup.manifest(0, num_threads=1, num_ranks=2)
+    write_manifest(tmp_path / "step_0", manifest)
+    alone = train(None, folder=folder, given=BATCHES[:2])
+    assert_alike(pools[2].call(train, folder=folder, given=BATCHES[:2], resume_from=tmp_path / "step_0")[0], alone)
+    assert_alike(train(None, folder=folder, given=BATCHES[:2], resume_from=tmp_path / "step_0"), alone)
+
+
+def begin_nothing(world: World, *, folder: Path, saved: Path) -> None:
+    make_trainer(folder, world=world).write_share(saved)
+
+
+def test_another_number_of_ranks_is_refused_where_bits_matter(
+    pools: dict[int, RankPool], folder: Path, tmp_path: Path
+) -> None:
+    saved = written_by(pools, 2, folder, tmp_path / "step_2", deterministic=True)
+    with pytest.raises(ModelError, match=r"written with trainer\.num_devices = 2, now it is 1: restore the setting"):
+        make_trainer(folder, resume_from=saved, deterministic=True, **SETTINGS)
+    assert whole(make_trainer(folder, resume_from=saved, **SETTINGS))
+
+
+def test_moments_that_do_not_fit_are_named(pools: dict[int, RankPool], folder: Path, tmp_path: Path) -> None:
+    saved = written_by(pools, 2, folder, tmp_path / "step_2")
+    path = sorted((saved / "trainer").glob("optimizer-*"))[0]
+    path.write_bytes(b"rubbish")
+    for _, message in pools[3].call(refused, folder=folder, given=[], resume_from=saved, **SETTINGS):
+        assert message.startswith(f"{path} cannot be read")
+
+
+def test_a_trainer_alone_writes_what_it_always_wrote(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.step(BATCHES[0])
+    trainer.save(tmp_path / "step_1", {"journal": 1})
+    names = {str(path.relative_to(tmp_path / "step_1")) for path in (tmp_path / "step_1").rglob("*") if path.is_file()}
+    assert names == {
+        *("config.json", "model.safetensors", "tokenizer.json", "trainer.json", "trainer/optimizer.safetensors")
+    }
+    assert list(json.loads((tmp_path / "step_1" / "trainer.json").read_text())) == [
+        *("version", "identity", "num_threads", "extra", "files", "format_version", "sha256")
+    ]

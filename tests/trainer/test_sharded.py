@@ -1,0 +1,290 @@
+"""A trainer sharded over ranks computes what one alone computes: every algorithm, any dealing, step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
+from rollover.errors import ModelError, RolloverError
+from rollover.trainer.local import LocalTrainer
+from rollover.trainer.minibatch import BatchTensors, deal, split
+from rollover.trainer.models import load_policy
+from rollover.trainer.world import PeerLost, World
+from rollover.types import Batch
+from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.rank_pool import RankPool
+
+STEPS = 3
+BUDGET = 60
+"""Input positions of a row: few enough that ranks have several, and not equally many."""
+UNLIKE = {"time/step_s", "tokens/per_s"}
+"""What the clock says."""
+
+
+class Trained(NamedTuple):
+    metrics: list[dict[str, float]]
+    drift: list[Any]
+    untrained: list[Any]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Model folders, with one matrix for input and output and with two."""
+    root = tmp_path_factory.mktemp("models")
+    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+def batches(**shape: Any) -> list[Batch]:
+    return [make_batch(step=step, version=max(0, step - 1), **{"num_groups": 5, **shape}) for step in range(STEPS)]
+
+
+def train(world: World | None, *, folder: Path, given: list[Batch], **settings: Any) -> Trained:
+    """Alone, or on one of several ranks."""
+    trainer = make_trainer(folder, **settings, **({} if world is None else {"world": world}))
+    done = [trainer.step(batch) for batch in given]
+    return Trained(
+        [dict(d.metrics) for d in done], [d.drift for d in done], [d.untrained for d in done], whole(trainer)
+    )
+
+
+def whole(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
+    found = trainer.weights().items()
+    return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone() for name, w in found}
+
+
+def assert_alike(ours: Trained, theirs: Trained, *, weights: float = 1e-6, metrics: float = 1e-5) -> None:
+    for one, other in zip(ours.metrics, theirs.metrics, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - UNLIKE:
+            assert one[name] == pytest.approx(other[name], rel=metrics, abs=metrics), name
+    assert ours.untrained == theirs.untrained
+    assert [d.keys() for d in ours.drift] == [d.keys() for d in theirs.drift]
+    for one_drift, other_drift in zip(ours.drift, theirs.drift, strict=True):
+        for name in one_drift:
+            assert one_drift[name].num_tokens == other_drift[name].num_tokens
+            assert one_drift[name].mean_abs == pytest.approx(other_drift[name].mean_abs, abs=metrics)
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, tensor in ours.weights.items():
+        assert (tensor - theirs.weights[name]).abs().max() < weights, name
+
+
+def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int, budget: int = BUDGET) -> list[list[int]]:
+    """Passes that each rank makes for nothing, in each mini-batch."""
+    groups = deal(batch.groups, minis, seed=0, step=batch.step)
+    row = resolve(AlgorithmConfig(name=algorithm))
+    data = BatchTensors.of(groups, row, step=batch.step, device=torch.device("cpu"))
+    return [
+        [
+            len(mini.padding)
+            for mini in split(data, minis, budget=budget, max_response_tokens=25, world=World(rank, ranks))
+        ]
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("minis", [1, 2])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_two_ranks_compute_what_one_process_does(
+    two: RankPool, folders: dict[bool, Path], algorithm: str, minis: int
+) -> None:
+    given = batches()
+    padding = [num_padding(batch, algorithm, minis, 2) for batch in given]
+    assert any(n for batch in padding for rank in batch for n in rank), "no rank has fewer rows than the other"
+    settings = {"algorithm": algorithm, "mini_batches": minis, "micro_batch_tokens": BUDGET}
+    tied = minis == 1
+    alone = train(None, folder=folders[tied], given=given, **settings)
+    one, other = two.call(train, folder=folders[tied], given=given, **settings)
+    assert_alike(one, alone)
+    assert_alike(other, one, weights=1e-12, metrics=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "dapo", "mini_batches": 2},
+        {"algorithm": "reinforce++", "gradient_checkpointing": True},
+        {"algorithm": "grpo", "max_grad_norm": 0, "weight_decay": 0.1},
+    ],
+    ids=["dapo", "reinforce++", "unclipped"],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_ranks_compute_what_one_process_does(
+    three: RankPool, folders: dict[bool, Path], settings: dict[str, Any], tied: bool
+) -> None:
+    given = batches()
+    settings = {"micro_batch_tokens": BUDGET, **settings}
+    alone = train(None, folder=folders[tied], given=given, **settings)
+    for found in three.call(train, folder=folders[tied], given=given, **settings):
+        assert_alike(found, alone)
+
+
+def test_a_rank_without_any_row_changes_nothing(three: RankPool, folders: dict[bool, Path]) -> None:
+    given = batches(num_groups=1)
+    assert any(num_padding(given[0], "grpo", 1, 3, 10**6)), "every rank has a row"
+    settings = {"micro_batch_tokens": 10**6}
+    alone = train(None, folder=folders[True], given=given, **settings)
+    for found in three.call(train, folder=folders[True], given=given, **settings):
+        assert_alike(found, alone)
+
+
+@pytest.mark.parametrize("budget", [1, 10**6])
+def test_packing_changes_nothing(two: RankPool, folders: dict[bool, Path], budget: int) -> None:
+    given = batches()
+    alone = train(None, folder=folders[True], given=given, micro_batch_tokens=BUDGET)
+    found = two.call(train, folder=folders[True], given=given, micro_batch_tokens=budget)[0]
+    for one, other in zip(alone.metrics, found.metrics, strict=True):
+        one["tokens/forward"] = other["tokens/forward"]  # prompts are shared within a row alone
+    assert_alike(found, alone)
+
+
+def test_bfloat16_is_as_far_from_float32_as_autocast_is(two: RankPool, folders: dict[bool, Path]) -> None:
+    given = batches()[:1]
+    settings = {"folder": folders[True], "given": given, "micro_batch_tokens": BUDGET}
+    exact = train(None, **settings).metrics[0]["grad_norm"]
+    autocast = train(None, **settings, dtype="bfloat16").metrics[0]["grad_norm"]
+    sharded = two.call(train, **settings, dtype="bfloat16")[0].metrics[0]["grad_norm"]
+    assert sharded != exact
+    assert abs(sharded - exact) < 0.05 * exact and abs(autocast - exact) < 0.05 * exact
+
+
+# -- what went wrong once ---------------------------------------------------------------------------------------------
+
+
+def after_every_use(world: World, *, folder: Path, given: list[Batch], saved: Path) -> Trained:
+    """Score before the first step and between steps, publish and save, and look at what is held."""
+    trainer = make_trainer(folder, world=world, algorithm="reinforce++", mini_batches=2, micro_batch_tokens=BUDGET)
+    done = []
+    for batch in given:
+        trainer.next_logits([[3, 4, 5], [6]])
+        assert_sharded(trainer, world)
+        done.append(trainer.step(batch))
+        assert_sharded(trainer, world)
+        whole(trainer)
+        assert_sharded(trainer, world)
+    trainer.write_share(saved)
+    assert_sharded(trainer, world)
+    return Trained(
+        [dict(d.metrics) for d in done], [d.drift for d in done], [d.untrained for d in done], whole(trainer)
+    )
+
+
+def assert_sharded(trainer: LocalTrainer, world: World) -> None:
+    """Every parameter is a part of its tensor, and so is its gradient, and the optimizer has those very parameters."""
+    parameters = dict(trainer._model.named_parameters())
+    held = {id(p) for group in trainer._optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in parameters.values()}
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.to_local().shape[0] <= math.ceil(parameter.shape[0] / world.size), name
+        assert parameter.grad is None or isinstance(parameter.grad, DTensor), name
+
+
+def test_weights_stay_sharded_whatever_is_done_and_the_optimizer_trains_those_that_are_used(
+    two: RankPool, folders: dict[bool, Path], tmp_path: Path
+) -> None:
+    given = batches()
+    settings = {"algorithm": "reinforce++", "mini_batches": 2, "micro_batch_tokens": BUDGET}
+    alone = train(None, folder=folders[True], given=given, **settings)
+    for found in two.call(after_every_use, folder=folders[True], given=given, saved=tmp_path):
+        assert_alike(found, alone)
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert suffixes == {".safetensors", ".json"}, "something else than tensors and JSON was written"
+
+
+def loaded(world: World, *, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    trainer = make_trainer(folder, world=world)
+    hf = trainer._model.hf
+    buffers = {name: buffer.clone() for name, buffer in hf.named_buffers()}
+    return whole(trainer), buffers, hf.lm_head.weight is hf.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_rank_reads_its_rows_to_the_bit_and_makes_the_rotary_module_anew(
+    three: RankPool, tmp_path: Path, family: str, tied: bool
+) -> None:
+    folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied, vocab_size=41)  # 41 rows on three ranks
+    expected = load_policy(folder)
+    for weights, buffers, is_tied in three.call(loaded, folder=folder):
+        assert is_tied == tied
+        assert weights.keys() == dict(expected.named_parameters()).keys()
+        assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
+        assert buffers and all(torch.equal(buffers[name], b) for name, b in expected.named_buffers())
+
+
+def test_the_weights_say_whether_input_and_output_are_one(three: RankPool, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, tied in ((embedding.clone(), True), (embedding + 1, False)):
+        save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert three.call(loaded, folder=folder)[0][2] is tied
+    del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding}, folder / "model.safetensors", metadata={"format": "pt"})
+    weights, _, is_tied = three.call(loaded, folder=folder)[0]
+    assert is_tied and torch.equal(weights["model.embed_tokens.weight"], embedding)
+
+
+def refused(world: World, **arguments: Any) -> tuple[str, str]:
+    try:
+        train(world, **arguments)
+    except RolloverError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")
+
+
+def test_weights_that_do_not_fit_are_named(two: RankPool, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for changed, problem in (
+        ({n: t for n, t in tensors.items() if n != name}, f"missing keys: {name}"),
+        ({**tensors, name: tensors[name][:5].clone()}, f"mismatched keys: {name}"),
+        ({**tensors, "model.layers.9.norm": torch.ones(3)}, "unexpected keys: model.layers.9.norm"),
+    ):
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        for kind, message in two.call(refused, folder=folder, given=[]):
+            assert (kind, message.endswith(problem)) == (ModelError.__name__, True), message
+
+
+def test_a_sample_that_cannot_be_trained_is_named_by_its_rank_and_no_rank_goes_on(
+    two: RankPool, folders: dict[bool, Path]
+) -> None:
+    batch = make_batch(num_groups=4)
+    group = batch.groups[2]
+    bad = group.trajectories[1]
+    segment = bad.segments[0]
+    segment = segment._replace(rollout_logprobs=(math.nan, *segment.rollout_logprobs[1:]))
+    bad = replace(bad, segments=(segment,))
+    group = replace(group, trajectories=(group.trajectories[0], bad, *group.trajectories[2:]))
+    batch = replace(batch, groups=(*batch.groups[:2], group, *batch.groups[3:]))
+    found = two.call(refused, folder=folders[True], given=[batch], micro_batch_tokens=BUDGET)
+    assert sorted(kind for kind, _ in found) == [PeerLost.__name__, RolloverError.__name__]
+    assert any(message.startswith("sample g2.1 cannot be trained on: ") for _, message in found)
+    given = batches()[:1]  # and the ranks can train another
+    alone = train(None, folder=folders[True], given=given)
+    assert_alike(two.call(train, folder=folders[True], given=given)[0], alone)

@@ -168,7 +168,8 @@ def load_sharded(folder: Path, config: TrainerConfig, world: World) -> OneForwar
     model.to_empty(device=device)
     if is_tied:  # giving it memory has made two of one
         hf.lm_head.weight = hf.model.embed_tokens.weight
-    hf.model.rotary_emb = type(hf.model.rotary_emb)(config=hf.config, device=device)
+    with device:
+        hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
     try:
         fill_rows(world, sharded_weights(model), {name: info.file for name, info in infos.items()}, names)
     except (OSError, SafetensorError) as error:

@@ -24,7 +24,7 @@ from tests.trainer.builders import make_batch, make_folder, make_trainer
 from tests.trainer.rank_pool import RankPool
 
 STEPS = 3
-BUDGET = 60
+BUDGET = 40
 """Input positions of a row: few enough that ranks have several, and not equally many."""
 UNLIKE = {"time/step_s", "tokens/per_s"}
 """What the clock says."""

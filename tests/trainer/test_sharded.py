@@ -80,7 +80,8 @@ def assert_alike(ours: Trained, theirs: Trained, *, weights: float = 1e-6, metri
     for one, other in zip(ours.metrics, theirs.metrics, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - UNLIKE:
-            assert one[name] == pytest.approx(other[name], rel=metrics, abs=metrics), name
+            within = 4 * metrics if name.endswith("/max") else metrics  # one token's, whose rounding nothing averages
+            assert one[name] == pytest.approx(other[name], rel=within, abs=within), name
     assert ours.untrained == theirs.untrained
     assert [d.keys() for d in ours.drift] == [d.keys() for d in theirs.drift]
     for one_drift, other_drift in zip(ours.drift, theirs.drift, strict=True):

@@ -12,6 +12,7 @@ import rollover.run.session
 import rollover.swarm.coordinator.open
 import rollover.swarm.worker.joining
 import rollover.trainer.attention
+import rollover.trainer.rank
 import rollover.trainer.sft  # noqa: F401
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled

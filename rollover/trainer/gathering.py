@@ -1,4 +1,4 @@
-"""What the ranks found of a batch, brought together: losses add up, metrics merge as those of micro-batches do."""
+"""Brings together what the ranks found of a batch: losses add up, metrics merge as those of micro-batches do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process of the run and the ranks of its trainer say to each other."""
+"""The process of the run and the ranks of its trainer say these things to each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What a rank is told first.
+    """A rank is told this first.
 
     Example: of two ranks on the CPU, ``rank`` is 0 or 1, ``size`` 2 and ``device`` "cpu".
     """
@@ -42,10 +42,10 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Failed:
     """A command failed, and the rank has ended.
 
-    Example: ``Refused("ResourceError", "training ran out of memory: ...", at_s=812.5, is_secondary=False)``
+    Example: ``Failed("ResourceError", "training ran out of memory: ...", at_s=812.5, is_secondary=False)``
     """
 
     kind: str

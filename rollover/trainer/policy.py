@@ -42,7 +42,7 @@ class Policy(Protocol):
 
     @property
     def autocast(self) -> bool:
-        """Whether matrix products of ``model`` run in bfloat16 only under autocast, and shall."""
+        """Say whether matrix products of ``model`` run in bfloat16 only under autocast, and shall."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

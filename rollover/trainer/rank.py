@@ -29,7 +29,7 @@ from rollover import errors
 from rollover.errors import RolloverError, is_full
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
-from rollover.trainer.messages import PROGRESS, Done, RankTask, Refused
+from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
 from rollover.trainer.sharded import weight_owners
 from rollover.trainer.shares import part_name, write_share
 from rollover.trainer.world import PeerLost, World
@@ -104,7 +104,11 @@ class _Rank:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
+    serve(Connection(int(sys.argv[1])))
+
+
+def serve(connection: Connection) -> NoReturn:
+    """Be the rank that the other end of ``connection`` asks for, until it is closed."""
     task: RankTask = connection.recv()
     _end_with(os.getppid())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one machine
@@ -140,13 +144,13 @@ class _telling:
             os._exit(1)
 
 
-def _refused(error: BaseException) -> Refused:
+def _refused(error: BaseException) -> Failed:
     if is_full(error):
-        return Refused("ResourceError", str(error), at_s=time.monotonic(), is_secondary=False)
+        return Failed("ResourceError", str(error), at_s=time.monotonic(), is_secondary=False)
     known = (cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
     found = next(known, None)
     message = str(error) if isinstance(error, RolloverError) else f"{type(error).__name__}: {error}"
-    return Refused(
+    return Failed(
         found.__name__ if found is not None else "",
         message,
         at_s=time.monotonic(),

@@ -24,7 +24,7 @@ import numpy as np
 
 from rollover import errors
 from rollover.errors import RolloverError
-from rollover.trainer.messages import PROGRESS, Done, RankTask, Refused
+from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
 
 _POLL_S = 0.2
 _START_S = 120.0
@@ -47,7 +47,7 @@ class _Process:
     rank: int
     popen: subprocess.Popen[bytes]
     connection: Connection
-    answer: Done | Refused | None = None
+    answer: Done | Failed | None = None
     is_gone: bool = False
     """It has closed its end of the connection."""
 
@@ -154,15 +154,15 @@ class Ranks:
         died = [p for p in self._processes if p.is_gone and p.answer is None]
         if died:
             raise RankLost(f"rank {died[0].rank} of {self.size} {_exit_of(died[0].popen)} in {doing}")
-        refusals = [(p, p.answer) for p in self._processes if isinstance(p.answer, Refused)]
+        refusals = [(p, p.answer) for p in self._processes if isinstance(p.answer, Failed)]
         process, first = min(refusals, key=lambda pair: (pair[1].is_secondary, pair[1].at_s))
         if first.kind and not first.is_secondary:
             raise getattr(errors, first.kind)(first.message)
         raise RankLost(f"rank {process.rank} of {self.size} failed in {doing}: {first.message}")
 
     def _found_first(self) -> bool:
-        """Whether a failure is known that was certainly not caused by another."""
-        foreseen = (p.answer for p in self._processes if isinstance(p.answer, Refused))
+        """Say whether a failure is known that was certainly not caused by another."""
+        foreseen = (p.answer for p in self._processes if isinstance(p.answer, Failed))
         return any(p.is_gone and p.answer is None for p in self._processes) or any(
             answer.kind and not answer.is_secondary for answer in foreseen
         )

@@ -1,4 +1,4 @@
-"""Where the ranks of a trainer and the process of the run lay down what they pass on: in memory that they share.
+"""The ranks of a trainer and the process of the run lay down here what they pass on: in memory that they share.
 
 A folder of its own for each trainer, which its user alone can enter. It lies in ``/dev/shm`` where there is room, else
 below the run. Folders of processes that were killed are cleared away by the next trainer.

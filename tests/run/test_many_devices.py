@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from rollover import cli
+from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest
 from rollover.trainer.fleet import FleetTrainer
 from rollover.types import Batch
 from tests import runs
+from tests.trainer import forked_ranks
 
-ARGV = ("--deterministic", "true", "--rollout.strategy", "sync", "--checkpoint.every_steps", "1")
+ARGV = ("--deterministic", "true", "--rollout.strategy", "sync")
 TWO = ("--trainer.num_devices", "2")
 
 
@@ -35,48 +38,49 @@ def done(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_on_two_devices_learns_what_one_on_one_device_learns(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_a_run_on_two_devices_learns_what_one_on_one_device_learns_also_when_a_rank_is_killed(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = ("--steps", "3", "--checkpoint.keep_last", "9")
+    keep = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "9")
     done("train", "run.toml", "--run-dir", "one", *ARGV, *keep, capsys=capsys)
     done("train", "run.toml", "--run-dir", "two", *ARGV, *keep, *TWO, capsys=capsys)
     assert sampled("one") == sampled("two")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         ours, theirs = weights("two", step), weights("one", step)
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).abs().max() < 1e-5, name
-    assert read_manifest(Path("two/checkpoints/step_3")).num_ranks == 2
+    assert read_manifest(Path("two/checkpoints/step_4")).num_ranks == 2
     assert sorted(path.name for path in Path("two/logs").iterdir()) == ["trainer-rank-0.log", "trainer-rank-1.log"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        patch.setattr(FleetTrainer, "step", killing_at(3, FleetTrainer.step))
+        argv = ("--checkpoint.every_steps", "2", "--logging.progress", "plain", *TWO)
+        said = done("train", "run.toml", "--run-dir", "killed", *ARGV, *argv, capsys=capsys)
+    assert "rank 1 of 2 was killed (SIGKILL)" in said and "again from step_2, with 1 steps to repeat" in said
+    assert sampled("killed") == sampled("two")
+    ours, theirs = weights("killed", 4), weights("two", 4)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert runs.ledger(Path("killed")).tokens.decoded == runs.ledger(Path("two")).tokens.decoded
+
     # What matters to bits may not change; where bits do not matter it may.
     assert cli.main(["train", "--resume", "two", "--trainer.num_devices", "1"]) == 2
     assert "trainer.num_devices cannot change when a run is resumed" in capsys.readouterr().err
-    argv = ("--resume", "two", "--trainer.num_devices", "1", "--deterministic", "false", "--steps", "4")
+    argv = ("--resume", "two", "--trainer.num_devices", "1", "--deterministic", "false", "--steps", "5")
     done("train", *argv, capsys=capsys)
-    assert read_manifest(Path("two/checkpoints/step_4")).num_ranks == 1
+    assert read_manifest(Path("two/checkpoints/step_5")).num_ranks == 1
     runs.ledger(Path("two"))
 
 
-def test_a_rank_that_is_killed_costs_no_rollout(
-    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = ("--checkpoint.every_steps", "2", "--logging.progress", "plain", *TWO)
-    done("train", "run.toml", "--run-dir", "whole", *ARGV, *argv, capsys=capsys)
-
+def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> Callable[[FleetTrainer, Batch], Any]:
     def step(trainer: FleetTrainer, batch: Batch) -> Any:
-        if batch.step == 3:
+        if batch.step == version:
             os.kill(trainer.pids[1], signal.SIGKILL)
         return as_ever(trainer, batch)
 
-    as_ever = FleetTrainer.step
-    monkeypatch.setattr(FleetTrainer, "step", step)
-    said = done("train", "run.toml", "--run-dir", "killed", *ARGV, *argv, capsys=capsys)
-    assert "rank 1 of 2 was killed (SIGKILL)" in said and "again from step_2, with 1 steps to repeat" in said
-    assert sampled("killed") == sampled("whole")
-    ours, theirs = weights("killed", 4), weights("whole", 4)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    assert runs.ledger(Path("killed")).tokens.decoded == runs.ledger(Path("whole")).tokens.decoded
+    return step
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

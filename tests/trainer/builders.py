@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,17 @@ def make_batch(
             )
         groups.append(Group(group_id=g, prompt=prompt, trajectories=tuple(trajectories)))
     return Batch(step=step, groups=tuple(groups))
+
+
+def untrainable(batch: Batch) -> Batch:
+    """The batch with a log-prob that is no number, in its sample g2.1."""
+    group = batch.groups[2]
+    bad = group.trajectories[1]
+    segment = bad.segments[0]
+    segment = segment._replace(rollout_logprobs=(math.nan, *segment.rollout_logprobs[1:]))
+    bad = replace(bad, segments=(segment,))
+    group = replace(group, trajectories=(group.trajectories[0], bad, *group.trajectories[2:]))
+    return replace(batch, groups=(*batch.groups[:2], group, *batch.groups[3:]))
 
 
 def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:

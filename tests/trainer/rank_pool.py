@@ -1,8 +1,11 @@
-"""Ranks for tests: processes that have met, and call functions of tests on demand. Starting some takes seconds, so the
-tests of a module share them."""
+"""Ranks for tests: processes that have met, and call functions of tests on demand.
+
+They are forked from a server that has imported PyTorch and all else that they need, and shared by the tests.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -10,7 +13,10 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +25,71 @@ import torch
 from rollover.trainer.world import World
 
 _DEADLINE_S = 120.0
+_ROOT = Path(__file__).parents[2]
+
+
+def fork_server() -> ForkServerContext:
+    """Return the server, started if it is not there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    with contextlib.chdir(_ROOT):  # where it finds what it imports
+        forkserver.ensure_running()
+    return context
 
 
 class RankPool:
     """``size`` ranks over gloo. ``call(function, **arguments)`` calls ``function(world, **arguments)`` on each and
-    returns what each returns."""
+    returns what each returns. They are started by the first call, and by the next one after a call that failed."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._size = size
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def call(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
+        try:
+            for connection in self._connections:
+                connection.send((function, arguments))
+            return [self._answer(rank) for rank in range(self._size)]
+        except BaseException:
+            self.close()  # they may be in the middle of something
+            raise
+
+    def _start(self) -> None:
+        context = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
-        self._connections, self._processes = [], []
-        for rank in range(size):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._folder.name, theirs), daemon=True)
+            given = (rank, self._size, self._folder.name, theirs)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
-    def call(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        for connection in self._connections:
-            connection.send((function, arguments))
-        results = []
-        for rank, connection in enumerate(self._connections):
-            if not connection.poll(_DEADLINE_S):
-                raise AssertionError(f"rank {rank} did not answer within {_DEADLINE_S:.0f} s")
-            error, result = pickle.loads(connection.recv_bytes())
-            if error is not None:
-                raise AssertionError(f"rank {rank}: {error}")
-            results.append(result)
-        return results
+    def _answer(self, rank: int) -> Any:
+        connection = self._connections[rank]
+        if not connection.poll(_DEADLINE_S):
+            raise AssertionError(f"rank {rank} did not answer within {_DEADLINE_S:.0f} s")
+        error, result = pickle.loads(connection.recv_bytes())
+        if error is not None:
+            raise AssertionError(f"rank {rank}: {error}")
+        return result
 
     def close(self) -> None:
-        for process in self._processes:
+        processes, self._processes = self._processes, []
+        connections, self._connections = self._connections, []
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             process.join()
-        for connection in self._connections:
+        for connection in connections:
             connection.close()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:

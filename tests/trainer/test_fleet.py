@@ -13,24 +13,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, ModelError, RolloverError
+from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.ranks import RankLost
 from rollover.trainer.staging import Staging
 from rollover.types import WasteCause
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer import forked_ranks
+from tests.trainer.builders import make_batch, make_folder, make_trainer, untrainable
 
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
+PROMPTS = [[3, 4, 5], [6, 7]]
 ROOT = Path(__file__).parent.parent.parent
 _DEADLINE_S = 60.0
+
+
+class Undisturbed(NamedTuple):
+    metrics: list[Any]
+    published: dict[str, torch.Tensor]
+    """At version 2, as ``logits`` and ``saved``."""
+    logits: Any
+    saved: Path
+    weights: dict[str, torch.Tensor]
+    """At version 4."""
 
 
 @pytest.fixture(scope="module")
@@ -84,39 +97,61 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert (tensor - theirs[name]).abs().max() < 1e-6, name
 
 
-def test_a_fleet_trains_publishes_and_saves_what_one_process_would(folder: Path, tmp_path: Path) -> None:
+# -- ranks that nothing happens to ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetTrainer]:
+    """A fleet that the tests of this section share; it is at version 2 when the first begins."""
+    with fleet(folder, tmp_path_factory.mktemp("undisturbed")) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def after_all(undisturbed: FleetTrainer, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """What the shared fleet has at version 2, and its weights after all batches."""
+    trainer, saved = undisturbed, tmp_path_factory.mktemp("saved") / "step_2"
+    assert_close(published(trainer), dict(make_trainer(folder).weights()))
+    metrics = [trainer.step(batch).metrics for batch in BATCHES[:2]]
+    source = trainer.weight_source()
+    assert (source.manifest.version, source.folder) == (2, None)
+    logits = trainer.next_logits(PROMPTS)
+    trainer.save(saved, {"journal": 17})
+    metrics += [trainer.step(batch).metrics for batch in BATCHES[2:]]
+    return Undisturbed(metrics, dict(source.tensors()), logits, saved, published(trainer))
+
+
+def test_a_fleet_trains_publishes_and_saves_what_one_process_would(
+    folder: Path, undisturbed: FleetTrainer, after_all: Undisturbed
+) -> None:
     expected, metrics = alone(folder, 2)
-    prompts = [[3, 4, 5], [6, 7]]
-    with fleet(folder, tmp_path, deterministic=False) as trainer:
-        assert_close(published(trainer), dict(make_trainer(folder).weights()))
-        for batch, theirs in zip(BATCHES, metrics, strict=False):
-            assert trainer.version == batch.step
-            found = trainer.step(batch)
-            for name in theirs.keys() - {"time/step_s", "tokens/per_s"}:
-                assert found.metrics[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
-        source = trainer.weight_source()
-        assert (source.manifest.version, source.folder) == (2, None)
-        assert_close(dict(source.tensors()), dict(expected.weights()))
-        logits = trainer.next_logits(prompts)
-        assert logits.shape == (2, trainer.vocab_size)
-        assert logits == pytest.approx(expected.next_logits(prompts), abs=1e-4)
-        trainer.save(tmp_path / "step_2", {"journal": 17})
-        manifest = read_manifest(tmp_path / "step_2")
-        verify_files(tmp_path / "step_2", manifest)
-        assert (manifest.version, manifest.num_ranks, manifest.extra) == (2, 2, {"journal": 17})
-        skipped = trainer.skip(BATCHES[2])
-        assert skipped.untrained == {WasteCause.SKIPPED: BATCHES[2].num_tokens} and trainer.version == 3
-    one = make_trainer(folder, resume_from=tmp_path / "step_2")
+    assert undisturbed.version == 4
+    for ours, theirs in zip(after_all.metrics, metrics, strict=False):
+        for name in theirs.keys() - {"time/step_s", "tokens/per_s"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+    assert_close(after_all.published, dict(expected.weights()))
+    assert after_all.logits.shape == (2, undisturbed.vocab_size)
+    assert after_all.logits == pytest.approx(expected.next_logits(PROMPTS), abs=1e-4)
+    manifest = read_manifest(after_all.saved)
+    verify_files(after_all.saved, manifest)
+    assert (manifest.version, manifest.num_ranks, manifest.extra) == (2, 2, {"journal": 17})
+    one = make_trainer(folder, resume_from=after_all.saved)
     assert_close(dict(one.weights()), dict(expected.weights()))
-    assert (tmp_path / "logs" / "trainer-rank-1.log").exists()
+    assert (undisturbed._logs / "trainer-rank-1.log").exists()
 
 
-def test_a_batch_that_cannot_be_trained_is_told_as_by_one_process(folder: Path, tmp_path: Path) -> None:
-    with (
-        fleet(folder, tmp_path, learning_rate=1e38) as trainer,
-        pytest.raises(RolloverError, match="not finite; lower"),
-    ):
-        trainer.step(BATCHES[0])
+def test_a_batch_is_counted_without_training_it(undisturbed: FleetTrainer, after_all: Undisturbed) -> None:
+    batch = make_batch(step=undisturbed.version)
+    skipped = undisturbed.skip(batch)
+    assert skipped.untrained == {WasteCause.SKIPPED: batch.num_tokens} and undisturbed.version == 5
+    weights = published(undisturbed)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in after_all.weights.items())
+
+
+def test_a_batch_that_cannot_be_trained_is_told_as_by_one_process(undisturbed: FleetTrainer) -> None:
+    with pytest.raises(RolloverError, match=r"^sample g2\.1 cannot be trained on: "):
+        undisturbed.step(untrainable(make_batch(step=undisturbed.version)))
+    assert undisturbed.pids == []
 
 
 def test_only_one_error_is_told_of_a_model_that_no_rank_can_load(folder: Path, tmp_path: Path) -> None:
@@ -127,15 +162,6 @@ def test_only_one_error_is_told_of_a_model_that_no_rank_can_load(folder: Path, t
 
 
 # -- ranks that are lost ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights after all batches."""
-    with fleet(folder, tmp_path_factory.mktemp("undisturbed")) as trainer:
-        for batch in BATCHES:
-            trainer.step(batch)
-        return published(trainer)
 
 
 def in_the_middle(trainer: FleetTrainer, number: int) -> threading.Thread:
@@ -155,63 +181,76 @@ def in_the_middle(trainer: FleetTrainer, number: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(
-    ("number", "plan"),
-    [
-        (signal.SIGKILL, ["step", "publication", "checkpoint"]),
-        (signal.SIGSTOP, ["checkpoint", "step"]),
-    ],
-    ids=["killed", "stopped"],
-)
+class Loss(NamedTuple):
+    """How rank 1 is lost, and in which work."""
+
+    number: signal.Signals
+    work: str
+
+
+LOSSES = [
+    [Loss(signal.SIGKILL, "step"), Loss(signal.SIGKILL, "publication")],
+    [Loss(signal.SIGSTOP, "checkpoint")],
+    [Loss(signal.SIGSTOP, "step")],
+    [Loss(signal.SIGKILL, "step"), Loss(signal.SIGKILL, "checkpoint")],
+]
+"""Of each version, from 0."""
+
+
+@pytest.mark.slow
 def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_been(
-    folder: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, torch.Tensor],
-    number: signal.Signals,
-    plan: list[str],
+    folder: Path, tmp_path: Path, after_all: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     told: list[str] = []
     seen: set[int] = set()
     with fleet(folder, tmp_path, told, rank_timeout_s=5.0) as trainer:
-        for batch, doing in zip(BATCHES, [*plan, None, None], strict=False):
+        for batch, losses in zip(BATCHES, LOSSES, strict=True):
             works: dict[str, Callable[[], Any]] = {
                 "step": partial(trainer.step, batch),
                 "publication": trainer.weight_source,
                 "checkpoint": partial(trainer.save, tmp_path / f"step_{batch.step + 1}"),
             }
             for name, work in works.items():
-                thread = in_the_middle(trainer, number) if name == doing else None
+                numbers = [loss.number for loss in losses if loss.work == name]
+                threads = [in_the_middle(trainer, number) for number in numbers]
+                seen.update(trainer.pids)
+                num_told = len(told)
                 work()
-                if thread is not None:
-                    seen.update(trainer.pids)
+                for thread in threads:
                     thread.join()
-                    if len(told) < 1 + plan.index(name):  # it was quicker than the signal
-                        trainer.next_logits([[3]])
-                    assert len(told) == 1 + plan.index(name)
+                    if len(told) == num_told:  # it was quicker than the signal
+                        trainer.next_logits(PROMPTS)
+                assert len(told) == num_told + len(threads)
         weights = published(trainer)
         assert not any(map(is_there, seen - {*trainer.pids})), "a rank that was given up is still there"
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in undisturbed.items())
-    for message in told:
-        assert message.startswith("trainer: rank 1 of 2 ") and "(restart 1 of 3)" in message
-        if number == signal.SIGKILL:
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in after_all.weights.items())
+    for message, loss in zip(told, [loss for losses in LOSSES for loss in losses], strict=True):
+        assert message.startswith("trainer: rank 1 of 2 ") and " of 3)" in message
+        if loss.number == signal.SIGKILL:
             assert "was killed (SIGKILL)" in message
         else:
             assert "did nothing for 5 s (trainer.rank_timeout_s) in " in message
             assert "it was stopped (SIGSTOP)" in message
 
 
-def test_memory_that_runs_out_on_one_rank_is_tried_again_and_named(folder: Path, tmp_path: Path) -> None:
+def test_memory_that_runs_out_on_one_rank_is_tried_again_and_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     told: list[str] = []
-    with fleet(folder, tmp_path, told, rank_timeout_s=10.0) as trainer:
+    with fleet(folder, tmp_path, told) as trainer:
         trainer.step(BATCHES[0])
         resource.prlimit(trainer.pids[1], resource.RLIMIT_AS, (1, 1))
-        large = make_batch(step=1, num_groups=400, group_size=8)  # more memory than it has
-        trainer.step(large)
+        trainer.step(make_batch(step=1, num_groups=200, group_size=8))  # more memory than it has
         assert trainer.version == 2
     assert len(told) == 1 and "(restart 1 of 3)" in told[0]
 
 
-def test_restarts_are_limited_and_the_last_loss_is_the_message(folder: Path, tmp_path: Path) -> None:
+def test_restarts_are_limited_and_the_last_loss_is_the_message(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     told: list[str] = []
     with fleet(folder, tmp_path, told, max_restarts=0) as trainer:
         os.kill(trainer.pids[0], signal.SIGKILL)
@@ -221,6 +260,7 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(folder: Path, tmp
     assert told == []
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_leads_them(folder: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal; from pathlib import Path; from tests.trainer.test_fleet import fleet\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    found = {size: RankPool(size) for size in (2, 3)}
-    yield found
-    for pool in found.values():
-        pool.close()
+@pytest.fixture
+def pools(two: RankPool, three: RankPool) -> dict[int, RankPool]:
+    return {2: two, 3: three}
 
 
 def begin(world: World, *, folder: Path, saved: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from rollover.trainer.minibatch import BatchTensors, deal, split
 from rollover.trainer.models import load_policy
 from rollover.trainer.world import PeerLost, World
 from rollover.types import Batch
-from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.builders import make_batch, make_folder, make_trainer, untrainable
 from tests.trainer.rank_pool import RankPool
 
 STEPS = 3
@@ -42,20 +40,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Model folders, with one matrix for input and output and with two."""
     root = tmp_path_factory.mktemp("models")
     return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 def batches(**shape: Any) -> list[Batch]:
@@ -275,14 +259,7 @@ def test_weights_that_do_not_fit_are_named(two: RankPool, tmp_path: Path) -> Non
 def test_a_sample_that_cannot_be_trained_is_named_by_its_rank_and_no_rank_goes_on(
     two: RankPool, folders: dict[bool, Path]
 ) -> None:
-    batch = make_batch(num_groups=4)
-    group = batch.groups[2]
-    bad = group.trajectories[1]
-    segment = bad.segments[0]
-    segment = segment._replace(rollout_logprobs=(math.nan, *segment.rollout_logprobs[1:]))
-    bad = replace(bad, segments=(segment,))
-    group = replace(group, trajectories=(group.trajectories[0], bad, *group.trajectories[2:]))
-    batch = replace(batch, groups=(*batch.groups[:2], group, *batch.groups[3:]))
+    batch = untrainable(make_batch(num_groups=4))
     found = two.call(refused, folder=folders[True], given=[batch], micro_batch_tokens=BUDGET)
     assert sorted(kind for kind, _ in found) == [PeerLost.__name__, RolloverError.__name__]
     assert any(message.startswith("sample g2.1 cannot be trained on: ") for _, message in found)

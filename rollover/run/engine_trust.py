@@ -28,6 +28,7 @@ from rollover.engine.logprob_check import (
     check_logprobs,
     check_prompts,
     default_tolerance,
+    some_prompts,
 )
 from rollover.engine.open import TrainedEngine
 from rollover.engine.reexecution import DisputedMembers, trainers_verdict
@@ -148,7 +149,7 @@ class Trust:
             raise EngineMismatch(f"{self._engine!r} cannot be trusted: {reason}")
         self._pool.distrust(name, reason)
 
-    async def _check(self, engine: Engine, version: int) -> None:
+    async def _check(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
         reference = self._references.get(version)
         if reference is None:
             raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
@@ -158,4 +159,5 @@ class Trust:
             tolerance=self._tolerance,
             remedy=self._remedy,
             temperatures=self._later if self.has_checked else TEMPERATURES,
+            first=some_prompts(version) if is_known else (),
         )

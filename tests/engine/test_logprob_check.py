@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts, default_tolerance
+from rollover.engine.logprob_check import Reference, check_logprobs, check_prompts, default_tolerance, some_prompts
 from rollover.errors import EngineMismatch
 from tests.engine.fake import FakeEngine
 from tests.virtual_time import run
@@ -72,6 +72,44 @@ def test_log_probs_of_another_policy_are_refused() -> None:
     ):
         check(Reporting(shift=-0.3), 0.1)
     assert check(Reporting(shift=-0.05), 0.1) == pytest.approx((0.05, 0.05))
+
+
+@pytest.mark.parametrize("version", range(5))
+def test_who_is_known_is_asked_a_quarter_where_that_leaves_no_doubt(version: int) -> None:
+    few = some_prompts(version)
+    assert {len(PROMPTS[i]) for i in few} <= {4, 8, 16, 32, 64} and len(few) == len(PROMPTS) // 4
+
+    def asked(shift: float) -> tuple[int, float]:
+        engine = Reporting(shift=shift)
+        (found,) = run(check_logprobs(engine, REFERENCE, tolerance=0.1, remedy=REMEDY, temperatures=(1.0,), first=few))
+        return len(engine.requests), found.processed
+
+    assert asked(0.0) == (len(few), pytest.approx(0.0, abs=1e-9))
+    assert asked(-0.049) == (len(few), pytest.approx(0.049))
+    assert asked(-0.051) == (len(PROMPTS), pytest.approx(0.051))
+    with pytest.raises(EngineMismatch, match=r"0\.3 nats off"):
+        asked(-0.3)
+    with pytest.raises(EngineMismatch, match="nan nats off"):
+        asked(float("nan"))
+
+
+def test_all_prompts_are_asked_in_turn_as_versions_go_on() -> None:
+    assert sorted(i for version in range(4) for i in some_prompts(version)) == list(range(len(PROMPTS)))
+
+
+def test_nobody_fails_by_fewer_prompts_than_all() -> None:
+    """An honest engine in half precision may be far off at a few of them."""
+
+    class Uneven(Reporting):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            is_far = PROMPTS.index(request.prompt_ids) in some_prompts(0)
+            async for chunk in super().generate(request):
+                yield replace(chunk, logprobs=tuple(p - 0.2 * is_far for p in chunk.logprobs))
+
+    (found,) = run(
+        check_logprobs(Uneven(), REFERENCE, tolerance=0.1, remedy=REMEDY, temperatures=(1.0,), first=some_prompts(0))
+    )
+    assert found.processed == pytest.approx(0.05)
 
 
 def test_log_probs_that_are_no_numbers_are_refused() -> None:

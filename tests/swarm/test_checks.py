@@ -39,7 +39,7 @@ def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
         hub, checks, _ = checked_swarm()
         asked = 0
 
-        async def check(engine: Engine, version: int) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             nonlocal asked
             asked += 1
             if asked <= 2:
@@ -63,7 +63,7 @@ def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
         hub, checks, _ = checked_swarm()
         errors = [EngineError("nothing to compare weights version 0 with")]
 
-        async def check(engine: Engine, version: int) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             if errors:
                 raise errors.pop()
 
@@ -78,12 +78,74 @@ def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
     run(law())
 
 
+def test_a_check_that_is_under_way_is_not_begun_again_and_one_that_failed_is_at_once() -> None:
+    async def law() -> None:
+        hub, checks, _ = checked_swarm()
+        answers = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        asked = 0
+
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+            nonlocal asked
+            asked += 1
+            await answers[asked - 1]
+
+        checks.check_with(check)
+        checks.begin_all()
+        await asyncio.sleep(1)
+        checks.begin_all()  # as after each publication
+        await asyncio.sleep(1)
+        assert asked == 1, "what a slow member has answered so far is not asked again"
+        answers[0].set_exception(EngineError("nothing to compare weights version 0 with"))
+        await asyncio.sleep(1)
+        assert asked == 2, "there may be something to compare with since it began"
+        answers[1].set_exception(EngineError("nothing to compare weights version 0 with"))
+        await asyncio.sleep(1)
+        assert asked == 2 and "nothing to compare" in hub.members["a"].last_error
+        checks.begin_all()
+        await asyncio.sleep(0.1)
+        assert asked == 3, "there may be something now: it does not stand still for the rest of the pause"
+        answers[2].set_result(None)
+        await asyncio.sleep(0.1)
+        assert hub.members["a"].serves(checked=True) == 0
+        await checks.close()
+
+    run(law())
+
+
+def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> None:
+    async def law() -> None:
+        hub, checks, _ = checked_swarm()
+        told: list[tuple[int, bool]] = []
+
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+            told.append((version, is_known))
+
+        async def checked(version: int) -> None:
+            checks.begin("a", version)
+            await asyncio.sleep(1)
+            assert hub.members["a"].checked_version == version
+
+        checks.check_with(check)
+        await checked(0)
+        worker = ModelWorker("a")
+        for version in (1, 2):
+            hub.published(head(version))
+            hub.members["a"].version = version
+            await checked(version)
+        join(hub, worker)  # another process, perhaps
+        await checked(2)
+        assert told == [(0, False), (1, True), (2, True), (2, False)]
+        await checks.close()
+
+    run(law())
+
+
 def test_a_member_that_serves_other_weights_by_now_is_not_asked_about_the_old_ones() -> None:
     async def law() -> None:
         hub, checks, _ = checked_swarm()
         asked: list[int] = []
 
-        async def check(engine: Engine, version: int) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             asked.append(version)
             hub.published(head(1))
             hub.members["a"].version = 1
@@ -102,7 +164,7 @@ def test_a_member_that_fails_is_sent_away() -> None:
     async def law() -> None:
         _, checks, effects = checked_swarm()
 
-        async def check(engine: Engine, version: int) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             raise EngineMismatch(f"{engine!r} does not sample from the trainer's policy")
 
         checks.check_with(check)

@@ -19,6 +19,7 @@ from rollover.engine.logprob_check import (
     Reference,
     check_logprobs,
     check_prompts,
+    some_prompts,
 )
 from rollover.errors import EngineError
 from rollover.swarm.coordinator.engine import SwarmEngine
@@ -172,9 +173,14 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
             logits = [model(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
         references[version] = Reference(version=version, prompts=prompts, logits_PV=np.array(logits))
 
-    async def check(member: Engine, version: int) -> None:
+    async def check(member: Engine, version: int, *, is_known: bool = False) -> None:
         await check_logprobs(
-            member, references[version], tolerance=FLOAT32_TOLERANCE, remedy="mend it", temperatures=TEMPERATURES
+            member,
+            references[version],
+            tolerance=FLOAT32_TOLERANCE,
+            remedy="mend it",
+            temperatures=TEMPERATURES,
+            first=some_prompts(version) if is_known else (),
         )
 
     async def main() -> None:

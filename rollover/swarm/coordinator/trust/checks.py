@@ -1,4 +1,9 @@
-"""The log-prob checks of a swarm's members: one for each version that a member confirms, before it gets calls."""
+"""The log-prob checks of a swarm's members: one for each version that a member confirms, before it gets calls.
+
+A check is some calls of one token each. They wait behind what the member decodes already, and while they do, no place
+that gets free there is taken by a call; so a member that has passed under earlier weights is asked for a quarter of
+them, and for the rest only where these leave a doubt, and a check that is under way is not begun again.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from rollover.clock import Clock
+from rollover.clock import Clock, wait_for_any
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -43,19 +49,29 @@ class MemberChecks:
     ) -> None:
         self._swarm, self._coordinator, self._perform, self._clock = swarm, coordinator, perform, clock
         self._check: LogprobCheck | None = None
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Running] = {}
 
     def check_with(self, check: LogprobCheck) -> None:
         """From now on a member gets calls under a version only once it has passed ``check``."""
         self._check = check
 
     def begin(self, name: str, version: int) -> None:
-        """Check a member under the version that it serves now; an earlier check of it is given up."""
+        """Check a member under the version that it serves now.
+
+        A check of that version which is under way goes on, or is made again at once where it has failed; one of another
+        version is given up.
+        """
         if self._check is None:
             return  # there will be one: ``begin_all`` is called then
-        if (running := self._running.pop(name, None)) is not None:
-            running.cancel()
-        self._running[name] = asyncio.create_task(self._run(self._check, name, version))
+        if (running := self._running.pop(name, None)) is not None and not running.task.done():
+            if running.version == version:
+                self._running[name] = running
+                running.again.set()
+                return
+            running.task.cancel()
+        again = asyncio.Event()
+        task = asyncio.create_task(self._run(self._check, name, version, again))
+        self._running[name] = _Running(version, task, again)
 
     def begin_all(self) -> None:
         """Check the members that wait for it."""
@@ -64,16 +80,19 @@ class MemberChecks:
                 self.begin(name, member.version)
 
     async def close(self) -> None:
-        for task in self._running.values():
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, check: LogprobCheck, name: str, version: int) -> None:
+    async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
         member = self._coordinator.members[name]
         for attempt in itertools.count(1):
+            again.clear()
             try:
                 async with asyncio.timeout(CHECK_TIMEOUT_S):
-                    await check(OneMember(self._swarm, name), version)
+                    is_known = member.checked_version is not None
+                    await check(OneMember(self._swarm, name), version, is_known=is_known)
             except EngineMismatch as e:
                 self._perform(self._coordinator.distrust(name, str(e)))
                 return
@@ -88,4 +107,13 @@ class MemberChecks:
                 return  # it is gone, or serves other weights by now: these are checked when it says so
             member.last_error = f"log-prob check of version {version}, attempt {attempt}: {problem}"
             logger.warning("%s gets no call: %s", name, member.last_error)
-            await self._clock.sleep(AGAIN_S)
+            await wait_for_any(self._clock, AGAIN_S, again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The check of a member under a version; ``again`` has one that has failed made again."""
+
+    version: int
+    task: asyncio.Task[None]
+    again: asyncio.Event

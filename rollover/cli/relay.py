@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from rollover.cli import swarm_options
 from rollover.errors import require
 from rollover.privacy import Redactor
 
 
 @click.command("relay", context_settings={"max_content_width": 100})
-@click.option("--join", "url", required=True, metavar="URL", help="The coordinator: wss://HOST:PORT.")
+@swarm_options.join("The coordinator: wss://HOST:PORT.")
 @click.option(
     "--listen",
     default="127.0.0.1:8795",
@@ -28,27 +29,15 @@ from rollover.privacy import Redactor
     metavar="DIR",
     help="Write nginx.conf into DIR; cache and logs go there too.",
 )
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Fetch with the token in FILE; when left out, each worker's own is passed on.",
-)
-@click.option(
-    "--tls-certificate", type=click.Path(path_type=Path), metavar="FILE", help="The relay's certificate chain (PEM)."
-)
-@click.option("--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its private key (PEM).")
-@click.option(
-    "--ca-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Trust the coordinator by the certificates in FILE (PEM), not by the system's.",
-)
+@swarm_options.token_file("Fetch with the token in FILE; when left out, each worker's own is passed on.")
+@click.option("--tls-certificate", type=swarm_options.FILE, metavar="FILE", help="The relay's certificate chain (PEM).")
+@click.option("--tls-key", type=swarm_options.FILE, metavar="FILE", help="Its private key (PEM).")
+@swarm_options.ca_file()
 @click.option(
     "--trainer-name", metavar="NAME", help="A name in the coordinator's certificate, where URL has an IP address."
 )
 @click.option("--max-cache-gb", type=float, default=50.0, show_default=True, help="Keep so many gigabytes of blobs.")
-@click.option("--insecure", is_flag=True, help="Allow plain connections over a network that is private itself.")
+@swarm_options.insecure("Allow plain connections over a network that is private itself.")
 @click.pass_context
 def command(
     ctx: click.Context,

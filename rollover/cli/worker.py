@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 import rollover
+from rollover.cli import swarm_options
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import ConfigError, require
 from rollover.privacy import Redactor
@@ -29,38 +30,22 @@ class WorkerCommand(ConfiguredCommand):
 
 
 @click.command("worker", cls=WorkerCommand)
-@click.option(
-    "--join",
-    "url",
-    required=True,
-    metavar="URL",
-    help="The coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.",
-)
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Read the worker's token from FILE; from ROLLOVER_SWARM_TOKEN when left out.",
-)
+@swarm_options.join("The coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.")
+@swarm_options.token_file("Read the worker's token from FILE; from ROLLOVER_SWARM_TOKEN when left out.")
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Keep weights in DIR; in ~/.cache/rollover/workers/NAME when left out.",
 )
-@click.option(
-    "--ca-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Trust the coordinator by the certificates in FILE (PEM), not by the system's.",
-)
+@swarm_options.ca_file()
 @click.option(
     "--nats-credentials",
-    type=click.Path(path_type=Path),
+    type=swarm_options.FILE,
     metavar="FILE",
     help="Log in at the NATS cluster with what is in FILE: .creds, nkey, PEM, USER:PASSWORD or token.",
 )
-@click.option("--insecure", is_flag=True, help="Allow a plain connection over a network that is private itself.")
+@swarm_options.insecure("Allow a plain connection over a network that is private itself.")
 @click.option("--quiet", "-q", is_flag=True, help="Print errors alone.")
 @click.pass_context
 def command(

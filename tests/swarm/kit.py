@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect
+from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -33,6 +39,12 @@ from rollover.types import SamplingParams
 
 VOCAB = 1000
 LENGTH = 40
+TTL_S = 15.0
+
+
+def coordinator(**changes: Any) -> Coordinator:
+    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
+    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, **changes})
 
 
 def token_at(sample_key: str, position: int) -> int:
@@ -74,6 +86,57 @@ def assert_ranked(hub: Coordinator) -> None:
         load = candidate.num_running / candidate.max_running
         assert place.key == (-(candidate.call_tokens_per_s or 0.0), load, name)
         assert (place.version, place.is_free) == (candidate.version, candidate.room > 0)
+
+
+class DrivenSwarm(RuleBasedStateMachine):
+    """What holds of every coordinator whose calls are driven to their end, whatever the network does; and an abort, which
+    may come at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub = coordinator()
+        self.now_s = 0.0
+        self.done: dict[str, list[int]] = {}
+        """Tokens by sample, as the driver has them."""
+        self.least: dict[str, int] = {}
+        self.open: dict[str, str] = {}
+        """Sample by open call."""
+        self.finished: set[str] = set()
+        self.num_calls = 0
+
+    def perform(self, effects: list[Effect]) -> None:
+        raise NotImplementedError
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.perform(self.hub.aborted([data.draw(st.sampled_from(sorted(self.open)))]))
+
+    @rule()
+    def publish(self) -> None:
+        self.perform(self.hub.published(head(self.hub.head.version + 1)))
+
+    @rule(slow=st.sampled_from("abc"))
+    def relieve(self, slow: str) -> None:
+        """One member is found to be slow, the others are fast."""
+        for name, member in self.hub.members.items():
+            member.measured(0.01 if name == slow else 1000.0, 1.0)
+            self.hub._ranking.changed(member)
+        self.perform(self.hub.relieve(self.now_s))
+
+    @invariant()
+    def tokens_are_the_samples_own(self) -> None:
+        for sample, tokens in self.done.items():
+            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
+
+    @invariant()
+    def members_are_ranked_as_they_are(self) -> None:
+        assert_ranked(self.hub)
+
+    @invariant()
+    def each_call_is_with_one_member(self) -> None:
+        calls = [call for member in self.hub.members.values() for call in member.calls]
+        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
 
 
 @dataclass

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from tests.swarm.http_kit import QuietHandler, http_server
 
 KEY, SECRET, REGION, BUCKET = "AKIAEXAMPLEEXAMPLE00", "a-secret-that-nobody-may-see", "eu-north-1", "weights"
 
@@ -45,9 +45,7 @@ def s3() -> Iterator[Bucket]:
     """Serve a bucket."""
     bucket = Bucket()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_PUT(self) -> None:
             self._answer("PUT")
 
@@ -126,17 +124,5 @@ def s3() -> Iterator[Bucket]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    bucket.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with http_server(Handler) as bucket.endpoint:
         yield bucket
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

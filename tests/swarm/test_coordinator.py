@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
@@ -30,14 +30,17 @@ from rollover.swarm.wire.messages import (
     pack_logprobs,
 )
 from rollover.types import FinishReason
-from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, assert_ranked, head, request, response
-
-TTL_S = 15.0
-
-
-def coordinator(**changes: Any) -> Coordinator:
-    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
-    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, **changes})
+from tests.swarm.kit import (
+    LENGTH,
+    TTL_S,
+    VOCAB,
+    DrivenSwarm,
+    ModelWorker,
+    coordinator,
+    head,
+    request,
+    response,
+)
 
 
 def join(hub: Coordinator, worker: ModelWorker, now_s: float = 0.0) -> list[Effect]:
@@ -400,24 +403,15 @@ def test_leaving_hands_the_calls_over() -> None:
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 
-class Swarm(RuleBasedStateMachine):
+class Swarm(DrivenSwarm):
     """Samples are driven to their end as the driver does it, over workers and a network that fail at will."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hub = coordinator()
-        self.now_s = 0.0
         self.workers = {name: ModelWorker(name, room=2) for name in "abc"}
         self.wires: dict[str, list[Any]] = {name: [] for name in "abc"}
         """Messages to the coordinator that are under way, with their lease."""
         self.connected: set[str] = set()
-        self.done: dict[str, list[int]] = {}
-        """Tokens by sample, as the driver has them."""
-        self.least: dict[str, int] = {}
-        self.open: dict[str, str] = {}
-        """Sample by open call."""
-        self.finished: set[str] = set()
-        self.num_calls = 0
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -515,10 +509,6 @@ class Swarm(RuleBasedStateMachine):
         if worker.served and worker.version < self.hub.head.version and name in self.connected:
             self.wires[name].append((worker.lease, worker.change(self.hub.head)))
 
-    @rule()
-    def publish(self) -> None:
-        self.perform(self.hub.published(head(self.hub.head.version + 1)))
-
     @rule(step_s=st.sampled_from([1.0, 4.0, 16.0]))
     def wait(self, step_s: float) -> None:
         self.now_s += step_s
@@ -541,11 +531,6 @@ class Swarm(RuleBasedStateMachine):
         self.open[call.request_id] = sample
         self.perform(self.hub.opened(call))
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.perform(self.hub.aborted([data.draw(st.sampled_from(sorted(self.open)))]))
-
     @precondition(lambda self: self.done)
     @rule(data=st.data())
     def journal(self, data: st.DataObject) -> None:
@@ -564,18 +549,7 @@ class Swarm(RuleBasedStateMachine):
         self.open.clear()
 
     @invariant()
-    def tokens_are_the_samples_own(self) -> None:
-        for sample, tokens in self.done.items():
-            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
-
-    @invariant()
-    def members_are_ranked_as_they_are(self) -> None:
-        assert_ranked(self.hub)
-
-    @invariant()
-    def each_call_is_with_one_member(self) -> None:
-        calls = [call for member in self.hub.members.values() for call in member.calls]
-        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
+    def nobody_has_more_than_there_is_room_for(self) -> None:
         for member in self.hub.members.values():
             assert member.ready is None or member.num_running <= 2 + len(member.reserved) or member.held is not None
 

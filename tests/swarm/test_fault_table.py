@@ -85,7 +85,7 @@ def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_double
 
 def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder: Path) -> None:
     async def scene() -> None:
-        async with stage_in(experiment_folder, steps=4).open() as stage:
+        async with stage_in(experiment_folder, steps=24).open() as stage:
             await until_step(stage, 0)
             second = Forked(experiment_folder, "second", ("train", "--resume", str(stage.run)))
             try:
@@ -94,7 +94,7 @@ def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder
                 second.kill()
             assert second.exit_code == 2
             assert "in use by" in second.last_words() or "another process" in second.last_words()
-            await finish(stage, 4)
+            await finish(stage, 24)
 
     asyncio.run(scene())
 

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS
 from rollover.swarm.wire.messages import (
     Abort,
@@ -36,16 +34,10 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.types import FinishReason
 from tests.swarm.held_worker import HeldWorker
-from tests.swarm.kit import LENGTH, VOCAB, assert_ranked, head, request, response
+from tests.swarm.kit import LENGTH, DrivenSwarm, coordinator, head, request, response
 
-TTL_S = 15.0
 NUM_ROUNDS = 60
 """Heartbeats without loss in which everything must have come to its end."""
-
-
-def coordinator(**changes: Any) -> Coordinator:
-    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
-    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, **changes})
 
 
 # -- each kind of loss by itself ------------------------------------------------------------------------------------
@@ -351,7 +343,7 @@ def test_a_heartbeat_that_does_not_name_all_calls_says_nothing_of_the_others() -
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 
-class LossySwarm(RuleBasedStateMachine):
+class LossySwarm(DrivenSwarm):
     """Samples are driven to their end over a channel that loses, doubles, delays and reorders what it carries.
 
     Tokens are written down now and then; a coordinator that starts again knows only those.
@@ -361,19 +353,11 @@ class LossySwarm(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hub = coordinator()
-        self.now_s = 0.0
         self.workers = {name: HeldWorker(name) for name in "ab"}
         self.up: dict[str, list[tuple[int, Any]]] = {name: [] for name in "ab"}
         self.down: dict[str, list[tuple[int, Any]]] = {name: [] for name in "ab"}
         self.connected: set[str] = set()
-        self.done: dict[str, list[int]] = {}
-        """Tokens by sample, as the driver has them."""
         self.journaled: dict[str, int] = {}
-        self.least: dict[str, int] = {}
-        self.open: dict[str, str] = {}
-        self.finished: set[str] = set()
-        self.num_calls = 0
 
     # -- the shell ------------------------------------------------------------------------------------------------
 
@@ -506,10 +490,6 @@ class LossySwarm(RuleBasedStateMachine):
             news = self.workers[name].change()
             self.post(name, [] if lost else news)
 
-    @rule()
-    def publish(self) -> None:
-        self.perform(self.hub.published(head(self.hub.head.version + 1)))
-
     @rule(step_s=st.sampled_from([1.0, 4.0]))
     def wait(self, step_s: float) -> None:
         self.now_s += step_s
@@ -537,11 +517,6 @@ class LossySwarm(RuleBasedStateMachine):
         call = request(sample, self.num_calls, num_done=len(self.done[sample]), least_version=least)
         self.open[call.request_id] = sample
         self.perform(self.hub.opened(call))
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.perform(self.hub.aborted([data.draw(st.sampled_from(sorted(self.open)))]))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -573,11 +548,6 @@ class LossySwarm(RuleBasedStateMachine):
     # -- laws -----------------------------------------------------------------------------------------------------
 
     @invariant()
-    def tokens_are_the_samples_own(self) -> None:
-        for sample, tokens in self.done.items():
-            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
-
-    @invariant()
     def what_a_worker_was_told_to_let_go_is_written_down(self) -> None:
         for worker in self.workers.values():
             for stream in worker.held:
@@ -587,15 +557,6 @@ class LossySwarm(RuleBasedStateMachine):
     @invariant()
     def nobody_is_sent_away_for_what_the_network_did(self) -> None:
         assert not any(member.distrust for member in self.hub.members.values())
-
-    @invariant()
-    def members_are_ranked_as_they_are(self) -> None:
-        assert_ranked(self.hub)
-
-    @invariant()
-    def each_call_is_with_one_member(self) -> None:
-        calls = [call for member in self.hub.members.values() for call in member.calls]
-        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
 
     def teardown(self) -> None:
         """Once nothing is lost any more, all ends: heartbeats alone have to find out what was."""

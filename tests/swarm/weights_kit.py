@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.weights.sources import MemoryWeights
+from tests.swarm.http_kit import QuietHandler, http_server
 
 Weights = dict[str, torch.Tensor]
 
@@ -123,9 +123,7 @@ def whole(content: bytes, start: int = 0, end: int | None = None) -> tuple[int, 
 def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | None = None) -> Iterator[BlobServer]:
     blobs = BlobServer(folder=folder, fault=fault, gate=gate)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             digest = self.path.partition("?")[0].rsplit("/", 1)[-1]
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
@@ -159,19 +157,10 @@ def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | N
             if num_sent < int(headers.get("Content-Length", 0)):
                 self.close_connection = True
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    blobs.url = f"http://127.0.0.1:{server.server_address[1]}/blobs"
-    try:
-        yield blobs
-    finally:
-        if gate is not None:
-            gate.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(Handler) as url:
+        blobs.url = f"{url}/blobs"
+        try:
+            yield blobs
+        finally:
+            if gate is not None:
+                gate.set()

@@ -124,8 +124,8 @@ def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, 
 
 
 def some_prompts(version: int) -> tuple[int, ...]:
-    """Return the numbers of the prompts that are asked first of who is known: a quarter of them, and another quarter for
-    the next version.
+    """Return the numbers of the prompts that are asked first of who is known: a quarter of them, another for the next
+    version.
 
     Example: ``some_prompts(6)`` is ``(2, 6, 10, 14, 18, 22)``.
     """

@@ -92,6 +92,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
+    "trl": ("trl",),
 }
 """The modules that each optional part of the installation brings."""
 

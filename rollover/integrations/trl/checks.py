@@ -1,0 +1,177 @@
+"""Refusals: settings of TRL under which rollouts that carry over would be trained wrongly, or not at all.
+
+Each message names the setting, why it is in the way, and what to do. Torch-free; TRL is asked for its version alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollover.errors import ConfigError, MissingExtra, require
+from rollover.integrations.hosted import Given
+
+OLDEST, NEWEST = (1, 16), (1, 16)
+"""First and last minor version of TRL that the tests have run with. The integration overrides methods that TRL calls
+its own, so others are refused."""
+
+
+def trl_version() -> str:
+    """Return the installed version of TRL. Raises ``MissingExtra`` when there is none."""
+    require("trl", purpose="rollover.integrations.trl")
+    try:
+        return importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingExtra("trl is here, but its version is not: pip install 'rollover[trl]'") from None
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise ``ConfigError`` unless TRL is of a version that was tested."""
+    version = version or trl_version()
+    parts = version.split(".")
+    try:
+        found = int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        found = (0, 0)
+    if not OLDEST <= found <= NEWEST:
+        oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+        tested = f"{oldest}.*" if oldest == newest else f"{oldest}.* to {newest}.*"
+        raise ConfigError(
+            f"TRL {version} is installed, but rollover.integrations.trl was tested with {tested}: pip install"
+            " 'rollover[trl]'"
+        )
+
+
+def steps_per_batch(args: Any) -> int:
+    """Return how many optimizer steps TRL makes of a generation batch, which is one version."""
+    return int(args.steps_per_generation) // int(args.gradient_accumulation_steps)
+
+
+def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
+    """Return the settings of a run that TRL's arguments decide."""
+    return {
+        "seed": Given(args.seed, "GRPOConfig.seed"),
+        "rollout.rollout_batch_size": Given(
+            args.generation_batch_size // group_size, "GRPOConfig.generation_batch_size / num_generations"
+        ),
+        "rollout.group_size": Given(group_size, "GRPOConfig.num_generations"),
+        "rollout.unit": Given("group", "TRL, which compares siblings,"),
+        "rollout.max_new_tokens": Given(args.max_completion_length, "GRPOConfig.max_completion_length"),
+        "rollout.temperature": Given(float(args.temperature), "GRPOConfig.temperature"),
+        "rollout.top_p": Given(1.0, "TRL, whose log-probs are those of the whole vocabulary,"),
+        "rollout.top_k": Given(0, "TRL, whose log-probs are those of the whole vocabulary,"),
+    }
+
+
+def check_before(arguments: Mapping[str, Any]) -> None:
+    """Look at the arguments of a trainer before TRL acts upon them: opens vLLM, say.
+
+    Raises:
+        ConfigError: with one line for each thing that is in the way.
+    """
+    _refuse(_in_the_way_before(arguments))
+
+
+def check_trainer(args: Any, *, num_processes: int, is_sharded: bool) -> None:
+    """Look at the arguments as TRL has completed them.
+
+    Raises:
+        ConfigError: with one line for each thing that is in the way.
+    """
+    _refuse(_in_the_way(args, num_processes, is_sharded))
+
+
+def check_correction(args: Any, *, is_on_policy: bool) -> None:
+    """Raise ``ConfigError`` when tokens of older weights would pass for tokens of the current ones."""
+    if not args.vllm_importance_sampling_correction and not is_on_policy:
+        raise ConfigError(
+            "GRPOConfig.vllm_importance_sampling_correction is False: tokens that older weights sampled would be"
+            " trained as if the current weights had sampled them; set it to True, or use rollover='sync'"
+        )
+
+
+def _refuse(found: Iterator[str]) -> None:
+    if lines := list(found):
+        raise ConfigError("\n".join(lines))
+
+
+def _in_the_way_before(arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, what in (
+        ("tools", "calls tools over several turns"),
+        ("environment_factory", "rolls out several turns in an environment"),
+        ("rollout_func", "rolls out by itself"),
+        ("quantization_config", "trains a model whose weights are quantised, which engines cannot be given"),
+    ):
+        if arguments.get(name):
+            yield f"{name} is set, and {what}: rollouts that are stopped and resumed cannot do that; leave it out"
+    args = arguments.get("args")
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, name, False):
+            yield (
+                f"GRPOConfig.{name} is True, but Rollover brings the engine: leave it out, and for vLLM servers say"
+                " rollover={'engine': {'kind': 'vllm', 'urls': [...]}}"
+            )
+    dataset = arguments.get("train_dataset")
+    if dataset is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        seen = "nothing" if dataset is None else type(dataset).__name__
+        yield (
+            f"train_dataset must be a dataset with a length and numbered rows, got {seen}: a run could not be resumed"
+            " from a stream; make it one by datasets.Dataset.from_list(list(stream.take(n)))"
+        )
+    elif {"image", "images"} & {*(getattr(dataset, "column_names", None) or ())}:
+        yield "train_dataset has images, and no engine of Rollover sees any: leave the column out"
+
+
+def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str]:
+    if num_processes > 1:
+        yield (
+            f"the trainer has {num_processes} processes, and batches are handed to one: start it with one process (the"
+            " engine may have as many GPUs as you like)"
+        )
+    if is_sharded:
+        yield "DeepSpeed or FSDP shards the weights, which are published whole: train without it"
+    if args.num_iterations > 1:
+        yield (
+            f"GRPOConfig.num_iterations is {args.num_iterations}, but each batch is trained once: set it to 1, and"
+            " steps_per_generation for several optimizer steps to a batch"
+        )
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        yield (
+            f"GRPOConfig.steps_per_generation ({args.steps_per_generation}) must be a multiple of"
+            f" gradient_accumulation_steps ({args.gradient_accumulation_steps}): a batch ends with an optimizer step"
+        )
+    else:
+        yield from _out_of_step(args, steps_per_batch(args))
+    if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
+        yield (
+            f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, and the loss 'vespo'"
+            " weighs sequences by itself: set it to 'token_truncate' or 'token_mask'"
+        )
+    for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
+        if (value := getattr(args, name)) not in off:
+            yield (
+                f"GRPOConfig.{name} is {value}: TRL computes log-probs over the whole vocabulary, and what a cut"
+                f" distribution samples would be weighted wrongly; set it to {off[0]}"
+            )
+    if args.repetition_penalty != 1.0:
+        yield (
+            f"GRPOConfig.repetition_penalty is {args.repetition_penalty}, of which TRL's log-probs know nothing: set it"
+            " to 1.0"
+        )
+    if args.generation_kwargs:
+        yield (
+            f"GRPOConfig.generation_kwargs sets {', '.join(args.generation_kwargs)} for TRL's own generation, which"
+            " Rollover replaces: leave it out; settings of the engine go to rollover={'engine': {...}}"
+        )
+
+
+def _out_of_step(args: Any, each: int) -> Iterator[str]:
+    """Yield what would save or stop amid a batch, which has ``each`` optimizer steps."""
+    saves = args.save_strategy == "steps" and args.save_steps >= 1 and int(args.save_steps) % each
+    if saves or (args.max_steps > 0 and args.max_steps % each):
+        yield (
+            f"a batch is trained in {each} optimizer steps (steps_per_generation / gradient_accumulation_steps), and a"
+            f" checkpoint amid one could not be resumed: make save_steps ({args.save_steps}) and max_steps"
+            f" ({args.max_steps}) multiples of {each}"
+        )

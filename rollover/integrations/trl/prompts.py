@@ -1,0 +1,116 @@
+"""Prompts of a TRL dataset by number. Torch-free.
+
+Draw ``index`` is row ``order[index % rows]`` of epoch ``index // rows``, each epoch with an order of its own. So a
+cursor is all that a restart needs. The journal holds the number of the row; its columns stay with the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from rollover.errors import DataError
+from rollover.types import Prompt
+
+ROW = "row"
+"""The column of a prompt that says which row of the dataset it is."""
+_NUM_LOOKED_AT = 64
+
+
+class TableRows(Protocol):
+    """A dataset with a length, whose rows are dictionaries.
+
+    Example: ``datasets.Dataset.from_dict({"prompt": ["1+1="]})`` has one row, ``{"prompt": "1+1="}``.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as the model gets it.
+
+    Example: ``EncodedPrompt((15, 10, 22), "1+8")``
+    """
+
+    token_ids: Sequence[int]
+    text: str
+
+
+class DatasetPrompts:
+    """Draws prompts from the column ``prompt`` of a dataset. Implements ``Source``.
+
+    Args:
+        encode: makes tokens of what a row has in that column, as TRL does.
+        shuffle: each epoch in an order of its own, drawn from ``seed``; else always in the order of the rows.
+        max_prompt_tokens: longest prompt that leaves room for a response.
+
+    Example: of 20 rows, ``prompt(41)`` is a row of the third epoch, called ``train/7@2``, say.
+    """
+
+    def __init__(
+        self,
+        rows: TableRows,
+        encode: Callable[[Any], EncodedPrompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        max_prompt_tokens: int,
+    ) -> None:
+        if not len(rows):
+            raise DataError("train_dataset has no rows: give it at least one")
+        self._rows = rows
+        self._encode = encode
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_prompt_tokens = max_prompt_tokens
+        # Prompts of two epochs are asked for in turn around a boundary.
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    def prompt(self, index: int) -> Prompt:
+        """Draw prompt ``index``. Raises ``DataError`` when its row has no prompt, or one that is too long."""
+        epoch, place = divmod(index, len(self._rows))
+        row = self._order(epoch)[place]
+        content = _content(self._rows, row)
+        token_ids, text = self._encode(content)
+        if not 0 < len(token_ids) <= self._max_prompt_tokens:
+            raise DataError(
+                f"train_dataset: the prompt of row {row} has {len(token_ids)} tokens, where 1 to"
+                f" {self._max_prompt_tokens} leave room for the response: leave such rows out"
+                " (train_dataset.filter(...)), lower max_completion_length, or use an engine with a longer context"
+            )
+        return Prompt(
+            prompt_id=f"train/{row}@{epoch}",
+            token_ids=tuple(token_ids),
+            text=text,
+            source="train",
+            columns={ROW: row},
+        )
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._rows))
+        order = array("q", range(len(self._rows)))
+        random.Random(f"{self._seed}/train/{epoch}").shuffle(order)
+        return order
+
+
+def fingerprint(rows: TableRows) -> str:
+    """Return what tells a dataset from another: the number of its rows and a hash of some prompts spread over it."""
+    num = len(rows)
+    looked_at = sorted({i * (num - 1) // max(1, _NUM_LOOKED_AT - 1) for i in range(_NUM_LOOKED_AT)}) if num else []
+    found = json.dumps([_content(rows, row) for row in looked_at], default=str, sort_keys=True)
+    return f"{num} rows, {hashlib.blake2b(found.encode(), digest_size=8).hexdigest()}"
+
+
+def _content(rows: TableRows, row: int) -> Any:
+    try:
+        return rows[row]["prompt"]
+    except KeyError:
+        raise DataError(f"train_dataset: row {row} has no column 'prompt', which TRL takes prompts from") from None

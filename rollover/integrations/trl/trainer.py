@@ -1,0 +1,357 @@
+"""TRL's ``GRPOTrainer`` with rollouts that roll over: partial rollouts, a staleness bound, a journal, a report.
+
+TRL keeps its data, rewards, advantages, loss, logging, checkpoints and evaluation. In place of "answer these prompts
+now" it gets the scheduler's next batch, prompts and all: the rows that its data loader brings are left aside. TRL's own
+importance sampling, made for the mismatch between vLLM and the trainer, corrects for tokens of older weights, since it
+compares the log-probs that a token was sampled with to those of the weights that train it. So TRL is told, while it
+trains, that it uses vLLM; nothing of vLLM is opened.
+
+What it keeps true: tokens and their log-probs reach the loss exactly as they were sampled; a completion that failed has
+advantage 0 and no token in the loss; a loss that leaves the behaviour log-probs out is refused; after a crash each
+batch that the checkpoint has not seen comes again, once, as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from transformers import TrainerCallback
+
+from rollover.engine.base import Capabilities
+from rollover.errors import ConfigError, RunError
+from rollover.integrations.hosted import Asked, HostedConfig, hosted_config
+from rollover.integrations.record import HostedRun
+from rollover.integrations.trl.answers import Answers
+from rollover.integrations.trl.checks import (
+    check_before,
+    check_correction,
+    check_trainer,
+    check_version,
+    given_by,
+    steps_per_batch,
+    trl_version,
+)
+from rollover.integrations.trl.measures import Measured, measure
+from rollover.integrations.trl.prompts import DatasetPrompts, EncodedPrompt, fingerprint
+from rollover.integrations.trl.rollouts import HostedRollouts
+from rollover.integrations.trl.weights import model_folder, number_format
+from rollover.rollout.events import Event
+from rollover.types import Batch
+
+_RATIO = "importance_sampling_ratio"
+_STATE = "trainer_state.json"
+"""The last file of a checkpoint that TRL writes: one without it is torn."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's trainer with Rollover's rollouts. All arguments but one are TRL's.
+
+    Example::
+
+        from rollover.integrations.trl import GRPOTrainer          # in place of: from trl import GRPOTrainer
+
+        trainer = GRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...,
+                              rollover={"rollout": {"strategy": "april", "max_staleness": 4}})
+        trainer.train()                                            # after a crash: resume_from_checkpoint=True
+
+    Args:
+        rollover: how rollouts are scheduled and who decodes them: the name of a strategy, a TOML file, or a dictionary
+            with the tables ``rollout`` and ``engine`` of a run's config. What ``GRPOConfig`` decides is not to be said
+            again. The engine is embedded where nothing else is said.
+        observer: called with each event of the rollouts, on a thread of its own.
+
+    Raises:
+        ConfigError: TRL's version or a setting is in the way; the message has a line for each.
+    """
+
+    use_vllm: bool
+    rollout_func: Callable[[Any, Any], dict[str, Any]] | None
+
+    def __init__(
+        self,
+        *args: Any,
+        rollover: Asked = None,
+        observer: Callable[[Event], None] = lambda event: None,
+        **kwargs: Any,
+    ) -> None:
+        check_version()
+        check_before(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments)
+        self._rollouts: HostedRollouts | None = None
+        self._answers: Answers | None = None
+        self._resumes = False
+        self._observer = observer
+        super().__init__(*args, **kwargs)
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        check_trainer(self.args, num_processes=self.accelerator.num_processes, is_sharded=is_sharded)
+        if self._is_vlm:
+            raise ConfigError("the model reads images, and no engine of Rollover does: use a model of text")
+        self.rollover_config: HostedConfig = hosted_config(
+            rollover, given_by(self.args, self.num_generations), source="rollover="
+        )
+        """Settings of the rollouts, complete."""
+        check_correction(self.args, is_on_policy=self.rollover_config.rollout.staleness_bound == 0)
+        self.args.ignore_data_skip = True  # the data loader's rows are left aside, so that a resume need not skip any
+        self.add_callback(_OnSave(self))
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does. With ``resume_from_checkpoint=True`` the run goes on from its newest whole checkpoint, or
+        from the beginning when it was stopped before there was one; no batch is decoded twice.
+
+        Raises:
+            RunError: the output directory holds the rollouts of an earlier run, or others than those of the one that
+                is resumed.
+            RolloverError: with what the user can do about it; the run can be resumed.
+        """
+        self._resumes = bool(resume_from_checkpoint)
+        if resume_from_checkpoint is True:
+            found = whole_checkpoints(Path(self.args.output_dir))
+            resume_from_checkpoint = str(found[-1][1]) if found else None
+            if resume_from_checkpoint is None and not self._place.exists():
+                raise RunError(
+                    f"{self.args.output_dir} holds no run to resume: call train() without resume_from_checkpoint"
+                )
+        self._run = HostedRun(
+            self._place,
+            self.rollover_config,
+            host=f"trl {trl_version()}",
+            resume=self._resumes,
+            facts={"dataset": fingerprint(self.train_dataset)},
+            remedy="go on with it by trainer.train(resume_from_checkpoint=True)",
+        )
+        with self._run:
+            try:
+                with self._behaviour_weighed(True):
+                    result = super().train(resume_from_checkpoint, *args, **kwargs)
+                if self._rollouts is not None:
+                    self._rollouts.finish_step()
+                return result
+            finally:
+                rollouts, self._rollouts = self._rollouts, None
+                if rollouts is not None:
+                    rollouts.close()
+
+    @property
+    def _place(self) -> Path:
+        return Path(self.args.output_dir) / "rollover"
+
+    @contextmanager
+    def _behaviour_weighed(self, wanted: bool) -> Iterator[None]:
+        """Have TRL weigh tokens by the log-probs that they were sampled with, or leave it to sample by itself."""
+        before, self.use_vllm = self.use_vllm, wanted
+        try:
+            yield
+        finally:
+            self.use_vllm = before
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not self.use_vllm:
+            return super()._generate_and_score_completions(inputs)
+        rollouts = self._opened_rollouts()
+        version, beyond = divmod(self.state.global_step, steps_per_batch(self.args))
+        if beyond:
+            raise RunError(
+                f"TRL asks for a batch at optimizer step {self.state.global_step}, amid one of"
+                f" {steps_per_batch(self.args)} steps: resume from a checkpoint at the end of a batch"
+            )
+        batch = rollouts.take(version, self.accelerator.unwrap_model(self.model))
+        answers = Answers.of(batch, num_generations=self.num_generations, end_token=int(self._tokenizer.eos_token_id))
+        rows = [self._row(row) for row in answers.rows]
+        self._last_loaded_step = self.state.global_step  # TRL would load weights into its vLLM
+        self._answers, self.rollout_func = answers, self._answer
+        try:
+            output = super()._generate_and_score_completions(rows)
+        finally:
+            self._answers, self.rollout_func = None, None
+        self._look_at(output, answers, batch)
+        return output
+
+    def _answer(self, prompts: Any, trainer: Any) -> dict[str, Any]:
+        """Give TRL the batch in place of answers to ``prompts``, which are those of the batch."""
+        answers = self._answers
+        assert answers is not None and len(prompts) == len(answers.rows)
+        fields = {
+            "prompt_ids": answers.prompt_ids,
+            "completion_ids": answers.completion_ids,
+            "logprobs": answers.logprobs,
+        }
+        return fields if answers.env_mask is None else {**fields, "env_mask": answers.env_mask}
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        """Ask the reward functions about completions that were decoded. Those that failed get none."""
+        failed = self._answers.failed if self._answers is not None else []
+        if not any(failed):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        there = [i for i, is_failed in enumerate(failed) if not is_failed]
+        some = [[column[i] for i in there] for column in (inputs, prompts, completions, completion_ids_list)]
+        found = super()._calculate_rewards(*some)
+        rewards = torch.full((len(failed), found.shape[1]), torch.nan, dtype=found.dtype, device=found.device)
+        rewards[there] = found
+        return rewards
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute TRL's loss.
+
+        Raises:
+            RunError: it has not looked at the importance weights: this version of TRL leaves them out.
+        """
+        if not self.use_vllm or not self.vllm_importance_sampling_correction:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        watched = _Watched(inputs)
+        loss = super().compute_loss(model, watched, *args, **kwargs)
+        if _RATIO not in watched.looked_up:
+            raise RunError(
+                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with: tokens of"
+                " older weights would be trained as if the current ones had sampled them; report this, and use TRL's"
+                " own GRPOTrainer meanwhile"
+            )
+        return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL does, with TRL's own generation."""
+        with self._behaviour_weighed(False):
+            return super().prediction_step(*args, **kwargs)
+
+    def _look_at(self, output: Mapping[str, Any], answers: Answers, batch: Batch) -> None:
+        """Compare engine and trainer, and enter what is known of the batch into both accounts."""
+        assert self._rollouts is not None
+        if self.vllm_importance_sampling_correction and _RATIO not in output:
+            raise RunError(
+                f"TRL {trl_version()} has not compared the log-probs of tokens with those they were sampled with"
+            )
+        has_other_gradients = self.beta != 0.0 or getattr(self, "_entropy_bonus_enabled", False)
+        found: Measured = measure(output, answers, advantages_alone=not has_other_gradients)
+        self._rollouts.judge(found.drift)
+        logged = self._metrics["train"]
+        rewards = {
+            ours: logged[theirs][-1] for ours, theirs in (("reward/mean", "reward"), ("reward/std", "reward_std"))
+        }
+        ours = self._rollouts.report({**rewards, "drift": found.drift.mean_abs}, found.untrained)
+        for name, key in _LOGGED.items():
+            logged[name].append(ours[key])
+
+    # -- what the feed is opened with ------------------------------------------------------------------------
+
+    def _opened_rollouts(self) -> HostedRollouts:
+        if self._rollouts is None:
+            model = self.accelerator.unwrap_model(self.model)
+            self._rollouts = HostedRollouts(
+                self.rollover_config,
+                self._run,
+                folder=model_folder(model, self._tokenizer, self._run.model),
+                make_source=self._make_source,
+                stop_token_ids=self._stop_token_ids(),
+                num_tokens=len(self._tokenizer),
+                number_format=number_format(model, self.args),
+                step=self.state.global_step // steps_per_batch(self.args),
+                observer=self._observer,
+            )
+        return self._rollouts
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a response for TRL: with others, responses would look cut to it."""
+        return tuple(int(token) for token in self.eos_token_ids)
+
+    def _make_source(self, capabilities: Capabilities) -> DatasetPrompts:
+        # Tokenizers are not to be used in two threads, and the feed has its own.
+        tokenizer = copy.deepcopy(self.processing_class)
+        options = {"chat_template": self.chat_template, "add_generation_prompt": True, **self.chat_template_kwargs}
+
+        def encode(prompt: Any) -> EncodedPrompt:
+            if isinstance(prompt, str):
+                return EncodedPrompt(tokenizer(text=[prompt])["input_ids"][0], prompt)
+            ids = tokenizer.apply_chat_template([prompt], tokenize=True, return_dict=True, **options)["input_ids"][0]
+            return EncodedPrompt(ids, tokenizer.apply_chat_template(prompt, tokenize=False, **options))
+
+        return DatasetPrompts(
+            self.train_dataset,
+            encode,
+            seed=self.rollover_config.seed,
+            shuffle=self.shuffle_dataset is not False,
+            max_prompt_tokens=capabilities.max_context_tokens - self.max_completion_length,
+        )
+
+    def _row(self, row: int) -> dict[str, Any]:
+        columns = dict(self.train_dataset[row])
+        return {"prompt": columns["prompt"]} if self.args.remove_unused_columns else columns
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save as TRL does, once the journal knows that the batch is trained: a run that dies between the two then
+        trains it again, and none that the checkpoint has seen is left open."""
+        each = steps_per_batch(self.args)
+        if self._rollouts is not None:
+            if self.state.global_step % each:
+                raise ConfigError(
+                    f"a checkpoint is to be saved after {self.state.global_step} optimizer steps, amid a batch of"
+                    f" {each}, and could not be resumed: save at multiples of {each}"
+                )
+            self._rollouts.finish_step()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _saved(self) -> None:
+        """Tell the journal how far back a restart may go: to the oldest checkpoint that is kept. Where TRL keeps them
+        all, the two newest count."""
+        if self._rollouts is None:
+            return
+        kept = [step for step, _ in whole_checkpoints(Path(self.args.output_dir)) if step <= self.state.global_step]
+        kept = kept if self.args.save_total_limit is not None else kept[-2:]
+        self._rollouts.saved(min(kept, default=0) // steps_per_batch(self.args))
+
+
+_LOGGED = {
+    "sample/staleness_mean": "staleness/mean",
+    "sample/staleness_max": "staleness/max",
+    "sample/off_policy_tokens": "staleness/off_policy_tokens",
+    "sample/resumes": "rollout/resumes_per_sample",
+    "rollout/parked_samples": "rollout/parked_samples",
+    "perf/rollout_wait_s": "time/rollout_s",
+    "perf/weight_sync_s": "time/publish_s",
+}
+"""What TRL logs of the rollouts: its name there, and here."""
+
+
+def whole_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of the checkpoints in ``output_dir`` that were written to their end, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    found = [(entry, _CHECKPOINT.fullmatch(entry.name)) for entry in output_dir.iterdir()]
+    return sorted(
+        (int(match[1]), entry) for entry, match in found if match is not None and os.path.isfile(entry / _STATE)
+    )
+
+
+class _Watched(dict[str, Any]):
+    """The inputs of a loss; remembers what was looked up."""
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        super().__init__(inputs)
+        self.looked_up: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_up.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up.add(key)
+        return super().get(key, default)
+
+
+class _OnSave(TrainerCallback):
+    """Tells the journal of each checkpoint."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._saved()

@@ -1,0 +1,115 @@
+"""Weights of a transformers model in training, as engines take them: by Hugging Face name, adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollover.errors import ModelError
+from rollover.hf.hub import resolve_model
+from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import MemoryWeights
+
+_OF_ADAPTERS = ("lora_", "base_layer", "modules_to_save", "original_module", "token_adapter")
+"""Parts of parameter names that mean something of peft's that is no low-rank matrix beside a linear layer."""
+
+
+def policy_source(model: Any, version: int) -> WeightSource:
+    """Return the weights of ``model``, to be published as ``version``. They are views: the model must not be trained
+    until they are loaded. Those of low-rank adapters are merged when they are read, and the model stays as it is.
+
+    Raises:
+        ModelError: the model has adapters of a kind that cannot be merged.
+    """
+    if not hasattr(model, "peft_config"):
+        return MemoryWeights(version, {name: p.detach() for name, p in model.named_parameters()})
+    weights = _merged(model.get_base_model())
+    if left := [name for name in weights if any(part in name for part in _OF_ADAPTERS)]:
+        raise ModelError(
+            f"the model has adapters that cannot be merged into its weights, first {left[0]!r}: use LoRA on linear"
+            " layers, without DoRA and modules_to_save"
+        )
+    return AdapterWeights(version, weights)
+
+
+def _merged(base: Any) -> MergedWeights:
+    frozen: dict[str, Tensor] = {}
+    for name, parameter in base.named_parameters():
+        if "lora_A." not in name and "lora_B." not in name:
+            frozen[name.replace(".base_layer.", ".")] = parameter.detach()
+    adapters = {}
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer"):
+            adapters[f"{name}.weight"] = _low_rank(name, module)
+    return MergedWeights(frozen, adapters)
+
+
+def _low_rank(name: str, module: Any) -> LowRank:
+    active: Sequence[str] = list(getattr(module, "active_adapters", ()))
+    adapter = active[0] if len(active) == 1 else ""
+    plain = (
+        adapter in getattr(module, "lora_A", {})
+        and isinstance(module.base_layer, torch.nn.Linear)
+        and not getattr(module, "use_dora", {}).get(adapter)
+        and not getattr(module, "lora_bias", {}).get(adapter)
+    )
+    if not plain:
+        raise ModelError(
+            f"the adapter of {name!r} is no plain LoRA on a linear layer (active: {', '.join(active) or 'none'}), and"
+            " cannot be merged for the engine: use LoRA without DoRA and bias, and one adapter"
+        )
+    return LowRank(
+        a_RI=module.lora_A[adapter].weight.detach(),
+        b_OR=module.lora_B[adapter].weight.detach(),
+        scale=float(module.scaling[adapter]),
+    )
+
+
+def next_logits(model: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """Return the logits of the token after each prompt, shape (prompts, vocabulary)."""
+    device = next(model.parameters()).device
+    with torch.no_grad(), _evaluating(model):
+        rows = [
+            model(input_ids=torch.tensor([list(ids)], device=device)).logits[0, -1].float().cpu() for ids in prompts
+        ]
+    stacked: NDArray[np.float32] = torch.stack(rows).numpy()
+    return stacked
+
+
+def number_format(model: Any, args: Any) -> str:
+    """Return the number format in which TRL computes log-probs, by torch's name."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def model_folder(model: Any, tokenizer: Any, place: Path) -> Path:
+    """Return a folder with config, tokenizer and some weights of ``model``, from which an engine is opened: the one
+    that it was loaded from, or ``place``, where it is written when there is none."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if name := getattr(base.config, "_name_or_path", ""):
+        return resolve_model(name)
+    if not (place / "config.json").exists():
+        plain = dict(policy_source(model, 0).tensors())
+        base.save_pretrained(place, state_dict={name: tensor.contiguous() for name, tensor in plain.items()})
+        tokenizer.save_pretrained(place)
+    return place
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Switch dropout off within."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,290 @@
+"""Rollouts for TRL's ``AsyncGRPOTrainer``: its rollout worker and its weight transfer, which are one object here.
+
+::
+
+    trainer                                                     worker
+    send_weights(tensors) ──▶ the feed publishes a version ──▶  engine
+    rollout_buffer.get()  ◀── samples, batch after batch  ◀──  a thread that asks the feed for them
+
+TRL drops what is older than its ``max_staleness`` when it takes it from the queue, which favours short responses. Here
+nothing gets that old: a batch is as many samples as the trainer takes between two publications, so that batch ``s`` is
+trained at version ``s``, and the bound of the feed, which is no higher than TRL's, holds there. A sample is labelled
+with the version of its *oldest* token.
+
+What it keeps true: samples are put into the queue batch by batch, in order; never more than ``batches_ahead`` batches
+wait there; what the thread fails with is raised by ``check_health``, by whose deadline the trainer looks.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollover.errors import ConfigError, RolloverError, RunError
+from rollover.integrations.feed import Feed
+from rollover.rollout.config import RolloutConfig
+from rollover.types import Batch, Group, Trajectory
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSettings:
+    """Tells a worker what it must know of the trainer that it serves.
+
+    Example: ``AsyncSettings(max_staleness=4, samples_per_version=64)`` for steps of 64 samples, each followed by a
+    publication.
+    """
+
+    max_staleness: int
+    """``AsyncGRPOConfig.max_staleness``."""
+    samples_per_version: int
+    """Samples that the trainer takes between two publications: per_device_train_batch_size times
+    gradient_accumulation_steps times the number of processes times weight_sync_steps. The trainer takes as many where
+    ``AsyncGRPOConfig.token_budget`` is 0; with a budget it takes what fits into it."""
+    batches_ahead: int = 1
+    """Batches that may wait in the queue."""
+
+
+Load = Callable[[int, Sequence[tuple[str, Any]]], Any]
+"""Given a version and named tensors, returns an awaitable that puts them into the engine."""
+Rewards = Callable[[Group], Sequence[Mapping[str, float]]]
+"""Given a group, returns for each trajectory the values of its reward functions by name; NaN where one has none."""
+
+
+class RolloutWorker:
+    """Implements TRL's ``RolloutWorkerProtocol`` and ``WeightTransferProtocol``.
+
+    Example::
+
+        worker = RolloutWorker(rollout, settings, open_feed=open_feed, load=load, rewards=rewards, messages=messages)
+        AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=worker)
+
+    Args:
+        rollout: settings of the feed. Its batch has as many samples as the trainer takes per version.
+        open_feed: opens the feed; called when the first weights are sent.
+        load: see ``Load``.
+        rewards: see ``Rewards``; called on the worker's thread.
+        messages: prompt and completion of a trajectory as lists of messages, for TRL's traces.
+        make_sample: TRL's ``RolloutSample``; found in TRL when it is left out.
+
+    Raises:
+        ConfigError: the bound of ``rollout`` is above TRL's, or a batch is not what the trainer takes per version.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        settings: AsyncSettings,
+        *,
+        open_feed: Callable[[], Feed],
+        load: Load,
+        rewards: Rewards,
+        messages: Callable[[Trajectory], tuple[list[dict[str, str]], list[dict[str, str]]]],
+        make_sample: Callable[..., Any] | None = None,
+    ) -> None:
+        if rollout.staleness_bound > settings.max_staleness:
+            raise ConfigError(
+                f"rollout.max_staleness is {rollout.staleness_bound}, but AsyncGRPOConfig.max_staleness is"
+                f" {settings.max_staleness}: the trainer would drop what is older, and with it long responses first;"
+                " lower the former or raise the latter"
+            )
+        if rollout.num_samples != settings.samples_per_version:
+            raise ConfigError(
+                f"a batch has {rollout.num_samples} samples (rollout_batch_size times group_size), but the trainer"
+                f" takes {settings.samples_per_version} per version of the weights: make them the same, so that a"
+                " sample is trained at the version that it is meant for"
+            )
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(settings.batches_ahead * rollout.num_samples)
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        self._open_feed = open_feed
+        self._load = load
+        self._rewards = rewards
+        self._messages = messages
+        self._make_sample = make_sample or _rollout_sample()
+        self._feed: Feed | None = None
+        self._turn = threading.Lock()
+        """Held by whoever uses the feed, which serves one thread at a time."""
+        self._version = -1
+        """The version that was published last."""
+        self._published = threading.Condition()
+        self._bound = rollout.staleness_bound
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._alive_s = time.monotonic()
+
+    # -- the worker ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to fill ``rollout_buffer``. TRL has sent the first weights before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="rollover-worker", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop and release everything. Does nothing the second time."""
+        self._stopping.set()
+        with self._published:
+            self._published.notify_all()
+        try:
+            if self._feed is not None:
+                self._feed.close()  # first: the thread may wait for a batch
+        finally:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            self._feed = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """Hear which version TRL counts. It is one more than that of the feed, which counts from 0.
+
+        Raises:
+            RunError: it is not the version whose weights were sent last.
+        """
+        if model_version != self._version + 1:
+            raise RunError(
+                f"TRL counts version {model_version}, but has sent weights {self._version + 1} times: rollouts would be"
+                " labelled wrongly"
+            )
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what the worker failed with.
+
+        Raises:
+            RolloverError: as the feed does.
+            RunError: nothing was heard of the worker for ``stale_after_s``.
+        """
+        if self._error is not None:
+            raise self._error
+        silent_s = time.monotonic() - self._alive_s
+        if silent_s > stale_after_s:
+            raise RunError(f"the rollout worker has put nothing into the queue for {silent_s:.0f} s")
+
+    # -- the weight transfer ---------------------------------------------------------------------------------
+
+    def init_weight_transfer(self) -> None:
+        """Open the feed, if it is not open."""
+        if self._feed is None:
+            self._feed = self._open_feed()
+
+    def pause(self) -> None:
+        """Do nothing: what runs is stopped, or goes on, when the weights are there."""
+
+    def resume(self) -> None:
+        """Do nothing, as ``pause`` does."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Publish the next version of the weights."""
+        self.init_weight_transfer()
+        assert self._feed is not None
+        tensors, version = list(iterator), self._version + 1
+        with self._turn:
+            self._feed.publish(version, lambda: self._load(version, tensors))
+        with self._published:
+            self._version = version
+            self._published.notify_all()
+
+    def destroy(self) -> None:
+        """Release everything."""
+        self.stop()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        try:
+            version = 0
+            while self._wait_for(version - self._bound):
+                assert self._feed is not None
+                with self._turn:
+                    batch = self._feed.batch(version)
+                if not self._put(batch):
+                    return
+                version += 1
+        except BaseException as error:
+            if not self._stopping.is_set():
+                self._error = error
+
+    def _wait_for(self, version: int) -> bool:
+        """Wait until weights of ``version`` or newer are published; return whether they are."""
+        with self._published:
+            while self._version < version and not self._stopping.is_set():
+                self._published.wait(_POLL_S)
+                self._alive_s = time.monotonic()  # the trainer is who is waited for
+        return not self._stopping.is_set()
+
+    def _put(self, batch: Batch) -> bool:
+        """Put the samples of a batch into the queue as it empties; return whether all are there."""
+        for group in batch.groups:
+            for sample in self._samples(group):
+                while not self._stopping.is_set():
+                    self._alive_s = time.monotonic()
+                    with suppress(queue.Full):
+                        self.rollout_buffer.put(sample, timeout=_POLL_S)
+                        break
+        return not self._stopping.is_set()
+
+    def _samples(self, group: Group) -> list[Any]:
+        values = self._rewards(group)
+        totals = [_total(each.values()) for each in values]
+        advantages, std = normalised(totals)
+        made = []
+        for trajectory, each, total, advantage in zip(group.trajectories, values, totals, advantages, strict=True):
+            oldest = trajectory.oldest_version
+            if oldest is None:
+                raise RolloverError(f"{trajectory.sample_id} holds no token")
+            prompt, completion = self._messages(trajectory)
+            num_prompt = len(trajectory.prompt.token_ids)
+            made.append(
+                self._make_sample(
+                    prompt=prompt,
+                    completion=completion,
+                    input_ids=np.array([*trajectory.prompt.token_ids, *trajectory.token_ids], dtype=np.int64),
+                    completion_mask=np.repeat([0, 1], [num_prompt, trajectory.num_tokens]),
+                    old_log_probs=np.array([0.0] * num_prompt + [*trajectory.rollout_logprobs], dtype=np.float32),
+                    advantage=advantage,
+                    model_version=oldest + 1,  # TRL counts the publication before the first step
+                    group_id=group.group_id,
+                    metrics={
+                        "reward": total,
+                        "reward_std": std,
+                        **{f"rewards/{name}": value for name, value in each.items()},
+                    },
+                    enqueued_at=time.time(),
+                )
+            )
+        return made
+
+
+def normalised(rewards: Sequence[float]) -> tuple[list[float], float]:
+    """Return the advantages of siblings as TRL's worker has them, and the standard deviation of their rewards. One
+    without a reward (NaN) has advantage 0 and no part in the mean.
+
+    Example: of rewards 1, 0, 0 and 1 the advantages are +1, -1, -1 and +1, and the deviation is 0.5.
+    """
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    if not scored:
+        return [0.0] * len(rewards), math.nan
+    mean = sum(scored) / len(scored)
+    std = (sum((reward - mean) ** 2 for reward in scored) / len(scored)) ** 0.5
+    return [0.0 if math.isnan(reward) else (reward - mean) / (std + 1e-8) for reward in rewards], std
+
+
+def _total(values: Iterable[float]) -> float:
+    there = [value for value in values if not math.isnan(value)]
+    return sum(there) if there else math.nan
+
+
+def _rollout_sample() -> Callable[..., Any]:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    make: Callable[..., Any] = RolloutSample
+    return make

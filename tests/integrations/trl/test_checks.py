@@ -1,0 +1,180 @@
+"""What cannot be trained right with rollouts that carry over is refused, by name and with a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from rollover.errors import ConfigError, DataError
+from rollover.integrations.trl.checks import check_trainer, check_version
+from rollover.integrations.trl.prompts import DatasetPrompts, EncodedPrompt, fingerprint
+from tests.integrations.trl.kit import arguments, letters, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_iterations": 2}, r"num_iterations is 2, but each batch is trained once: set it to 1"),
+        ({"top_p": 0.9}, r"GRPOConfig\.top_p is 0\.9: .* set it to 1\.0"),
+        ({"top_k": 20}, r"GRPOConfig\.top_k is 20"),
+        ({"min_p": 0.1}, r"GRPOConfig\.min_p is 0\.1"),
+        ({"repetition_penalty": 1.1}, r"GRPOConfig\.repetition_penalty is 1\.1"),
+        ({"generation_kwargs": {"length_penalty": 2.0}}, r"generation_kwargs sets length_penalty"),
+        ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching is True"),
+        (
+            {"vllm_importance_sampling_correction": False},
+            r"vllm_importance_sampling_correction is False: .* or use rollover='sync'",
+        ),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            r"mode is 'sequence_mask', and the loss 'vespo' .* set it to 'token_truncate' or 'token_mask'",
+        ),
+        (
+            {"per_device_train_batch_size": 4, "steps_per_generation": 6, "gradient_accumulation_steps": 4},
+            r"steps_per_generation \(6\) must be a multiple of gradient_accumulation_steps \(4\)",
+        ),
+        (
+            {"steps_per_generation": 2, "max_steps": 3},
+            r"a batch is trained in 2 optimizer steps .* max_steps \(3\) multiples of 2",
+        ),
+        (
+            {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3},
+            r"make save_steps \(3\) and max_steps \(4\) multiples of 2",
+        ),
+    ],
+)
+def test_settings_of_trl_that_are_in_the_way(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tiny_model, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rollout": {"temperature": 0.7}}, r"rollout\.temperature is 0\.7, but GRPOConfig\.temperature is 1\.0"),
+        ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p is 0\.9, but TRL, .*, is 1\.0"),
+        ({"rollout": {"group_size": 3}}, r"rollout\.group_size is 3, but GRPOConfig\.num_generations is 4"),
+        ({"rollout": {"unit": "sample"}}, r"rollout\.unit is 'sample', but TRL, which compares siblings, is 'group'"),
+    ],
+)
+def test_settings_of_rollover_that_are_not_trls(
+    tiny_model: Path, tmp_path: Path, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tiny_model, tmp_path, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"tools": [len]}, "tools is set, and calls tools over several turns"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func is set, and rolls out by itself"),
+        ({"train_dataset": letters().to_iterable_dataset()}, "must be a dataset with a length .*, got IterableDataset"),
+        ({"train_dataset": datasets.Dataset.from_dict({"prompt": ["a"], "image": [1]})}, "train_dataset has images"),
+    ],
+)
+def test_arguments_of_the_trainer_that_are_in_the_way(
+    tiny_model: Path, tmp_path: Path, argument: dict[str, Any], message: str
+) -> None:
+    from rollover.integrations.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match=message):
+        GRPOTrainer(
+            **{
+                "model": str(tiny_model),
+                "reward_funcs": len,
+                "args": arguments(tmp_path),
+                "train_dataset": letters(),
+                **argument,
+            }
+        )
+
+
+def test_vllm_is_refused_before_it_is_opened(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use_vllm is True, but Rollover brings the engine"):
+        trainer(tiny_model, tmp_path, use_vllm=True)
+
+
+def test_several_processes_and_sharded_weights_are_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    with pytest.raises(ConfigError, match="the trainer has 2 processes, and batches are handed to one"):
+        check_trainer(args, num_processes=2, is_sharded=False)
+    with pytest.raises(ConfigError, match="shards the weights, which are published whole"):
+        check_trainer(args, num_processes=1, is_sharded=True)
+    check_trainer(args, num_processes=1, is_sharded=False)
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "1.15.2", "1.17.0", "2.0.0", "nightly"])
+def test_a_version_of_trl_that_was_not_tested_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"TRL {version} is installed, but .* was tested with 1\.16\.\*"):
+        check_version(version)
+
+
+def test_the_installed_version_is_one_of_those() -> None:
+    check_version()
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------
+
+
+def source(num_rows: int, *, shuffle: bool = True, most: int = 100) -> DatasetPrompts:
+    table = [{"prompt": f"{i}?"} for i in range(num_rows)]
+    return DatasetPrompts(
+        table,  # type: ignore[arg-type]
+        lambda text: EncodedPrompt([ord(c) for c in text], text),
+        seed=3,
+        shuffle=shuffle,
+        max_prompt_tokens=most,
+    )
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    epochs = [[source(7).prompt(7 * epoch + i).columns["row"] for i in range(7)] for epoch in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(7)]] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert source(7).prompt(16).prompt_id == f"train/{epochs[2][2]}@2"
+    assert [source(3, shuffle=False).prompt(i).text for i in range(4)] == ["0?", "1?", "2?", "0?"]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_by_its_row() -> None:
+    with pytest.raises(DataError, match="the prompt of row 0 has 2 tokens, where 1 to 1 leave room"):
+        source(1, most=1).prompt(0)
+    with pytest.raises(DataError, match="train_dataset has no rows"):
+        source(0)
+
+
+def test_a_dataset_is_told_from_another() -> None:
+    table = [{"prompt": f"{i}?"} for i in range(500)]
+    changed = [*table[:-1], {"prompt": "x"}]
+    assert fingerprint(table) == fingerprint([*table])  # type: ignore[arg-type]
+    assert fingerprint(table).startswith("500 rows, ")  # type: ignore[arg-type]
+    assert len({fingerprint(t) for t in (table, changed, table[:-1])}) == 3  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="row 0 has no column 'prompt'"):
+        fingerprint([{"question": "?"}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_are_tokenised_as_trl_does(tiny_model: Path, tmp_path: Path, chat: bool) -> None:
+    table = letters()
+    if chat:
+        table = datasets.Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in table]
+        )
+    made = trainer(tiny_model, tmp_path, dataset=table)
+    if chat:
+        template = "{% for m in messages %}#{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
+        made.processing_class.chat_template = template
+    from rollover.engine.base import Capabilities
+
+    prompts = made._make_source(Capabilities(max_running=1, max_context_tokens=4096))
+    for index in range(len(table)):
+        prompt = prompts.prompt(index)
+        (expected,), *_ = made._tokenize_prompts([table[prompt.columns["row"]]["prompt"]])
+        assert list(prompt.token_ids) == list(expected)

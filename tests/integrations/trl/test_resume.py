@@ -1,0 +1,99 @@
+"""A run of TRL's trainer that dies goes on with the batches that it had, each once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import ConfigError, RunError
+from rollover.integrations.trl.trainer import whole_checkpoints
+from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
+from rollover.rollout.journal import read_events
+from tests.integrations.trl.killed import POINTS, STEPS
+from tests.integrations.trl.kit import PROMPTS, journaled, letters, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+
+
+def test_a_run_that_is_killed_at_every_point_trains_each_batch_as_journaled(tiny_model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integrations.trl.killed", str(tiny_model), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    batches = journaled(tmp_path)
+    assert [batch.step for batch in batches] == [*range(STEPS)]
+    assert len({g.group_id for batch in batches for g in batch.groups}) == STEPS * PROMPTS
+    as_journaled = {
+        batch.step: ([g.group_id for g in batch.groups], [list(t.token_ids) for t in batch.trajectories])
+        for batch in batches
+    }
+    given = [json.loads(line) for line in (tmp_path / "given.jsonl").read_text().splitlines()]
+    assert {entry["point"] for entry in given} >= {*POINTS[1:], ""}
+    for entry in given:
+        assert (entry["groups"], entry["tokens"]) == as_journaled[entry["step"]], entry["point"]
+    steps = [entry["step"] for entry in given]
+    assert len(steps) > STEPS, "no step was repeated, and the test shows nothing"
+    last = [entry["step"] for entry in given if entry["point"] == ""]
+    assert last == [*range(last[0], STEPS)]
+    events = [event for _, event in read_events(tmp_path / "out" / "rollover" / "journal.sqlite")]
+    assert sum(isinstance(event, Restarted) for event in events) == len(POINTS)
+    assert {e.step for e in events if isinstance(e, BatchTrained)} == {*range(STEPS)}
+    assert [step for step, _ in whole_checkpoints(tmp_path / "out")] == [STEPS]
+
+
+def test_a_resumed_run_decodes_nothing_twice(tiny_model: Path, tmp_path: Path) -> None:
+    first = trainer(tiny_model, tmp_path, max_steps=2, **SAVING)
+    first.train()
+    assert first.seen[-1].account["rollout/parked_samples"] > 0
+    journal = tmp_path / "out" / "rollover" / "journal.sqlite"
+    before = [event for _, event in read_events(journal)]
+    again = trainer(tiny_model, tmp_path, max_steps=4, **SAVING)
+    again.train(resume_from_checkpoint=True)
+    assert [seen.batch.step for seen in again.seen] == [2, 3]
+    after = [event for _, event in read_events(journal)]
+    assert after[: len(before)] == before
+    tokens = sum(len(e.segment.token_ids) for e in after if isinstance(e, SegmentEnded))
+    assert again.seen[-1].account["rollout/decoded_tokens"] == tokens
+    assert again.seen[-1].account["rollout/wasted_tokens/failed_or_crashed"] == 0
+
+
+def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_model: Path, tmp_path: Path) -> None:
+    trainer(tiny_model, tmp_path, max_steps=1, **SAVING).train()
+    with pytest.raises(RunError, match=r"go on with it by trainer\.train\(resume_from_checkpoint=True\)"):
+        trainer(tiny_model, tmp_path, max_steps=1).train()
+    with pytest.raises(RunError, match="seed is not what this run began with"):
+        trainer(tiny_model, tmp_path, max_steps=2, seed=12).train(resume_from_checkpoint=True)
+    other = letters().select(range(8))
+    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, now it is 8 rows"):
+        trainer(tiny_model, tmp_path, max_steps=2, dataset=other).train(resume_from_checkpoint=True)
+
+
+def test_there_must_be_something_to_resume(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run to resume: call train"):
+        trainer(tiny_model, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_amid_a_batch_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class SaveNow(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = True
+
+    made = trainer(tiny_model, tmp_path, steps_per_generation=2, max_steps=2)
+    made.add_callback(SaveNow())
+    with pytest.raises(ConfigError, match="to be saved after 1 optimizer steps, amid a batch of 2"):
+        made.train()

@@ -1,0 +1,257 @@
+"""The rollout worker of TRL's asynchronous trainer: what it puts into the queue, when, and under which version."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollover.errors import ConfigError, EngineTimeout, RunError
+from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
+from rollover.integrations.trl.worker import AsyncSettings, RolloutWorker, normalised
+from rollover.rollout.config import RolloutConfig
+from rollover.rollout.generation import sample_seed
+from rollover.rollout.strategies import AprilConfig
+from rollover.types import Group, SampleId, Trajectory
+from tests.engine.fake import FakeEngine, logprob_at, token_at
+from tests.rollout.kit import Prompts, lognormal
+from tests.weights.kit import FakeWeights
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+
+PROMPTS, GENERATIONS, BOUND = 3, 2, 2
+PER_VERSION = PROMPTS * GENERATIONS
+
+
+class Trainer:
+    """Takes samples as TRL's trainer does: it sends weights first, counts from 1, and drops what is too old."""
+
+    def __init__(self, folder: Path, *, stall_timeout_s: float = 60.0, auto: bool = True) -> None:
+        self.engine = FakeEngine(lognormal(8, 1.0, cap=40), auto=auto)
+        self.rollout = RolloutConfig(
+            rollout_batch_size=PROMPTS,
+            group_size=GENERATIONS,
+            max_new_tokens=40,
+            max_staleness=BOUND,
+            strategy=AprilConfig(over_sampling_batch_size=6),
+            stall_timeout_s=stall_timeout_s,
+        )
+        self.folder = folder
+        self.model_version = 0
+        self.sent: list[tuple[int, list[str]]] = []
+        self.worker = RolloutWorker(
+            self.rollout,
+            AsyncSettings(max_staleness=BOUND, samples_per_version=PER_VERSION),
+            open_feed=lambda: Feed(self._open, self.rollout, journal=folder / "journal.sqlite", seed=5),
+            load=self._load,
+            rewards=self._rewards,
+            messages=self._messages,
+        )
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[FeedParts]:
+        yield FeedParts(engine=self.engine, source=Prompts(), scorer=ScoredByHost())
+        await self.engine.close()
+
+    async def _load(self, version: int, tensors: Sequence[tuple[str, Any]]) -> None:
+        self.sent.append((version, [name for name, _ in tensors]))
+        await self.engine.load(version, FakeWeights(version))
+
+    def _rewards(self, group: Group) -> Sequence[Mapping[str, float]]:
+        return [{"odd": float(sum(t.token_ids) % 2), "short": -0.01 * t.num_tokens} for t in group.trajectories]
+
+    def _messages(self, trajectory: Trajectory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+        return (
+            [{"role": "user", "content": trajectory.prompt.text}],
+            [{"role": "assistant", "content": str(trajectory.sample_id)}],
+        )
+
+    def sync(self) -> None:
+        self.worker.pause()
+        self.worker.send_weights(iter([("w", None), ("v", None)]))
+        self.worker.resume()
+        self.model_version += 1
+        self.worker.update_model_version(self.model_version)
+
+    def begin(self) -> None:
+        self.worker.init_weight_transfer()
+        self.sync()
+        self.worker.start()
+
+    def take(self, num: int) -> list[Any]:
+        taken = []
+        while len(taken) < num:
+            try:
+                taken.append(self.worker.rollout_buffer.get(timeout=5))
+            except queue.Empty:
+                self.worker.check_health(60)
+        return taken
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    trainers: list[Trainer] = []
+
+    def make(**options: Any) -> Trainer:
+        trainers.append(Trainer(tmp_path, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.worker.stop()
+
+
+def test_the_queue_holds_what_trl_asks_for(made: Any) -> None:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    trainer = made()
+    trainer.begin()
+    groups: dict[int, list[Any]] = {}
+    for sample in trainer.take(PER_VERSION):
+        assert isinstance(sample, RolloutSample)
+        assert {sample.input_ids.dtype, sample.completion_mask.dtype} == {np.dtype(np.int64)}
+        assert sample.old_log_probs.dtype == np.float32
+        groups.setdefault(sample.group_id, []).append(sample)
+        index = len(groups[sample.group_id]) - 1
+        seed = sample_seed(5, SampleId(sample.group_id, index))
+        assert sample.completion == [{"role": "assistant", "content": f"g{sample.group_id}.{index}"}]
+        num = len(sample.input_ids) - 3
+        assert sample.input_ids.tolist() == [5, 6, 7, *(token_at(seed, p, 0) for p in range(num))]
+        assert sample.completion_mask.tolist() == [0, 0, 0] + [1] * num
+        expected = np.array([0.0, 0.0, 0.0, *(logprob_at(seed, p, 0) for p in range(num))], dtype=np.float32)
+        assert sample.old_log_probs.tolist() == expected.tolist()
+        assert sample.model_version == 1
+        odd, short = sample.metrics["rewards/odd"], sample.metrics["rewards/short"]
+        assert sample.metrics["reward"] == pytest.approx(odd + short)
+        assert (odd, short) == (sum(sample.input_ids[3:]) % 2, pytest.approx(-0.01 * num))
+    for siblings in groups.values():
+        advantages, std = normalised([s.metrics["reward"] for s in siblings])
+        assert [s.advantage for s in siblings] == pytest.approx(advantages)
+        assert {s.metrics["reward_std"] for s in siblings} == {std}
+
+
+def test_advantages_are_those_of_trls_worker() -> None:
+    assert normalised([1.0, 0.0, 0.0, 1.0])[0] == pytest.approx([1, -1, -1, 1])
+    assert normalised([0.5, 0.5])[0] == [0.0, 0.0]
+    assert normalised([1.0, math.nan, 0.0])[0] == pytest.approx([1, 0, -1])
+    assert normalised([math.nan, math.nan])[0] == [0.0, 0.0]
+
+
+def test_trl_reads_packs_and_weighs_the_items_of_the_queue(made: Any) -> None:
+    """Its own reader, planner and collator, up to the tensors of the loss."""
+    from trl.experimental.async_grpo.async_grpo_trainer import (
+        DataCollatorForRollout,
+        FixedCountBatcher,
+        RolloutQueueDataset,
+    )
+
+    trainer, metrics = made(), defaultdict[str, list[Any]](list)
+    trainer.begin()
+    queue_read, kept = trainer.worker.rollout_buffer.get, []
+
+    def get(**options: Any) -> Any:
+        kept.append(queue_read(**options))
+        return kept[-1]
+
+    trainer.worker.rollout_buffer.get = get
+    items = RolloutQueueDataset(
+        trainer.worker.rollout_buffer, lambda: trainer.model_version, trainer.worker.check_health, 60, metrics, BOUND
+    )
+    (row,) = next(iter(FixedCountBatcher(items, 1, PER_VERSION)))
+    tensors = DataCollatorForRollout(pad_token_id=0, metrics=metrics)([[row]])
+    assert len(kept) == PER_VERSION
+    terms = Counter(
+        (round(float(old), 5), round(float(advantage), 5))
+        for old, advantage in zip(tensors["old_log_probs"][0], tensors["advantages"][0], strict=True)
+    )
+    assert terms == Counter(
+        (round(float(old), 5), round(sample.advantage, 5))
+        for sample in kept
+        for old in sample.old_log_probs[sample.completion_mask == 1]
+    )
+    assert metrics["sample/staleness_max"] == [0.0] * PER_VERSION
+    assert 0 <= min(metrics["sample/time_in_queue_s"]) <= max(metrics["sample/time_in_queue_s"]) < 60
+    assert "sample/dropped_stale_total" not in metrics
+    assert metrics["reward"]
+
+
+def test_no_sample_is_as_old_as_trl_would_drop(made: Any) -> None:
+    trainer, lags = made(), Counter[int]()
+    trainer.begin()
+    for _ in range(8):
+        lags.update(trainer.model_version - sample.model_version for sample in trainer.take(PER_VERSION))
+        trainer.sync()
+    assert max(lags) <= BOUND
+    assert lags[1] + lags[2] > 0, "nothing was old, and the test shows nothing"
+    assert [version for version, _ in trainer.sent] == [*range(9)]
+    assert trainer.sent[0][1] == ["w", "v"]
+
+
+def test_samples_wait_for_weights_rather_than_grow_too_old(made: Any) -> None:
+    """Without a publication no more than the bound allows is put into the queue, however much is taken."""
+    trainer = made()
+    trainer.begin()
+    taken = trainer.take(PER_VERSION * (BOUND + 1))
+    assert {sample.model_version for sample in taken} == {1}
+    with pytest.raises(queue.Empty):
+        trainer.worker.rollout_buffer.get(timeout=0.3)
+    trainer.sync()
+    assert len(trainer.take(PER_VERSION)) == PER_VERSION
+
+
+def test_settings_under_which_trl_would_drop_are_refused() -> None:
+    def worker(settings: AsyncSettings) -> None:
+        rollout = RolloutConfig(rollout_batch_size=3, group_size=2, max_staleness=4)
+        nothing: Callable[..., Any] = lambda *args: None  # noqa: E731
+        RolloutWorker(rollout, settings, open_feed=nothing, load=nothing, rewards=nothing, messages=nothing)
+
+    with pytest.raises(ConfigError, match=r"max_staleness is 4, but AsyncGRPOConfig\.max_staleness is 3"):
+        worker(AsyncSettings(max_staleness=3, samples_per_version=6))
+    with pytest.raises(ConfigError, match=r"a batch has 6 samples .*, but the trainer takes 8 per version"):
+        worker(AsyncSettings(max_staleness=4, samples_per_version=8))
+
+
+def test_a_version_that_was_not_sent_is_refused(made: Any) -> None:
+    trainer = made()
+    trainer.worker.init_weight_transfer()
+    trainer.sync()
+    with pytest.raises(RunError, match="TRL counts version 5, but has sent weights 1 times"):
+        trainer.worker.update_model_version(5)
+
+
+def test_what_the_worker_fails_with_reaches_the_trainer(made: Any) -> None:
+    trainer = made(stall_timeout_s=0.05, auto=False)
+    trainer.begin()
+    deadline_s = time.monotonic() + 60
+    with pytest.raises(EngineTimeout, match=r"no token and no reward for"):
+        while time.monotonic() < deadline_s:
+            trainer.worker.check_health(60)
+            time.sleep(0.005)
+
+
+def test_stopping_twice_is_no_error_and_leaves_no_thread(made: Any) -> None:
+    trainer = made()
+    trainer.begin()
+    trainer.take(1)
+    trainer.worker.stop()
+    trainer.worker.destroy()
+    assert trainer.worker._thread is None
+
+
+def test_stopping_does_not_wait_for_a_batch(made: Any) -> None:
+    trainer = made(auto=False)
+    trainer.begin()
+    deadline_s = time.monotonic() + 60
+    while not trainer.engine.requests:
+        assert time.monotonic() < deadline_s, "the engine was asked for nothing"
+        time.sleep(0.002)
+    trainer.worker.stop()
+    trainer.worker.check_health(60)

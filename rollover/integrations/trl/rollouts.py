@@ -22,6 +22,7 @@ from rollover.engine.logprob_check import (
     check_logprobs,
     check_prompts,
     default_tolerance,
+    some_prompts,
 )
 from rollover.engine.open import TrainedEngine, open_engine
 from rollover.engine.servers.config import ServerConfig
@@ -41,6 +42,7 @@ from rollover.weights.folders import WeightFolders, untied
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
 
+_NUM_REFERENCES = 2
 _REMEDY = (
     "set engine.dtype = 'float32' where the engine is embedded; a server must serve this model in its own number"
     " format, without quantisation, and nobody else may load weights into it"
@@ -101,7 +103,8 @@ class HostedRollouts:
         self._num_tokens = num_tokens
         self._number_format = number_format
         self._folders: WeightFolders | None = None
-        self._reference: Reference | None = None
+        self._references: dict[int, Reference] = {}
+        """The newest by version: a server may be checked under an older one while a newer one is loaded."""
         self._has_checked = False
         self._underway: _Underway | None = None
         timeout_s = config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
@@ -227,7 +230,8 @@ class HostedRollouts:
             capabilities = self._engine.capabilities
             vocab_size = min(self._num_tokens, model.get_input_embeddings().weight.shape[0])
             prompts = check_prompts(vocab_size, capabilities.max_context_tokens)
-            self._reference = Reference(version=version, prompts=prompts, logits_PV=next_logits(model, prompts))
+            reference = Reference(version=version, prompts=prompts, logits_PV=next_logits(model, prompts))
+            self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
         async def load() -> None:
             await self._publisher.publish_to_all(source)
@@ -239,11 +243,16 @@ class HostedRollouts:
 
         self._feed.publish(version, load)
 
-    async def _check(self, engine: Engine, version: int) -> None:
-        reference = self._reference
-        if reference is None or reference.version != version:
+    async def _check(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
+        if version not in self._references:
             raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
-        await check_logprobs(engine, reference, tolerance=self._tolerance, remedy=_REMEDY)
+        await check_logprobs(
+            engine,
+            self._references[version],
+            tolerance=self._tolerance,
+            remedy=_REMEDY,
+            first=some_prompts(version) if is_known else (),
+        )
 
     # -- on the feed's event loop ----------------------------------------------------------------------------
 

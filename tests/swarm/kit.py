@@ -116,6 +116,14 @@ class DrivenSwarm(RuleBasedStateMachine):
     def publish(self) -> None:
         self.perform(self.hub.published(head(self.hub.head.version + 1)))
 
+    @rule(slow=st.sampled_from("abc"))
+    def relieve(self, slow: str) -> None:
+        """One member is found to be slow, the others are fast."""
+        for name, member in self.hub.members.items():
+            member.measured(0.01 if name == slow else 1000.0, 1.0)
+            self.hub._ranking.changed(member)
+        self.perform(self.hub.relieve(self.now_s))
+
     @invariant()
     def tokens_are_the_samples_own(self) -> None:
         for sample, tokens in self.done.items():

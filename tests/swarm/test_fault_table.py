@@ -6,16 +6,20 @@ import asyncio
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollover.swarm.coordinator.status.weight_log import MemberChange, read_weight_log
 from tests import runs
+from tests.swarm.chaos.clocks import set_clocks
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.laws import check_laws, check_members
-from tests.swarm.chaos.stage import LEASE_S, Stage
+from tests.swarm.chaos.stage import DEADLINE_S, LEASE_S, Stage
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +32,7 @@ def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
     return runs.write_experiment(tmp_path, tiny_model).parent
 
 
-def stage_in(folder: Path, *argv: str, steps: int = STEPS, speeds: Mapping[str, float] = TWO, **more: Path) -> Stage:
+def stage_in(folder: Path, *argv: str, steps: int = STEPS, speeds: Mapping[str, float] = TWO, **more: Any) -> Stage:
     settings = ("--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(BOUND), "--steps", str(steps))
     return Stage(folder, (*settings, *argv), seed="0", speeds=speeds, with_relay=False, **more)
 
@@ -79,6 +83,52 @@ def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_double
             await finish(stage)
             again = {member for _, member in stage.proxy.record.hellos[hellos:]}
             assert again == set(TWO)
+
+    asyncio.run(scene())
+
+
+def test_one_straggler_in_a_group_that_never_gives_a_token_keeps_no_step_waiting_for_ever(
+    experiment_folder: Path,
+) -> None:
+    """It passes its checks and sends its heartbeats. Each group is due at some step, so without anybody who takes over
+    what the straggler has, the batch would wait for its sample for ever."""
+
+    async def scene() -> None:
+        stage = stage_in(experiment_folder)
+        stage.halt("laptop")
+        async with stage.open():
+            await finish(stage)
+            assert stage.status().counters["relieved_calls"] > 0
+            laptop = next(w for w in stage.status().workers if w.name == "laptop")
+            assert laptop.num_decoded <= 24 * (STEPS + 1), "no more than the tokens of its checks"
+
+    asyncio.run(scene())
+
+
+def test_a_clock_that_is_set_while_a_run_goes_on_ends_no_lease_and_spoils_no_measurement(
+    experiment_folder: Path,
+) -> None:
+    steps = 40
+
+    async def scene() -> None:
+        # The lease is long enough for the slowest machine, and far shorter than what the clocks are set by.
+        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
+        argv = ("--engine.lease_s", "60")
+        async with stage_in(experiment_folder, *argv, steps=steps, speeds=slow, has_own_clock=True).open() as stage:
+            log = stage.run / "swarm" / "weights.jsonl"
+            await until_step(stage, 0)
+            for ahead_s in (3600.0, -7200.0, 86400.0):
+                set_clocks(experiment_folder, ahead_s)
+                true_s = time.time()
+                said = f"a publication {ahead_s:g} s off"
+                await stage.until(
+                    said, lambda at_s=true_s + ahead_s: any(abs(p.time_s - at_s) < 900 for p in read_weight_log(log))
+                )
+            await finish(stage, steps)
+            assert stage.status().counters["expired_leases"] == 0
+            assert Counter(who for _, who in stage.proxy.record.welcomes) == {name: 1 for name in TWO}
+            changes = [record for record in read_weight_log(log) if isinstance(record, MemberChange)]
+            assert changes and all(0 <= c.after_s < DEADLINE_S and 0 <= c.prepare_s < DEADLINE_S for c in changes)
 
     asyncio.run(scene())
 

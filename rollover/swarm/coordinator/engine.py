@@ -363,6 +363,7 @@ class SwarmEngine:
         """End leases in time, and say how things are."""
         while True:
             self._perform(self.coordinator.expire(self._clock.now_s()))
+            self._perform(self.coordinator.relieve(self._clock.now_s()))
             for listener in self._listeners:  # time alone may change who should get a call
                 listener()
             self.reexecutions.proceed()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rollover import cli
 from tests.runs import Cue, signal_at
+from tests.swarm.chaos.clocks import follow_clock
 
 _ROOT = Path(__file__).parents[3]
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +48,9 @@ class Forked:
 
     Args:
         kill_at: when the process kills itself with SIGKILL.
-        tokens_per_s: what a worker's engine decodes at most; as fast as it can when left out.
+        tokens_per_s: what a worker's engine decodes at most; as fast as it can when left out. While there is a file
+            ``NAME.halt`` in ``folder`` it decodes nothing.
+        has_own_clock: its wall clock is what ``set_clocks`` makes it.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class Forked:
         *,
         kill_at: Cue | None = None,
         tokens_per_s: float | None = None,
+        has_own_clock: bool = False,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        self._process = _server().Process(target=_main, args=(str(folder), name, tuple(argv), kill_at, tokens_per_s))
+        arguments = (str(folder), name, tuple(argv), kill_at, tokens_per_s, has_own_clock)
+        self._process = _server().Process(target=_main, args=arguments)
         self._process.start()
 
     @property
@@ -82,7 +87,14 @@ class Forked:
         return f"-- {self.name}: {self.exit_code}\n{self.log.read_text(errors='replace')[-3000:]}"
 
 
-def _main(folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, tokens_per_s: float | None) -> None:
+def _main(
+    folder: str,
+    name: str,
+    argv: Sequence[str],
+    kill_at: Cue | None,
+    tokens_per_s: float | None,
+    has_own_clock: bool,
+) -> None:
     """The forked process."""
     import torch
 
@@ -97,7 +109,9 @@ def _main(folder: str, name: str, argv: Sequence[str], kill_at: Cue | None, toke
     if tokens_per_s is not None:
         from tests.swarm.chaos.throttle import throttle_workers
 
-        throttle_workers(tokens_per_s)
+        throttle_workers(tokens_per_s, Path.cwd() / f"{name}.halt")
+    if has_own_clock:
+        follow_clock(Path.cwd())
     if kill_at is not None:
         signal_at(kill_at, [signal.SIGKILL])
     code = cli.main(argv)

@@ -74,6 +74,7 @@ class Stage:
         run: the run directory.
         caches: the folder of the members' caches.
         with_relay: blobs go through nginx, where it is installed.
+        has_own_clock: wall clocks are what ``set_clocks`` makes them.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Stage:
         run: Path | None = None,
         caches: Path | None = None,
         with_relay: bool = True,
+        has_own_clock: bool = False,
     ) -> None:
         self.folder, self.speeds, self.run = folder, speeds, run or folder / "out"
         self._caches = caches or folder
         self._with_relay = with_relay and nginx_program() is not None
-        self._argv = tuple(argv)
+        self._argv, self._has_own_clock = tuple(argv), has_own_clock
         self.port = free_port()
         self.proxy = FaultProxy(self.port, seed)
         self.toll = Toll()
@@ -159,6 +161,7 @@ class Stage:
                 name,
                 ("train", *which, *settings, "--engine.listen", f"127.0.0.1:{self.port}", *argv),
                 kill_at=self._cue,
+                has_own_clock=self._has_own_clock,
             )
         else:
             self.cast[name] = Forked(
@@ -172,6 +175,7 @@ class Stage:
                     *("--connect_timeout_s", "3", *argv),
                 ),
                 tokens_per_s=self.speeds[name],
+                has_own_clock=self._has_own_clock,
             )
 
     async def kill(self, name: str, away_s: float = 0.0) -> None:
@@ -202,6 +206,11 @@ class Stage:
         await asyncio.sleep(seconds)
         self._paused.discard(name)
         process.send(signal.SIGCONT)
+
+    def halt(self, name: str) -> None:
+        """Have the engine of a member decode nothing from now on but checks; the member goes on to say that it is
+        there."""
+        (self.folder / f"{name}.halt").touch()
 
     def strike(self, blow: Blow) -> None:
         """Do something to somebody, and see to it that it passes."""

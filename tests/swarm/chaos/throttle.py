@@ -1,4 +1,4 @@
-"""A slow machine on a fast one: an engine whose calls wait by the clock for their tokens."""
+"""A slow machine on a fast one: an engine whose calls wait by the clock for their tokens, or for a file to go."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rollover.swarm.worker.config import WorkerConfig
 
 
 class ThrottledEngine:
-    """An engine that hands out ``tokens_per_s`` at most, over all its calls. A call that is stopped waits no more."""
+    """An engine that hands out ``tokens_per_s`` at most, over all its calls; while the file ``halt`` is there nothing but
+    the single tokens of a check. A call that is stopped waits no more."""
 
-    def __init__(self, engine: Any, tokens_per_s: float) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, tokens_per_s: float, halt: Path) -> None:
+        self._engine, self._halt = engine, halt
         self._tokens_per_s = tokens_per_s
         self._free_s = 0.0
         """Time at which all that was promised so far has been handed out."""
@@ -31,6 +32,7 @@ class ThrottledEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         stopped = self._stopped[request.request_id] = asyncio.Event()
+        is_check = request.params.max_new_tokens == 1
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
@@ -39,6 +41,9 @@ class ThrottledEngine:
                         self._free_s = max(now_s, self._free_s) + len(chunk.token_ids) / self._tokens_per_s
                         with suppress(TimeoutError):
                             await asyncio.wait_for(stopped.wait(), self._free_s - now_s)
+                    while not is_check and not stopped.is_set() and self._halt.exists():
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(stopped.wait(), 0.05)
                     yield chunk
         finally:
             del self._stopped[request.request_id]
@@ -50,15 +55,15 @@ class ThrottledEngine:
         await self._engine.abort(request_ids)
 
 
-def throttle_workers(tokens_per_s: float) -> None:
-    """From now on the engines of workers in this process decode so fast at most."""
+def throttle_workers(tokens_per_s: float, halt: Path) -> None:
+    """From now on the engines of workers in this process decode so fast at most, and nothing while ``halt`` is there."""
     opener = joining.opener
 
     def throttled(config: WorkerConfig, *, name: str, logs: Path) -> Any:
         open_on = opener(config, name=name, logs=logs)
 
         async def opened(folder: Path) -> Any:
-            return ThrottledEngine(await open_on(folder), tokens_per_s)
+            return ThrottledEngine(await open_on(folder), tokens_per_s, halt)
 
         return opened
 

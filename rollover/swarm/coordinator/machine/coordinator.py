@@ -36,6 +36,7 @@ from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounter
 from rollover.swarm.coordinator.machine.placing import Placing
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.reconcile import confirmed, disagreements
+from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -106,6 +107,7 @@ class Coordinator:
         self.calls_of = self._calls.of
         self._placing = Placing(self.members, self._calls, self._ranking, self.counters, exact=exact, checks=checks)
         self._placing.newest = head.version
+        self._relief = Relief(patience_s=ttl_s)
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -191,6 +193,31 @@ class Coordinator:
                 if member.is_connected:
                     effects += self._goodbye(lease, reason, is_final=False)
                 effects += self._ended(member, reason)
+        return effects
+
+    def relieve(self, now_s: float) -> list[Effect]:
+        """Take calls from members that hold everybody up, where faster ones have room that nobody asks for; they fail,
+        and go on elsewhere."""
+        if self._calls.num_waiting or not self._calls.num_running or not self._ranking.has_room(0):
+            self._relief.rest()
+            return []
+        calls = (
+            CallUnderWay(call_id=call_id, call=call, member=member.name, tokens_per_s=member.call_tokens_per_s)
+            for member in self._leases.values()
+            if member.is_connected  # of one that is not, nobody knows; its lease ends
+            for call_id, call in self._calls.of(member)
+        )
+        candidates = self._placing.candidates()
+        effects: list[Effect] = []
+        for found in list(self._relief.held_up(calls, candidates, self._placing.remaining, now_s)):
+            member = self.members[found.member]
+            member.found_slow(found.tokens_per_s)
+            self._ranking.changed(member)
+            release = Release(call_ids=(found.call_id,))
+            self._calls.acknowledgements.dropped(found.call_id)
+            reason = f"{member.name} would have taken another {found.left_s:.0f} s, others have nothing to do"
+            effects += [*self._calls.failed(member, reason, {found.call_id}), Send(member.lease, release)]
+            self.counters.relieved_calls += 1
         return effects
 
     @property

@@ -136,6 +136,12 @@ class SwarmMember:
             self._decoding = (_KEPT * self._decoding[0] + tokens_per_s, _KEPT * self._decoding[1] + mean_running)
             self.call_tokens_per_s = self._decoding[0] / self._decoding[1] or None
 
+    def found_slow(self, tokens_per_s: float) -> None:
+        """Take note that a call has shown it to be no faster than this."""
+        if self.call_tokens_per_s is None or self.call_tokens_per_s > tokens_per_s:
+            weight = self._decoding[1] or 1.0
+            self._decoding, self.call_tokens_per_s = (tokens_per_s * weight, weight), tokens_per_s
+
 
 @dataclass(slots=True)
 class SwarmCounters:
@@ -152,6 +158,8 @@ class SwarmCounters:
     late_accepted: int = 0
     """Those of them whose member had lost its lease before it came back with them."""
     expired_leases: int = 0
+    relieved_calls: int = 0
+    """Calls that were taken from slow members, for faster ones that had nothing to do."""
     repairs: dict[str, int] = field(default_factory=dict)
     """Messages that were lost and made good, by what was sent for them."""
     unconfirmed_tokens: int = 0

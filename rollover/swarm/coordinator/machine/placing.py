@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from rollover.swarm.coordinator.machine.calls import SwarmCalls
-from rollover.swarm.coordinator.machine.dispatch import Work
+from rollover.swarm.coordinator.machine.dispatch import Candidate, Work
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.machine.ranking import Ranking
@@ -56,6 +56,10 @@ class Placing:
     def least(self, least_version: int) -> int:
         """Return the oldest version that may decode a call."""
         return max(least_version, self.newest) if self._exact else least_version
+
+    def candidates(self) -> list[Candidate]:
+        """Return the members that may get calls, as the dispatch rule sees them."""
+        return self._ranking.candidates(self.newest, self.now_s - self.published_s)
 
     # -- promises -------------------------------------------------------------------------------------------------
 

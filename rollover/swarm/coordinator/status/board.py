@@ -116,7 +116,7 @@ class StatusBoard:
         return replace(worker, drift=self._drift.get(worker.name))
 
     def _remember(self, status: SwarmStatus) -> None:
-        self._history.append((status.time_s, sum(worker.tokens_per_s for worker in status.workers)))
+        self._history.append((time.monotonic(), sum(worker.tokens_per_s for worker in status.workers)))
         if len(status.workers) > MAX_CURVES:
             self._histories = {}
             return

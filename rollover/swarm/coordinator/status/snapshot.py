@@ -141,6 +141,7 @@ def swarm_status(coordinator: Coordinator, url: str, reexecutions: Mapping[str, 
             "adopted_calls": counters.adopted_calls,
             "late_accepted": counters.late_accepted,
             "expired_leases": counters.expired_leases,
+            "relieved_calls": counters.relieved_calls,
             **(reexecutions or {}),
         },
     )

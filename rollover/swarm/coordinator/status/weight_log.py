@@ -87,14 +87,14 @@ class WeightLog:
         self._path = path
         self._lock = threading.Lock()
         self._published_s: dict[int, float] = {}
+        """On the monotonic clock: nobody sets it."""
         self._untold: list[Record] = []
         """Records that no metrics have been made of."""
         self._has_failed = False
 
     def published(self, weights: PublishedWeights) -> None:
         """Take note of a publication that can be fetched from now on."""
-        now_s = time.time()
-        self._published_s[weights.head.version] = now_s
+        self._published_s[weights.head.version] = time.monotonic()
         self._append(
             PublishedVersion(
                 version=weights.head.version,
@@ -102,14 +102,14 @@ class WeightLog:
                 wire_bytes=weights.wire_bytes,
                 full_bytes=weights.full_bytes,
                 elapsed_s=weights.elapsed_s,
-                time_s=now_s,
+                time_s=time.time(),
                 changed_fraction=math.nan if weights.changed_fraction is None else weights.changed_fraction,
             )
         )
 
     def changed(self, member: str, serving: Serving) -> None:
         """Take note of a member that decodes from a version now which it did not have before."""
-        now_s = time.time()
+        after_s = time.monotonic() - self._published_s.get(serving.version, math.nan)
         self._append(
             MemberChange(
                 member=member,
@@ -117,8 +117,8 @@ class WeightLog:
                 prepare_s=serving.prepare_s,
                 pause_s=serving.pause_s,
                 wire_bytes=serving.wire_bytes,
-                after_s=now_s - self._published_s.get(serving.version, math.nan),
-                time_s=now_s,
+                after_s=after_s,
+                time_s=time.time(),
             )
         )
 

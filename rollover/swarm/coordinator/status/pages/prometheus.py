@@ -32,6 +32,7 @@ _COUNTERS = {
     "adopted_calls": ("adopted_calls", "Calls that went on with what a worker had kept."),
     "late_accepted": ("late_accepted", "Those of them whose worker had lost its lease in between."),
     "expired_leases": ("expired_leases", "Workers that were not heard of in time."),
+    "relieved_calls": ("relieved_calls", "Calls that were taken from slow workers, for others that had nothing to do."),
 }
 
 

@@ -5,7 +5,9 @@ miles is a fork of slime. Its rollout functions are classes; all else is as in `
 
 from __future__ import annotations
 
+import inspect
 from argparse import ArgumentParser
+from collections.abc import Awaitable
 from typing import Any, ClassVar
 
 from rollover.errors import ConfigError
@@ -31,11 +33,19 @@ class RolloutFn:
 
     Args:
         input: with ``args`` and ``data_source``.
+        more: given by miles where it calls functions, with ``MILES_USE_LEGACY_ROLLOUT_V1``.
+
+    Raises:
+        ConfigError: it does.
 
     Example: ``--rollout-function-path rollover.integrations.miles.RolloutFn --rollover april``
     """
 
-    def __init__(self, input: Any) -> None:
+    def __init__(self, input: Any, *more: Any, **evaluation: bool) -> None:
+        if more or evaluation:
+            raise ConfigError(
+                "with MILES_USE_LEGACY_ROLLOUT_V1 miles calls functions, and RolloutFn is a class: leave it unset"
+            )
         self._input = input
         self._evaluation: Any = None
 
@@ -64,7 +74,13 @@ class RolloutFn:
             return plugin.roll_out(MILES, args, input.rollout_id, data_source)
         if self._evaluation is None:
             self._evaluation = _own_function(self._input)
-        return self._evaluation(input)
+        with plugin.set_aside(data_source):
+            output = self._evaluation(input)
+        return self._awaited(output) if inspect.isawaitable(output) else output
+
+    async def _awaited(self, output: Awaitable[Any]) -> Any:
+        with plugin.set_aside(self._input.data_source):
+            return await output
 
 
 def _own_function(input: Any) -> Any:

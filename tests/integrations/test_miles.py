@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +19,11 @@ import pytest
 
 from rollover.errors import ConfigError
 from rollover.integrations.miles import RolloutFn
+from rollover.integrations.slime.host import MILES
+from rollover.integrations.slime.settings import slime_settings
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
-from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, slime_over_servers
+from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, shows_its_run, slime_over_servers
 
 FUNCTION = "rollover.integrations.miles.RolloutFn"
 SOURCE = "rollover.integrations.miles.DataSource"
@@ -180,6 +186,86 @@ def test_evaluation_stays_mileses(tmp_path: Path) -> None:
         process = Process(args)
         output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
         assert output == "evaluation behind rollout 3"
+
+
+def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path) -> None:
+    """Its ``train_async.py`` does so: its rollout manager answers other calls while a rollout runs."""
+    with miles_over_servers() as servers:
+        changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE, **changes)
+        process = Process(args)
+        servers.update_weights()
+        steps = [process.generate(0), process.generate(1)]
+        servers.update_weights()
+        draws, drawn = process.source.get_samples, threading.Event()
+
+        def announced(num_samples: int) -> list[list[Sample]]:
+            groups: list[list[Sample]] = draws(num_samples)
+            drawn.set()
+            return groups
+
+        process.source.get_samples = announced
+        with ThreadPoolExecutor(1) as others:
+            rollout = others.submit(process.generate, 2)
+            assert drawn.wait(30.0)
+            process.source.save(1)
+            steps.append(rollout.result(60.0))
+        end(process)
+        again = Process(args, start=2)
+        servers.restart_count()
+        servers.update_weights()
+        assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
+        steps.append(again.generate(3))
+        journaled(tmp_path).ledger.check()
+    seen = Counter(sample.index for step in steps for sample in step)
+    assert len(seen) == 4 * BATCH * GROUP and set(seen.values()) == {1}
+
+
+def test_the_run_is_one_to_report_on_and_to_simulate_and_ends_with_its_data_source(tmp_path: Path) -> None:
+    with miles_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
+        process = Process(args)
+        for rollout_id in range(4):
+            servers.update_weights()
+            process.generate(rollout_id)
+        process.source.close()
+        process.source.close()
+        shows_its_run(tmp_path / "ckpt/rollover")
+
+
+def test_a_context_that_would_cut_responses_is_refused(tmp_path: Path) -> None:
+    changes = {"rollout_max_context_len": 4000, "rollout_max_response_len": 3000}
+    with pytest.raises(ConfigError, match="--rollout-max-context-len 4000 cuts no response"):
+        slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=3999, **changes), MILES)
+    slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=1000, **changes), MILES)
+    slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=3999, **changes))  # slime's own cuts nothing either
+
+
+def test_the_base_model_does_not_answer_for_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora-rank 8 cannot be used"):
+        slime_settings(arguments(tmp_path, 1, lora_rank=8), MILES)
+    slime_settings(arguments(tmp_path, 1, lora_rank=8, lora_train_only=True), MILES)
+
+
+def test_another_version_is_refused_under_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"miles-rl": "0.0.2"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=r"miles-rl 0\.0\.2 is installed, and this was written for 0\.1"):
+        slime_settings(arguments(tmp_path, 1), MILES)
+    del found["miles-rl"]
+    found["miles"] = "0.1.0"
+    slime_settings(arguments(tmp_path, 1), MILES)
+
+
+def test_the_class_where_miles_wants_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="MILES_USE_LEGACY_ROLLOUT_V1"):
+        RolloutFn(Namespace(), 0, object(), evaluation=False)
 
 
 def test_the_strategy_is_an_argument() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, NamedTuple, Protocol
@@ -45,28 +46,28 @@ class HostCode(NamedTuple):
 class Host:
     """A trainer of slime's kind.
 
-    Example: ``Host(name="slime", distribution="slime", versions=("0.3",))``
+    Example: ``Host(name="slime", distributions=("slime",), versions=("0.3",))``
     """
 
     name: str
     """Of its package."""
-    distribution: str
-    """Under which pip knows it."""
+    distributions: tuple[str, ...]
+    """Under which pip may know it."""
     versions: tuple[str, ...]
     """Those that this was written against, without their last number."""
 
     def refuse_other_versions(self) -> None:
         """Raise ``ConfigError`` for a version that nobody has looked at. A checkout on the path has none that could be
         asked for; its own names are then all there is."""
-        try:
-            found = metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            return
-        if not found.startswith(tuple(f"{version}." for version in self.versions)):
-            known = " and ".join(self.versions)
-            raise ConfigError(
-                f"{self.name} {found} is installed, and this was written for {known}: install that, or a newer Rollover"
-            )
+        known = " and ".join(self.versions)
+        for distribution in self.distributions:
+            with suppress(metadata.PackageNotFoundError):
+                found = metadata.version(distribution)
+                if not found.startswith(tuple(f"{version}." for version in self.versions)):
+                    raise ConfigError(
+                        f"{distribution} {found} is installed, and this was written for {known}: install that, or a"
+                        " newer Rollover"
+                    )
 
     def module(self, name: str) -> Any:
         """Import a module of the host. Raises ``ConfigError`` when it has none of that name."""
@@ -101,7 +102,7 @@ class Host:
         )
 
 
-SLIME = Host(name="slime", distribution="slime", versions=("0.3",))
+SLIME = Host(name="slime", distributions=("slime",), versions=("0.3",))
 """Read at 0.3.1, of 2026-08-21."""
-MILES = Host(name="miles", distribution="miles-rl", versions=("0.1",))
-"""Read at 0.1.0."""
+MILES = Host(name="miles", distributions=("miles", "miles-rl"), versions=("0.1",))
+"""Read at 0.1.0, of 2026-08-21."""

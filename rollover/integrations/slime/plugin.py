@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import logging
 from argparse import Namespace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from rollover.errors import ConfigError
+from rollover.errors import ConfigError, RunError
 from rollover.integrations.slime.host import SLIME, Host, Sample
 from rollover.integrations.slime.resume import Beginning, SlimeProgress, beginning
 from rollover.integrations.slime.run import SlimeRun
@@ -60,9 +61,10 @@ class DataSource:
 
     def save(self, rollout_id: int) -> None:
         """Save behind a rollout: the place in the prompts, and that the journal is needed from here on."""
-        self._prompts.save(rollout_id)
-        if (run := _runs.get(self)) is not None:
-            run.saved(rollout_id)
+        if (run := _runs.get(self)) is None:
+            self._prompts.save(rollout_id)
+        else:
+            run.save(rollout_id, lambda: self._prompts.save(rollout_id))
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on behind a rollout, -1 for the start.
@@ -73,7 +75,17 @@ class DataSource:
         start = beginning(self.args.load, self.args.save, -1 if rollout_id is None else rollout_id)
         if start.restore is not None:
             self._prompts.load(start.restore)
+            if self._prompts.sample_group_index < start.position:
+                raise RunError(
+                    f"the place in the prompts behind rollout {start.restore} is not in {self.args.load}/rollout, where"
+                    f" {self.host.name} has saved it: bring it back, or go on from another checkpoint"
+                )
         self.start = start
+
+    def close(self) -> None:
+        """Close the run over these prompts. Does nothing where there is none."""
+        if (run := _runs.pop(self, None)) is not None:
+            run.close()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -92,8 +104,15 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     """
     if evaluation:
         stock = SLIME.module("rollout.sglang_rollout")
-        return stock.generate_rollout(args, rollout_id, data_source, evaluation=True)
+        with set_aside(data_source):
+            return stock.generate_rollout(args, rollout_id, data_source, evaluation=True)
     return roll_out(SLIME, args, rollout_id, data_source)
+
+
+def set_aside(data_source: Any) -> AbstractContextManager[None]:
+    """Leave what the host does meanwhile out of the time of the step that is under way."""
+    run = _runs.get(data_source)
+    return nullcontext() if run is None else run.set_aside()
 
 
 def roll_out(host: Host, args: Namespace, rollout_id: int, data_source: Any) -> Any:

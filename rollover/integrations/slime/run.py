@@ -17,8 +17,8 @@ import asyncio
 import logging
 import tempfile
 from argparse import Namespace
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from rollover.clock import SystemClock
 from rollover.errors import ConfigError, EngineTimeout, RunError
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts
+from rollover.integrations.hosted import check_capabilities
 from rollover.integrations.record import HostedRun
 from rollover.integrations.slime.host import Host, Sample
 from rollover.integrations.slime.labels import LabelLine
@@ -39,9 +40,9 @@ from rollover.integrations.slime.settings import (
     zero_signal_filter,
 )
 from rollover.integrations.slime.source import GivesGroups, SlimeSource
+from rollover.integrations.steps import AskedSteps
 from rollover.rollout.events import Event, GroupDropped
-from rollover.rollout.metrics import batch_metrics
-from rollover.types import Batch, Group, Trajectory
+from rollover.types import Batch, Group, Trajectory, WasteCause
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class SlimeRun:
         self._settings = settings
         self._code = code = host.code(args)
         self._progress = start.progress
+        self._masks_stale = bool(getattr(args, "mask_offpolicy_in_partial_rollout", False))
         self._line: LabelLine | None = None
         self._stops = _stops(args, code.tokenizer)
         if settings.hosted.rollout.stop_strings and not Path(args.hf_checkpoint).is_dir():
@@ -108,6 +110,8 @@ class SlimeRun:
                 observer=self._happened,
             )
             stack.callback(self._feed.close)
+            self._steps = AskedSteps(self._feed, self._record)
+            stack.callback(self._steps.close)
             self._closing = stack.pop_all()
         if learns_from_stale_tokens_unknowingly(args) and settings.hosted.rollout.staleness_bound > 0:
             logger.warning(
@@ -135,6 +139,7 @@ class SlimeRun:
                 f"slime asks for rollout {rollout_id}, but rollout {self._progress.first_rollout + due} is next: each"
                 " batch is handed out once and in order"
             )
+        self._steps.begin(step)
         try:
             version = self._begin(step)
             batch = self._feed.batch(step)
@@ -145,8 +150,8 @@ class SlimeRun:
         self._end()
         timeout_s = 2 * self._settings.options.reward_timeout_s  # samples of before a restart may be judged again
         groups = self._on_loop(self._handed_out(batch, version), timeout_s, "hand out the batch")
-        metrics = {**batch_metrics(batch), **self._feed.account(), "staleness/weights": float(step - version)}
-        self._record.step_ended(step, self._feed.now_s(), metrics)
+        metrics = self._steps.handed_out(batch, self._masked(batch, version))
+        metrics["staleness/weights"] = float(step - version)
         return groups, {f"rollover/{name}": value for name, value in metrics.items()}
 
     def _begin(self, step: int) -> int:
@@ -155,19 +160,34 @@ class SlimeRun:
         label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach slime's servers")
         self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
         version = self._line.version(label, step=step)
+        self._steps.trained_before(version)
         self._feed.publish(version, lambda: self._servers.serves(version))
+        self._steps.published()
         return version
+
+    def _masked(self, batch: Batch, version: int) -> dict[WasteCause, int]:
+        """Return the tokens of a batch that slime is handed with a mask, by cause."""
+        if not self._masks_stale:
+            return {}
+        segments = (s for group in batch.groups for trajectory in group.trajectories for s in trajectory.segments)
+        return {WasteCause.MASKED_STALE: sum(len(s.token_ids) for s in segments if s.policy_version != version)}
 
     def _end(self) -> None:
         config = self._settings.servers
         timeout_s = 4 * (config.abort_timeout_s + config.control_timeout_s)
         self._on_loop(self._servers.end(), timeout_s, "give slime's servers back")
 
-    def saved(self, rollout_id: int) -> None:
-        """Record that slime has saved a checkpoint behind a rollout."""
-        self._progress = self._progress.saved(rollout_id, self._source.position)
-        self._progress.write(self._record.path)
+    def save(self, rollout_id: int, save_groups: Callable[[], None]) -> None:
+        """Record that slime has trained a rollout and saved a checkpoint, with what ``save_groups`` saves of its data
+        source; also while the next rollout runs."""
+        self._steps.trained_before(self._progress.step(rollout_id) + 1)
+        self._progress = self._progress.saved(rollout_id, self._source.save(save_groups))
         self._feed.saved(self._progress.oldest_step(self._settings.options.kept_checkpoints))
+        self._progress.write(self._record.path)  # now the journal has all groups that were drawn
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Leave out of a step's time what slime does meanwhile: evaluate."""
+        return self._steps.set_aside()
 
     # -- the parts -------------------------------------------------------------------------------------------
 
@@ -178,6 +198,7 @@ class SlimeRun:
         model = served_model(args.hf_checkpoint, getattr(args, "sglang_context_length", None))
         num_workers = len(await workers(config))
         self._servers = LentServers(config, model, self._clock, num_workers=num_workers)
+        check_capabilities(self._settings.hosted, self._servers.capabilities)
         try:
             keep = _has_signal if zero_signal_filter(args) else _any_group
             yield FeedParts(
@@ -220,7 +241,7 @@ class SlimeRun:
                 trajectory,
                 version=version,
                 first_rollout=self._progress.first_rollout,
-                masks_stale=bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False)),
+                masks_stale=self._masks_stale,
             )
             scored[trajectory.sample_id.index] = sample
         whole = []

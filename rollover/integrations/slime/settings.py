@@ -86,6 +86,8 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
     """
     host.refuse_other_versions()
     _refuse_what_has_no_effect(args)
+    if host is MILES:
+        _refuse_a_context_that_cuts(args)
     asked = _asked(args)
     own = {key: asked.pop(key) for key in [f.name for f in fields(SlimeOptions)] if key in asked}
     options = build(SlimeOptions, toml.Document(name=SOURCE, data=own))
@@ -215,7 +217,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("buffer_filter_path", bool, "unfinished groups are in Rollover's journal, not in slime's buffer"),
     ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out"),
     ("use_rollout_routing_replay", bool, "routed experts are not recorded"),
+    ("use_rollout_indexer_replay", bool, "indexer choices are not recorded"),
+    ("recompute_logprobs_via_prefill", bool, "log-probs are those of the engine when it sampled"),
     ("use_opd", bool, "log-probs of a teacher are not asked for"),
+    ("debug_rollout_only", bool, "its servers are given no weights, and so no label that tells their version"),
+    ("multi_lora", bool, "requests name no adapter"),
     (
         "dynamic_sampling_filter_path",
         lambda path: bool(path) and path not in _ZERO_SIGNAL,
@@ -229,6 +235,19 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Arguments of slime that this rollout function would ignore, with the values that it would and why."""
 
 
+def _refuse_a_context_that_cuts(args: Namespace) -> None:
+    """miles shortens responses to what ``--rollout-max-context-len`` leaves of it; slime does not."""
+    if (context := getattr(args, "rollout_max_context_len", None)) is None:
+        return
+    prompt, response = getattr(args, "rollout_max_prompt_len", None), _argument(args, "rollout_max_response_len")
+    if prompt is None or prompt + response > context:
+        raise ConfigError(
+            f"--rollout-max-context-len {context} cuts no response with Rollover's rollout function: choose"
+            f" --rollout-max-prompt-len ({prompt}) and --rollout-max-response-len ({response}) with a sum of at most"
+            " that"
+        )
+
+
 def _refuse_what_has_no_effect(args: Namespace) -> None:
     for name, is_set, why in _REFUSED:
         if is_set(getattr(args, name, None)):
@@ -236,5 +255,12 @@ def _refuse_what_has_no_effect(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} cannot be used with Rollover's rollout function: {why}"
                 f" (it is {getattr(args, name)!r})"
             )
+    if not getattr(args, "lora_train_only", False):
+        for name in ("lora_rank", "lora_adapter_path"):
+            if value := getattr(args, name, None):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value} cannot be used with Rollover's rollout function: its requests"
+                    " name no adapter, so the base model would answer"
+                )
     if not getattr(args, "rollout_global_dataset", True):
         raise ConfigError("--disable-rollout-global-dataset leaves Rollover's rollout function without prompts")

@@ -7,6 +7,7 @@ stands where a checkpoint has put it and the groups that the journal knows since
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -42,11 +43,14 @@ class SlimeSource:
         self._position = position
         self._group_size = group_size
         self._last: Prompt | None = None
+        self._drawing = threading.Lock()
+        """Checkpoints are saved on another thread than prompts are drawn on, and in miles while a rollout runs."""
 
-    @property
-    def position(self) -> int:
-        """Groups drawn."""
-        return self._position
+    def save(self, save_groups: Callable[[], None]) -> int:
+        """Have the data source saved by ``save_groups`` while nobody draws. Returns the groups drawn until then."""
+        with self._drawing:
+            save_groups()
+            return self._position
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of the group with this number; in order, and the last one again.
@@ -55,6 +59,10 @@ class SlimeSource:
             RunError: the data source is past it.
             DataError: it gives no group, one of another size, or one that cannot be rolled out.
         """
+        with self._drawing:
+            return self._prompt(index)
+
+    def _prompt(self, index: int) -> Prompt:
         if self._last is not None and index == self._position - 1:
             return self._last
         if index < self._position:

@@ -7,7 +7,7 @@ of the checkpoint it began from; a batch is in the journal before verl has it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
 from rollover.integrations.record import HostedRun
+from rollover.integrations.steps import AskedSteps
 from rollover.integrations.verl.fields import fields, key, tag
 from rollover.integrations.verl.replicas import GeneratesTokens, StopsCalls, VerlReplicas
 from rollover.integrations.verl.rewards import VerlScorer
 from rollover.integrations.verl.rows import VerlRows
 from rollover.integrations.verl.settings import SUPPORTED, VerlSettings
 from rollover.rollout.events import Event, GroupDropped, GroupOpened
-from rollover.rollout.metrics import batch_metrics
 from rollover.types import Batch, Prompt
 
 
@@ -107,11 +107,17 @@ class VerlRun:
                 observer=self._happened,
             )
             stack.callback(self._feed.close)
+            self._steps = AskedSteps(self._feed, self._record, knows_rewards=self._scorer is not None)
+            stack.callback(self._steps.close)
             self._closing = stack.pop_all()
 
     def close(self) -> None:
         """Close the feed and release the run's directory. Does nothing the second time."""
         self._closing.close()
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Leave out of a step's time what verl does meanwhile: evaluate."""
+        return self._steps.set_aside()
 
     def batch(self, global_steps: int) -> VerlBatch:
         """Return the batch that verl's step ``global_steps`` trains.
@@ -121,11 +127,13 @@ class VerlRun:
             EngineError: the replicas fail, or have other weights than those of the step before.
         """
         step = global_steps - 1 - self._first_step
+        self._steps.begin(step)
+        self._steps.trained_before(step)
+        self._feed.saved(step)  # nothing is handed out again: each start is a run of its own
         self._feed.publish(step, lambda: self._engine.begin(version=step, global_steps=global_steps - 1))
+        self._steps.published()
         batch = self._feed.batch(step)
-        self._feed.saved(step + 1)  # nothing is handed out again: each start is a run of its own
-        metrics = {**batch_metrics(batch), **self._feed.account()}
-        self._record.step_ended(step, self._feed.now_s(), metrics)
+        metrics = self._steps.handed_out(batch)
         made = self._made(batch, {f"rollover/{name}": value for name, value in metrics.items()})
         for group in batch.groups:
             self._rows.forget(self._prompts.pop(group.group_id))

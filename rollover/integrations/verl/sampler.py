@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class ReplayBuffer:
             RolloverError: the message says what to do.
         """
         if partition_id != "train":
-            found: tuple[Any, dict[str, float]] = self._evaluation.sample(global_steps, partition_id, batch_size)
+            with nullcontext() if self._run is None else self._run.set_aside():
+                found: tuple[Any, dict[str, float]] = self._evaluation.sample(global_steps, partition_id, batch_size)
             return found
         import transfer_queue as tq
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict

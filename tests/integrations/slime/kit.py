@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollover import cli
 from rollover.integrations.slime import plugin
 from rollover.rollout.journal import effective, read_events
 from rollover.rollout.state import RolloutState
@@ -160,6 +161,16 @@ def slime_over_servers(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
 def journaled(folder: Path) -> RolloutState:
     """Return the state that the journal of a run holds."""
     return RolloutState(event for _, event in effective(read_events(folder / "ckpt/rollover/journal.sqlite")))
+
+
+def shows_its_run(run: Path) -> None:
+    """Have the commands that the pages name read a run."""
+    assert cli.main(["report", str(run)]) == 0
+    assert (run / "report.html").stat().st_size > 10_000
+    figures = run.parent / "figures.json"
+    options = ["--strategies", "april", "--seeds", "1", "--json", str(figures)]
+    assert cli.main(["simulate", "--from", str(run), *options]) == 0
+    assert "april" in figures.read_text()
 
 
 def versions(sample: Sample) -> list[int]:

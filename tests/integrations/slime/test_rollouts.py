@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError, DataError, EngineError, RunError
+from rollover.report.metrics import read_metrics
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
+from rollover.types import WasteCause
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
 from tests.integrations.slime.kit import (
@@ -27,6 +29,7 @@ from tests.integrations.slime.kit import (
     arguments,
     journaled,
     known,
+    shows_its_run,
     slime_over_servers,
     versions,
 )
@@ -94,6 +97,19 @@ def test_metrics_say_how_stale_the_batch_is(tmp_path: Path) -> None:
     assert last.metrics["rollover/staleness/weights"] == 0.0
 
 
+def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path) -> None:
+    with slime_over_servers() as servers:
+        loop = run_of(tmp_path, servers)
+        loop.steps(range(5))
+        loop.manager.eval(4)
+        loop.step(5)
+        rows = read_metrics(tmp_path / "ckpt/rollover")
+        assert [row.step for row in rows] == [0, 1, 2, 3, 4], "a step ends when the next one begins"
+        for row in rows:
+            assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
+        shows_its_run(tmp_path / "ckpt/rollover")  # also while it is at work
+
+
 def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         (step,) = run_of(tmp_path, servers, custom_rm_path=f"{KIT}.never_for_odd_places").steps([0])
@@ -110,12 +126,14 @@ def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path) -> None:
 def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         trained = run_of(tmp_path, servers, mask_offpolicy_in_partial_rollout=True).steps(range(4))
+        untrained = journaled(tmp_path).ledger.tokens.wasted[WasteCause.MASKED_STALE]
     stale = 0
     for step in trained:
         for sample, mask in zip(step.samples, step.loss_masks, strict=True):
             assert mask == [int(version == step.rollout_id) for version in versions(sample)]
             stale += mask.count(0)
-    assert stale
+    assert 0 < untrained <= stale
+    assert untrained == sum(mask.count(0) for step in trained[:-1] for mask in step.loss_masks)
 
 
 def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path) -> None:
@@ -348,6 +366,42 @@ def test_a_checkpoint_older_than_those_that_are_kept_is_refused(tmp_path: Path) 
         loop.kill()
         with pytest.raises(RunError, match="does not fit a checkpoint at step 1"):
             Loop(servers, args, start=1).step(1)
+
+
+def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path) -> None:
+    """slime's own data source would begin at the first prompt again, without a word."""
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port)
+        loop = Loop(servers, args)
+        loop.step(0, saves=True)
+        loop.kill()
+        (tmp_path / "ckpt/rollout/global_dataset_state_dict_0.pt").unlink()
+        with pytest.raises(RunError, match="the place in the prompts behind rollout 0 is not in"):
+            Loop(servers, args, start=1)
+
+
+def test_a_checkpoint_is_saved_while_the_next_rollout_has_been_made(tmp_path: Path) -> None:
+    """The order of ``train_async.py``: it saves behind rollout 1 when rollout 2 is done already."""
+    with slime_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollover={"weights_lag": 1, "rollout": {"max_staleness": 4}})
+        loop = Loop(servers, args)
+        first = [loop.manager.generate(0), loop.manager.generate(1)]
+        servers.update_weights()
+        first.append(loop.manager.generate(2))
+        loop.manager.save(1)
+        servers.update_weights()
+        first.append(loop.manager.generate(3))
+        loop.kill()
+        again = Loop(servers, args, start=2)
+        rest = [again.manager.generate(2), again.manager.generate(3)]
+        for rollout_id in (4, 5):
+            servers.update_weights()
+            rest.append(again.manager.generate(rollout_id))
+        journaled(tmp_path).ledger.check()
+    for before, after in zip(first[2:], rest[:2], strict=True):
+        assert [known(s) for s in after.samples] == [known(s) for s in before.samples]
+    seen = Counter(s.index for step in [*first[:2], *rest] for s in step.samples)
+    assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
 
 
 def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None:

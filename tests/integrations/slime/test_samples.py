@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
@@ -149,7 +150,7 @@ def test_prompts_are_drawn_in_order_and_each_once() -> None:
     stream = Stream()
     source = SlimeSource(stream, encode, position=0, group_size=2)
     assert [source.prompt(i).columns["group_index"] for i in (0, 0, 1, 2, 2)] == [0, 0, 1, 2, 2]
-    assert stream.drawn == source.position == 3
+    assert stream.drawn == source.save(lambda: None) == 3
 
 
 def test_groups_that_the_journal_knows_are_passed_over() -> None:
@@ -157,7 +158,33 @@ def test_groups_that_the_journal_knows_are_passed_over() -> None:
     stream.drawn = 40  # the checkpoint's
     source = SlimeSource(stream, encode, position=40, group_size=2)
     assert source.prompt(43).columns["group_index"] == 43
-    assert source.position == 44
+    assert source.save(lambda: None) == 44
+
+
+def test_a_stream_is_not_saved_in_the_middle_of_a_draw() -> None:
+    stream = Stream()
+    drawing, go_on = threading.Event(), threading.Event()
+
+    def slowly(num_samples: int) -> list[list[Sample]]:
+        stream.drawn += num_samples
+        drawing.set()
+        assert go_on.wait(30.0)
+        return [group(0)]
+
+    stream.get_samples = slowly  # type: ignore[method-assign]
+    source = SlimeSource(stream, encode, position=0, group_size=2)
+    saved: list[int] = []
+    draw = threading.Thread(target=source.prompt, args=[0])
+    save = threading.Thread(target=lambda: saved.append(source.save(lambda: saved.append(stream.drawn))))
+    draw.start()
+    assert drawing.wait(30.0)
+    save.start()
+    save.join(0.05)
+    assert not saved, "the stream has given a group that is not counted yet"
+    go_on.set()
+    for thread in (draw, save):
+        thread.join(30.0)
+    assert saved == [1, 1]
 
 
 def test_a_stream_that_is_past_the_cursor_is_refused() -> None:

@@ -16,8 +16,10 @@ import torch
 from rollover.errors import ConfigError, DataError, EngineError, RunError
 from rollover.integrations.verl import AgentLoopManager, ReplayBuffer
 from rollover.integrations.verl.settings import verl_settings
+from rollover.report.metrics import read_metrics
 from rollover.rollout.journal import effective, read_events
 from rollover.rollout.state import RolloutState
+from tests.integrations.slime.kit import shows_its_run
 from tests.integrations.verl import recorded
 from tests.integrations.verl.recorded import TensorBatch, Trainer, config_of
 
@@ -139,8 +141,9 @@ def test_sync_is_a_strategy_too(tmp_path: Path) -> None:
 
 def test_rewards_are_the_trainers_where_it_has_no_workers(tmp_path: Path) -> None:
     with training(tmp_path, rewards=False) as trainer:
-        _, fields, _ = trainer.step()
+        _, fields, metrics = trainer.step()
     assert not any("rm_scores" in row for row in fields)
+    assert not any(name.startswith("rollover/reward/") for name in metrics)
 
 
 def test_a_run_behind_a_checkpoint_counts_from_there(tmp_path: Path) -> None:
@@ -179,6 +182,20 @@ def test_evaluations_stay_verls(tmp_path: Path) -> None:
         assert batch.keys == ["val0", "val1"]
         assert trainer.agent_loop_manager._evaluation.evaluated == [prompts]
         assert not trainer.agent_loop_manager.take()
+
+
+def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path) -> None:
+    with training(tmp_path) as trainer:
+        for _ in range(5):
+            trainer.step()
+        trainer.replay_buffer.sample(global_steps=5, partition_id="val", batch_size=2)
+    rows = read_metrics(run := tmp_path / "out/rollover/from_step_0")
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows:
+        values = row.values
+        assert 0.0 < values["time/rollout_s"] <= values["time/step_s"]
+        assert values["perf/trained_tokens_per_s"] > 0.0
+    shows_its_run(run)
 
 
 def test_the_client_that_hides_aborts_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The steps of a host that asks for batches and says nothing else: each lasts from one question to the next.
+
+In between the host trains, loads weights into its servers, saves and logs. Its evaluations are set aside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rollover.integrations.feed import Feed
+from rollover.integrations.record import HostedRun
+from rollover.report import throughput
+from rollover.rollout.metrics import batch_metrics
+from rollover.types import Batch, WasteCause
+
+
+@dataclass(slots=True, kw_only=True)
+class _Underway:
+    step: int
+    began_s: float
+    decoded_before: float
+    published_s: float | None = None
+    handed_out_s: float | None = None
+    aside_s: float = 0.0
+    trained_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class AskedSteps:
+    """Records what became of each batch and how long its step took, in the journal and in ``metrics.jsonl``.
+
+    Example: a host that asks for batches 0 and 1::
+
+        for step in range(2):
+            steps.begin(step)                    # now batch ``step - 1`` has its line
+            steps.trained_before(step)           # and is known to be trained
+            feed.publish(step, load)
+            steps.published()
+            metrics = steps.handed_out(feed.batch(step))
+
+    Args:
+        knows_rewards: whether rewards are known before the host has its batch.
+    """
+
+    def __init__(self, feed: Feed, run: HostedRun, *, knows_rewards: bool = True) -> None:
+        self._feed = feed
+        self._run = run
+        self._knows_rewards = knows_rewards
+        self._underway: _Underway | None = None
+        self._untrained: dict[int, Mapping[WasteCause, int]] = {}
+        """Of the batches that were handed out and are not known to be trained."""
+
+    def begin(self, step: int) -> None:
+        """Say that the host asks for batch ``step``."""
+        self.close()
+        self._underway = _Underway(step=step, began_s=time.perf_counter(), decoded_before=self._decoded())
+
+    def published(self) -> None:
+        """Say that the engine has the weights of this step."""
+        assert self._underway is not None, "a step has begun"
+        self._underway.published_s = time.perf_counter()
+
+    def handed_out(self, batch: Batch, untrained: Mapping[WasteCause, int] | None = None) -> dict[str, float]:
+        """Say that the host has its batch. Returns the measurements of it that are known by then.
+
+        Args:
+            untrained: tokens of the batch that get no gradient, by cause.
+        """
+        underway = self._underway
+        assert underway is not None and underway.published_s is not None, "a step has begun"
+        underway.handed_out_s = now_s = time.perf_counter()
+        self._untrained[batch.step] = lost = untrained or {}
+        underway.trained_tokens = batch.num_tokens - sum(lost.values())
+        of_batch = batch_metrics(batch)
+        if not self._knows_rewards:
+            of_batch = {name: value for name, value in of_batch.items() if not name.startswith("reward/")}
+        underway.metrics = {
+            **of_batch,
+            **self._feed.account(),
+            "time/publish_s": underway.published_s - underway.began_s,
+            "time/rollout_s": now_s - underway.published_s,
+        }
+        return {**underway.metrics}
+
+    def trained_before(self, step: int) -> None:
+        """Say that the host has trained the batches of all steps before ``step``."""
+        for done in sorted(s for s in self._untrained if s < step):
+            self._feed.trained(done, self._untrained.pop(done))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Leave what the host does meanwhile, an evaluation, out of the step."""
+        underway, began_s = self._underway, time.perf_counter()
+        try:
+            yield
+        finally:
+            if underway is not None:
+                underway.aside_s += time.perf_counter() - began_s
+
+    def close(self) -> None:
+        """End the step that is under way. One whose batch the host was never given has no line."""
+        underway, self._underway = self._underway, None
+        if underway is None or underway.handed_out_s is None:
+            return
+        metrics = underway.metrics
+        step_s = time.perf_counter() - underway.began_s - underway.aside_s
+        rollout_s = metrics["time/rollout_s"]
+        speeds = throughput.of_step(
+            trained_tokens=underway.trained_tokens,
+            decoded_tokens=int(metrics["rollout/decoded_tokens"] - underway.decoded_before),
+            step_s=step_s,
+            decoding_s=rollout_s,
+        )
+        train_s = max(step_s - rollout_s - metrics["time/publish_s"], 0.0)
+        self._run.step_ended(underway.step, self._feed.now_s(), {**metrics, **speeds, "time/train_s": train_s})
+
+    def _decoded(self) -> float:
+        return self._feed.account()["rollout/decoded_tokens"]

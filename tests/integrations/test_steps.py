@@ -1,0 +1,114 @@
+"""The steps of a host that only asks: their times, their tokens and what is known to be trained."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from rollover.integrations import steps as module
+from rollover.integrations.steps import AskedSteps
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory, WasteCause
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Feed:
+    """The part of a feed that is asked."""
+
+    def __init__(self) -> None:
+        self.decoded = 0.0
+        self.done: list[tuple[int, dict[WasteCause, int]]] = []
+
+    def account(self) -> dict[str, float]:
+        return {"rollout/decoded_tokens": self.decoded}
+
+    def trained(self, step: int, untrained: dict[WasteCause, int]) -> None:
+        self.done.append((step, untrained))
+
+    def now_s(self) -> float:
+        return 7.0
+
+
+class Run:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def step_ended(self, step: int, time_s: float, metrics: dict[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def batch(step: int) -> Batch:
+    prompt = Prompt(prompt_id=f"p{step}@0", token_ids=(1, 2), text="p", source="test", columns={})
+    segment = Segment(
+        token_ids=(3,) * 20,
+        rollout_logprobs=(-1.0,) * 20,
+        policy_version=step,
+        kv_version=step,
+        finish_reason=FinishReason.STOP,
+        start_s=0.0,
+        end_s=1.0,
+    )
+    one = Trajectory(sample_id=SampleId(step, 0), prompt=prompt, segments=(segment,), reward=1.0)
+    return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=(one,)),))
+
+
+def a_step(steps: AskedSteps, feed: Feed, clock: Clock, step: int, **untrained: int) -> dict[str, float]:
+    steps.begin(step)
+    clock.now_s += 1.0
+    steps.published()
+    clock.now_s += 10.0
+    feed.decoded += 500.0
+    return steps.handed_out(batch(step), {WasteCause(c): n for c, n in untrained.items()})
+
+
+def test_a_step_lasts_until_the_next_batch_is_asked_for(clock: Clock) -> None:
+    feed, run = Feed(), Run()
+    steps = AskedSteps(feed, run)  # type: ignore[arg-type]
+    told = a_step(steps, feed, clock, 0)
+    assert (told["time/publish_s"], told["time/rollout_s"]) == (1.0, 10.0) and not run.rows
+    clock.now_s += 4.0
+    with steps.set_aside():
+        clock.now_s += 100.0
+    steps.begin(1)
+    ((step, row),) = run.rows
+    assert (step, row["time/step_s"], row["time/train_s"]) == (0, 15.0, 4.0)
+    assert (row["rollout/tokens_per_s"], row["time/decoding_s"]) == (50.0, 10.0)
+    assert row["perf/trained_tokens_per_s"] == pytest.approx(20 / 15)
+
+
+def test_what_was_not_handed_out_has_no_line_and_the_last_step_has_one_at_the_end(clock: Clock) -> None:
+    feed, run = Feed(), Run()
+    steps = AskedSteps(feed, run)  # type: ignore[arg-type]
+    with suppress(RuntimeError), steps.set_aside():
+        raise RuntimeError("an evaluation before the first step")
+    steps.begin(0)
+    a_step(steps, feed, clock, 0)
+    steps.close()
+    steps.close()
+    assert [step for step, _ in run.rows] == [0]
+
+
+def test_batches_are_trained_in_order_each_once(clock: Clock) -> None:
+    feed = Feed()
+    steps = AskedSteps(feed, Run())  # type: ignore[arg-type]
+    a_step(steps, feed, clock, 3, masked_stale=7)
+    a_step(steps, feed, clock, 4)
+    steps.trained_before(3)
+    assert feed.done == []
+    steps.trained_before(5)
+    steps.trained_before(5)
+    assert feed.done == [(3, {WasteCause.MASKED_STALE: 7}), (4, {})]

@@ -18,7 +18,7 @@ from rollover.types import Batch, WasteCause
 
 
 @dataclass(slots=True, kw_only=True)
-class _Underway:
+class _AskedStep:
     step: int
     began_s: float
     decoded_before: float
@@ -49,14 +49,14 @@ class AskedSteps:
         self._feed = feed
         self._run = run
         self._knows_rewards = knows_rewards
-        self._underway: _Underway | None = None
+        self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
         """Of the batches that were handed out and are not known to be trained."""
 
     def begin(self, step: int) -> None:
         """Say that the host asks for batch ``step``."""
         self.close()
-        self._underway = _Underway(step=step, began_s=time.perf_counter(), decoded_before=self._decoded())
+        self._underway = _AskedStep(step=step, began_s=time.perf_counter(), decoded_before=self._decoded())
 
     def published(self) -> None:
         """Say that the engine has the weights of this step."""

@@ -20,6 +20,7 @@ import httpx
 from rollover.errors import ResourceError
 from rollover.swarm.publication.blobs import BlobFolder, space_on
 from rollover.swarm.publication.manifest import MAX_MANIFEST_BYTES, BlobRef, PublicationError
+from rollover.swarm.publication.proxied import ProxiedTransport
 from rollover.swarm.publication.sources import BlobSources
 
 _CONNECT_S, _STALL_S = 10.0, 30.0
@@ -76,7 +77,9 @@ class BlobDownloads:
         self._authorization = {url.rstrip("/"): value for url, value in (authorization or {}).items()}
         self._max_parallel, self._patience_s, self._backoff_s = max_parallel, patience_s, backoff_s
         timeout = httpx.Timeout(_STALL_S, connect=_CONNECT_S, pool=None)
-        self._client = httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False, mounts=transports)
+        self._client = httpx.AsyncClient(
+            transport=ProxiedTransport(verify=verify), timeout=timeout, trust_env=False, mounts=transports
+        )
         self._random = random or Random()
         self._waiting: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}

@@ -33,6 +33,7 @@ from rollover.swarm.wire.messages import (
     decode_down,
     encode,
 )
+from rollover.swarm.wire.proxies import proxy_for, shown_proxy
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.tls_errors import certificate_refused, speaks_tls, tls_failed
 
@@ -144,10 +145,13 @@ async def open_connection(
     timeout_s: float,
     has_been_member: bool = False,
 ) -> AsyncIterator[CoordinatorConnection]:
-    """Open a connection, and close it afterwards. Raises ``Refused`` and ``Disconnected``."""
+    """Open a connection, and close it afterwards. Raises ``Refused`` and ``Disconnected``, and ``ConfigError`` where
+    the environment names a proxy that is none."""
+    proxy = proxy_for(address.session_url)
     try:
         socket = await connect(
             address.session_url,
+            proxy=proxy,
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             additional_headers={"Authorization": f"Bearer {token.text}"},
             ssl=tls if address.is_encrypted else None,
@@ -160,7 +164,8 @@ async def open_connection(
     except (OSError, InvalidHandshake, InvalidProxy) as e:
         if isinstance(e, InvalidMessage) and await _is_for_tls(address, timeout_s):
             raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
-        raise _not_opened(address, token, e, timeout_s, has_been_member=has_been_member) from e
+        where = address if proxy is None else f"{address}, by the proxy {shown_proxy(proxy)},"
+        raise _not_opened(where, token, e, timeout_s, has_been_member=has_been_member) from e
     try:
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
@@ -187,9 +192,9 @@ def _final(has_been_member: bool) -> type[EngineError]:
 
 
 def _not_opened(
-    address: CoordinatorAddress, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
+    address: object, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
 ) -> EngineError:
-    """Return what to tell of a connection that was not opened."""
+    """Return what to tell of a connection that was not opened; ``address``: the coordinator, and the way there."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
         body = (error.response.body or b"")[:_MAX_REASON].decode(errors="replace").strip()

@@ -1,0 +1,63 @@
+"""The proxy for an address, as the environment names it: the same for a worker's session and for the blobs it fetches.
+
+``HTTPS_PROXY`` is for ``wss://`` and ``https://``, ``HTTP_PROXY`` for ``ws://`` and ``http://``, ``ALL_PROXY`` for what
+has none of these; ``NO_PROXY`` lists hosts that are reached without. This machine itself always is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from rollover.errors import ConfigError
+from rollover.swarm.wire.address import is_loopback
+
+_ENCRYPTED = ("https", "wss")
+_SCHEMES = ("http", "https")
+_SOCKS_SCHEMES = ("socks5", "socks5h")
+_FOR_SOCKS = {"python_socks": "'python-socks[asyncio]'", "socksio": "socksio"}
+"""What SOCKS needs beside an installation of ours, by module: the first for sessions, the second for blobs."""
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the URL of the proxy through which ``url`` is reached, ``None`` where there is none. It may hold a login.
+
+    Raises ``ConfigError`` where the environment names something that is no proxy.
+
+    Example: with ``HTTPS_PROXY=http://proxy.lan:3128``, ``proxy_for("wss://trainer.example:8790/v1/session")`` and
+    ``proxy_for("https://relay.example/blobs")`` are ``"http://proxy.lan:3128"``.
+    """
+    parts = urlsplit(url)
+    host, is_encrypted = parts.hostname or "", parts.scheme in _ENCRYPTED
+    if is_loopback(host) or proxy_bypass(f"{host}:{parts.port or (443 if is_encrypted else 80)}"):
+        return None
+    named = getproxies()
+    for kind in ("https" if is_encrypted else "http", "all"):
+        if proxy := named.get(kind):
+            return _checked(proxy if "://" in proxy else f"http://{proxy}", f"{kind.upper()}_PROXY")
+    return None
+
+
+def _checked(proxy: str, variable: str) -> str:
+    try:
+        parts = urlsplit(proxy)
+        is_address = bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+    except ValueError:
+        raise ConfigError(f"{variable} names no proxy: it looks like 'http://proxy.example:3128'") from None
+    shown = shown_proxy(proxy)
+    if not is_address or parts.query or parts.fragment or parts.scheme not in (*_SCHEMES, *_SOCKS_SCHEMES):
+        raise ConfigError(f"{variable} = {shown!r} is no proxy: it looks like 'http://proxy.example:3128'")
+    if parts.username is not None and parts.password is None:
+        raise ConfigError(f"{variable} = {shown!r} has a user without a password: 'http://USER:PASSWORD@HOST:PORT'")
+    if parts.scheme in _SOCKS_SCHEMES:
+        missing = [package for name, package in _FOR_SOCKS.items() if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"{variable} = {shown!r}: SOCKS needs more packages: pip install {' '.join(missing)}")
+    return proxy
+
+
+def shown_proxy(proxy: str) -> str:
+    """Return a proxy's URL as it may be shown: a login is a secret."""
+    parts = urlsplit(proxy)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

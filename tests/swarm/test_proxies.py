@@ -1,0 +1,203 @@
+"""Sessions and blobs go by the same proxy, which the environment names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from rollover.engine.servers.launch import free_port
+from rollover.errors import ConfigError
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.publication.blobs import BlobFolder
+from rollover.swarm.publication.download import BlobDownloads
+from rollover.swarm.publication.manifest import BlobRef
+from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.messages import Goodbye, Hello, encode
+from rollover.swarm.wire.proxies import proxy_for, shown_proxy
+from rollover.swarm.wire.token import WorkerToken
+from rollover.swarm.worker.connection import Disconnected, open_connection, tls_context
+from tests.swarm.certificates import make_certificate
+
+TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
+VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "WS_PROXY", "WSS_PROXY", "SOCKS_PROXY")
+TRAINER = "trainer.invalid"
+"""A host that the proxy alone knows."""
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+class Proxy:
+    """Tunnels, and passes requests on, to this machine's port, whatever host they are for. As every proxy it leaves the
+    host out of the address that it asks for: the server may not know it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.asked: list[str] = []
+        """The first line of each connection."""
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        async with asyncio.TaskGroup() as group:
+            server = await asyncio.start_server(
+                lambda reader, writer: group.create_task(self._serve(reader, writer)) and None, "127.0.0.1", 0
+            )
+            async with server:
+                yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        line = asked.partition(b"\r\n")[0].decode()
+        self.asked.append(line)
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        if line.startswith("CONNECT "):
+            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        else:
+            method, url, protocol = line.split(" ")
+            rest = asked.partition(b"\r\n")[2]
+            back.write(f"{method} {urlsplit(url).path} {protocol}\r\n".encode() + rest)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(_copy(reader, back), _copy(there, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while part := await reader.read(2**16):
+            writer.write(part)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+class Greeter:
+    """A coordinator that sends everybody away, kindly."""
+
+    def connected(self, name: str, hello: Hello, connection: Any) -> int:
+        connection.send(encode(1, Goodbye(reason=f"good day, {name}", is_final=False)))
+        return 1
+
+    def received(self, lease: int, message: Any) -> None: ...
+
+    def disconnected(self, lease: int) -> None: ...
+
+
+@pytest.mark.parametrize("scheme", ["ws", "wss"])
+def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    certificate, key = make_certificate(tmp_path, TRAINER)
+    blobs = BlobFolder(tmp_path / "blobs")
+    blob = BlobRef(digest=blobs.put(b"weights"), num_bytes=7, raw_bytes=7)
+    files = {"tls_certificate": certificate, "tls_key": key} if scheme == "wss" else {}
+    config = SwarmConfig(listen="127.0.0.1:0", **files)
+    tls = tls_context(Path(certificate)) if scheme == "wss" else None
+
+    async def main() -> None:
+        gateway = Gateway(config, Greeter(), member_of=lambda header: "laptop", blobs=tmp_path / "blobs")
+        gateway.bind()
+        await gateway.serve()
+        port = int(gateway.url.rpartition(":")[2])
+        proxy = Proxy(port)
+        async with asyncio.timeout(30), proxy.listening() as url:
+            monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
+            address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
+            async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:
+                await connection.send(Hello(protocols=(1,), software="test"))
+                with pytest.raises(Disconnected, match="good day, laptop"):
+                    await connection.receive()
+            downloads = BlobDownloads(BlobFolder(tmp_path / "cache"), verify=tls or True)
+            downloads.use([address.blob_url])
+            await downloads.get([blob])
+            await downloads.close()
+            await gateway.close()
+        tunnel = f"CONNECT {TRAINER}:{port} HTTP/1.1"
+        plain = f"GET http://{TRAINER}:{port}/v1/blobs/{blob.digest} HTTP/1.1"
+        assert proxy.asked == [tunnel, tunnel if scheme == "wss" else plain]
+
+    asyncio.run(main())
+    assert (tmp_path / "cache" / blob.digest).read_bytes() == b"weights"
+
+
+def test_a_proxy_that_is_not_there_is_named_without_its_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("HTTPS_PROXY", f"http://anna:hunter2@127.0.0.1:{port}")
+    address = CoordinatorAddress.parse(f"wss://{TRAINER}:8790")
+
+    async def main() -> str:
+        with pytest.raises(Disconnected) as caught:
+            async with open_connection(address, TOKEN, tls_context(None), timeout_s=10.0):
+                pass
+        return str(caught.value)
+
+    said = asyncio.run(main())
+    assert f"wss://{TRAINER}:8790, by the proxy http://127.0.0.1:{port}, cannot be reached: nobody listens" in said
+    assert "hunter2" not in said and "anna" not in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "proxy"),
+    [
+        ({}, "wss://a.example:8790", None),
+        ({"HTTPS_PROXY": "http://p:3128"}, "wss://a.example:8790", "http://p:3128"),
+        ({"HTTPS_PROXY": "http://p:3128"}, "https://a.example/blobs", "http://p:3128"),
+        ({"HTTPS_PROXY": "http://p:3128"}, "ws://a.example:8790", None),
+        ({"http_proxy": "p:3128"}, "ws://a.example:8790", "http://p:3128"),
+        ({"ALL_PROXY": "http://p:3128"}, "ws://a.example:8790", "http://p:3128"),
+        ({"ALL_PROXY": "http://p:1", "HTTPS_PROXY": "http://p:2"}, "wss://a.example", "http://p:2"),
+        ({"ALL_PROXY": "http://p:3128", "NO_PROXY": "b.example,.example"}, "wss://a.example:8790", None),
+        ({"ALL_PROXY": "http://p:3128", "NO_PROXY": "b.example"}, "wss://a.example:8790", "http://p:3128"),
+        ({"ALL_PROXY": "http://p:3128"}, "ws://127.0.0.1:8790", None),
+        ({"ALL_PROXY": "http://p:3128"}, "ws://[::1]:8790", None),
+        ({"ALL_PROXY": "http://anna:secret@p:3128/"}, "wss://a.example", "http://anna:secret@p:3128/"),
+    ],
+)
+def test_the_environment_names_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: str | None
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_for(url) == proxy
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("ftp://p:3128", "HTTPS_PROXY = 'ftp://p:3128' is no proxy: it looks like 'http://proxy.example:3128'"),
+        ("http://anna:hunter2@p:1/path", "HTTPS_PROXY = 'http://p:1/path' is no proxy"),
+        ("http://anna@p:3128", "HTTPS_PROXY = 'http://p:3128' has a user without a password"),
+        ("http://p:99999", "HTTPS_PROXY names no proxy"),
+    ],
+)
+def test_what_is_no_proxy_is_refused_with_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", value)
+    with pytest.raises(ConfigError) as caught:
+        proxy_for("wss://a.example:8790")
+    assert message in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+def test_a_proxy_over_socks_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5h://p:1080")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"SOCKS needs more packages: pip install 'python-socks\[asyncio\]' socksio"):
+        proxy_for("wss://a.example:8790")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert proxy_for("wss://a.example:8790") == "socks5h://p:1080"
+
+
+def test_a_login_is_not_shown() -> None:
+    assert shown_proxy("http://anna:hunter2@p:3128") == "http://p:3128"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.algorithms.config import resolve
-from rollover.errors import ConfigError
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
@@ -60,7 +59,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 def check_devices(config: RunConfig) -> list[str]:
     """Return what a user should know of the trainer's devices. This loads nothing, and so comes before the warm-up.
 
-    Raises ``ConfigError`` for devices that are not there, and for what cannot be done on several of them.
+    Raises ``ConfigError`` for devices that are not there.
     """
     trainer = config.trainer
     if trainer.num_devices == 1:
@@ -72,9 +71,4 @@ def check_devices(config: RunConfig) -> list[str]:
     from rollover.trainer.devices import rank_devices
 
     devices = rank_devices(trainer)
-    if trainer.lora is not None:
-        raise ConfigError(
-            "[trainer.lora] cannot be used with trainer.num_devices above 1: adapters are trained on one device; set"
-            " trainer.num_devices = 1, or leave [trainer.lora] out"
-        )
     return [f"trainer: sharded over {len(devices)} devices ({', '.join(devices)}), a process each"]

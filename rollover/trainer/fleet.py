@@ -173,7 +173,8 @@ class FleetTrainer:
         def save(ranks: Ranks) -> None:
             def write(partial: Path) -> None:
                 sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=partial)
-                write_index(partial)
+                if self._config.lora is None:
+                    write_index(partial)
                 write_manifest(partial, manifest, {name: value for own in sums for name, value in own.items()})
 
             write_folder(folder, write)

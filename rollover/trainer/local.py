@@ -218,6 +218,10 @@ class LocalTrainer:
         self._policy.write(folder, companions=self._companions)
         self._policy.write_state(folder, self._optimizer)
 
+    def publish_share(self, folder: Path) -> None:
+        """Write this rank's part of what engines serve."""
+        self._policy.publish_share(folder)
+
     def close(self) -> None:
         """See ``Trainer.close``: there is nothing to end."""
 

@@ -64,35 +64,32 @@ class LoraPolicy:
         assert config.lora is not None
         self.autocast = config.dtype == "bfloat16"
         model = load_policy(
-            base, dtype=_number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
+            base, dtype=number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
-        self._settings = _settings(model, config.lora, base)
-        self.model: Any = _with_adapters(model, self._settings, seed=seed)
+        self._settings = adapter_settings(model, config.lora, base)
+        self.model: Any = with_adapters(model, self._settings, seed=seed)
         if checkpoint is not None:
             _load(model, checkpoint)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return _merged(self.model)
+        return merged_weights(self.model)
 
     def source(self, version: int) -> WeightSource:
-        return AdapterWeights(version, _merged(self.model))
+        return AdapterWeights(version, merged_weights(self.model))
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
-        layers = [module for module in self.model.modules() if hasattr(module, "base_layer")]
-        try:
-            for layer in layers:
-                layer.enable_adapters(False)
+        with adapters_off(self.model):
             yield self.model
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+
+    def publish_share(self, folder: Path) -> None:
+        raise AssertionError("a trainer alone passes its tensors on")
 
     def write(self, folder: Path, *, companions: Companions) -> None:
         """Write the adapters as peft does, and the tokenizer's files beside them."""
         write_companions(without_own_files(companions), folder)
         self._settings.save_pretrained(str(folder))
-        save_file(_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(named_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_state(folder, self.model, optimizer)
@@ -112,16 +109,32 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
     from peft import LoraConfig as PeftConfig
 
     folder = resolve_model(base)
-    model = load_policy(folder, dtype=_number_format(folder))
+    model = load_policy(folder, dtype=number_format(folder))
     try:
-        _with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
+        with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
     except (OSError, ValueError, TypeError) as error:
         raise DamagedCheckpoint(checkpoint, f"its adapters do not fit {str(folder)!r}: {error}") from error
     _load(model, checkpoint)
-    write_folder(target, lambda partial: save_weights(model, _merged(model), partial, companions=companions))
+    write_folder(target, lambda partial: save_weights(model, merged_weights(model), partial, companions=companions))
 
 
-def _settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Have ``model`` compute what it would without its adapters."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        for parameter in trained:  # peft freezes them; FSDP would gather them for good as it first sees them
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
     """Return peft's settings of the adapters. Raises ``ConfigError`` when a target is no matrix of the model."""
     from peft import LoraConfig as PeftConfig
 
@@ -140,7 +153,7 @@ def _settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
     )
 
 
-def _with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
+def with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
     """Put adapters beside the matrices of ``model`` itself, and freeze the rest."""
     from peft import inject_adapter_in_model
 
@@ -154,7 +167,7 @@ def _with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
     return model
 
 
-def _merged(model: nn.Module) -> MergedWeights:
+def merged_weights(model: nn.Module) -> MergedWeights:
     """Return the weights of a model by the names that it has without adapters, and the adapters beside them."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
@@ -169,29 +182,40 @@ def _merged(model: nn.Module) -> MergedWeights:
     return MergedWeights({name.replace(".base_layer.", "."): tensor for name, tensor in frozen.items()}, adapters)
 
 
-def _adapters(model: nn.Module) -> dict[str, Tensor]:
+def named_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters by the names that peft's files have."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" in name}
-    return {f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": tensor.contiguous() for name, tensor in found.items()}
+    return {name_in_file(name): tensor.contiguous() for name, tensor in found.items()}
+
+
+def name_in_file(name: str) -> str:
+    """Return the name that a parameter of an adapter has in peft's files."""
+    return f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
     """Take the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they are not those of the model."""
+    own = named_adapters(model)
+    for name, tensor in read_adapters(checkpoint, own).items():
+        own[name].copy_(tensor)
+
+
+def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the adapters of a checkpoint, by the names that they have there. Raises ``DamagedCheckpoint`` when names or
+    shapes are not those of ``like``."""
     path = checkpoint / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(checkpoint, f"{path} cannot be read ({error})") from error
-    own = _adapters(model)
-    for name in sorted(own.keys() | tensors.keys()):
-        wanted, found = (tuple(t[name].shape) if name in t else "absent" for t in (own, tensors))
+    for name in sorted(like.keys() | tensors.keys()):
+        wanted, found = (tuple(t[name].shape) if name in t else "absent" for t in (like, tensors))
         if wanted != found:
             raise DamagedCheckpoint(checkpoint, f"{path} does not fit the model: {name} is {found}, not {wanted}")
-    for name, tensor in own.items():
-        tensor.copy_(tensors[name])
+    return tensors
 
 
-def _number_format(folder: Path) -> torch.dtype:
+def number_format(folder: Path) -> torch.dtype:
     """Return the number format of most tensors in a model folder."""
     formats = [info.dtype for info in read_weight_infos(folder).values()]
     if not formats:

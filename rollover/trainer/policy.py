@@ -61,6 +61,10 @@ class Policy(Protocol):
         """Write what has been trained into a checkpoint's folder."""
         ...
 
+    def publish_share(self, folder: Path) -> None:
+        """Write this rank's part of the weights that engines serve, where the model is sharded."""
+        ...
+
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         """Write the state of its optimizer there too."""
         ...
@@ -101,6 +105,9 @@ class FullPolicy:
     def write(self, folder: Path, *, companions: Companions) -> None:
         save_model(self.model, folder, companions=companions)
 
+    def publish_share(self, folder: Path) -> None:
+        raise AssertionError("a trainer alone passes its tensors on")
+
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_state(folder, self.model, optimizer)
 
@@ -130,6 +137,10 @@ def open_policy(
         DamagedCheckpoint: the checkpoint is not what was written.
     """
     if config.lora is not None:
+        if world.size > 1:
+            from rollover.trainer.sharded_lora import ShardedLoraPolicy
+
+            return ShardedLoraPolicy(config, initial, checkpoint=checkpoint, world=world, seed=seed)
         from rollover.trainer.lora import LoraPolicy
 
         return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, seed=seed)

@@ -30,8 +30,6 @@ from rollover.errors import RolloverError, is_full
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
-from rollover.trainer.sharded import weight_owners
-from rollover.trainer.shares import part_name, write_share
 from rollover.trainer.world import PeerLost, World
 
 _PARENT_CHECK_S = 1.0
@@ -88,9 +86,7 @@ class _Rank:
 
     def _publish(self, folder: Path) -> None:
         """Write this rank's share of the weights that engines serve."""
-        weights, world = self._trainer.weights(), self._world
-        path = folder / part_name("model", world.rank, world.size)
-        write_share(world, weights, path, weight_owners(weights, world))
+        self._trainer.publish_share(folder)
 
     def _save(self, folder: Path) -> dict[str, str]:
         """Return the checksums of the files that this rank has written."""

@@ -15,7 +15,7 @@ summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
-from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_header, read_weight_infos
-from rollover.trainer.checkpoint import (
-    MOMENTS,
-    OPTIMIZER,
-    DamagedCheckpoint,
-    check_moments,
-    generator_states,
-    is_generator,
-    optimizer_files,
-)
+from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_weight_infos
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.logprobs import OneForward
-from rollover.trainer.shares import fill_rows, owners, part_name, write_share
+from rollover.trainer.moments import read_moments, write_moments
+from rollover.trainer.shares import fill_rows, publish_share, take_rows
 from rollover.trainer.world import World
 from rollover.weights.base import WeightSource
 
@@ -73,8 +65,9 @@ class ShardedPolicy:
         world: World,
     ) -> None:
         self._world = world
-        self.model = load_sharded(folder, config, world)
-        self._ref_model = load_sharded(initial, config, world).requires_grad_(False) if needs_ref else None
+        load = partial(load_sharded, config=config, world=world, precision=_precision(config))
+        self.model = load(folder)
+        self._ref_model = load(initial).requires_grad_(False) if needs_ref else None
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the sharded weights by Hugging Face name."""
@@ -94,47 +87,31 @@ class ShardedPolicy:
             write_companions(without_own_files(companions), folder)
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
-        weights = self.weights()
-        path = folder / part_name("model", self._world.rank, self._world.size)
-        write_share(self._world, weights, path, weight_owners(weights, self._world))
+        self.publish_share(folder)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Write the moments of the tensors whose weights this rank writes; the first one adds the generators."""
-        world = self._world
-        moments, owned_by = {}, {}
-        for name, owner in weight_owners(self.weights(), world).items():
-            for moment, value in optimizer.state.get(self.model.hf.get_parameter(name), {}).items():
-                moments[f"{moment}/{name}"], owned_by[f"{moment}/{name}"] = value, owner
-        path = folder / OPTIMIZER
-        path = path.with_name(part_name(path.stem, world.rank, world.size))
-        path.parent.mkdir(exist_ok=True)
-        write_share(world, moments, path, owned_by, extra=generator_states() if world.rank == 0 else None)
+        write_moments(self._world, folder, self.model.hf, optimizer)
 
     def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Read this rank's rows of the moments."""
-        infos: dict[str, TensorInfo] = {}
-        for path in optimizer_files(folder):
-            try:
-                infos |= read_header(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
-        infos = {name: info for name, info in infos.items() if not is_generator(name)}
-        if not infos:
-            return  # no step has been trained
-        parameters = {name: p for name, p in self.model.hf.named_parameters() if p.requires_grad}
-        check_moments(path, {name: info.shape for name, info in infos.items()}, parameters)
-        wanted: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            state = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS if moment != "step"}
-            wanted |= {f"{moment}/{name}": value for moment, value in state.items()}
-            with safe_open(infos[f"step/{name}"].file, framework="pt") as file:
-                optimizer.state[parameter] = {**state, "step": file.get_tensor(f"step/{name}").to(parameter.device)}
-        fill_rows(self._world, wanted, {name: info.file for name, info in infos.items()}, {})
+        read_moments(self._world, folder, self.model.hf, optimizer)
+
+    def publish_share(self, folder: Path) -> None:
+        publish_share(self._world, self.weights(), self.weights(), folder)
 
 
-def weight_owners(weights: Mapping[str, Tensor], world: World) -> dict[str, int]:
-    """Say which rank writes each of the weights."""
-    return owners({name: tensor.numel() for name, tensor in weights.items()}, world.size)
+def _precision(config: TrainerConfig) -> MixedPrecisionPolicy:
+    if config.dtype == "bfloat16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def without_adapter(name: str) -> str:
+    """Return the name that a parameter of a model with adapters has in the model alone."""
+    return name.replace(".base_layer.", ".")
+
+
+def _parameters(hf: Any) -> list[str]:
+    return [name for name, _ in hf.named_parameters()]
 
 
 def sharded_weights(model: OneForward) -> dict[str, Tensor]:
@@ -148,22 +125,38 @@ def sharded_weights(model: OneForward) -> dict[str, Tensor]:
     return found
 
 
-def load_sharded(folder: Path, config: TrainerConfig, world: World) -> OneForward:
+def load_sharded(
+    folder: Path,
+    config: TrainerConfig,
+    world: World,
+    *,
+    dtype: torch.dtype = torch.float32,
+    precision: MixedPrecisionPolicy | None = None,
+    adapt: Callable[[Any], Mapping[str, Tensor]] = lambda hf: {},
+) -> OneForward:
     """Load the model in ``folder``, of which each rank reads its own rows; see ``models.load_policy``.
+
+    Args:
+        dtype: the number format in which weights are held.
+        precision: that of the passes, where it is another.
+        adapt: puts adapters beside the model's matrices, before there is memory for any, and returns their first
+            values by name.
 
     Raises ``ModelError`` for folders that ``read_model_config`` refuses and for weights that do not fit their config.
     """
     assert world.mesh is not None, "a trainer alone has nothing to shard"
     read_model_config(folder)
     infos = read_weight_infos(folder)
-    hf = _without_storage(folder, infos)
+    hf = _without_storage(folder, infos, dtype)
     names = _names_in_files(folder, hf, infos)
+    is_tied = HEAD not in _parameters(hf)
+    adapters = adapt(hf)
+    names |= {name: names.get(plain, plain) for name in _parameters(hf) if (plain := without_adapter(name)) != name}
     if config.gradient_checkpointing:
         for layer in hf.model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     model = OneForward(hf)
-    _shard(model, config, world.mesh)
-    is_tied = HEAD not in dict(hf.named_parameters())
+    _shard(model, precision or MixedPrecisionPolicy(), world.mesh)
     device = torch.device(world.mesh.device_type)
     model.to_empty(device=device)
     if is_tied:  # giving it memory has made two of one
@@ -171,14 +164,17 @@ def load_sharded(folder: Path, config: TrainerConfig, world: World) -> OneForwar
     with device:
         hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
     try:
-        fill_rows(world, sharded_weights(model), {name: info.file for name, info in infos.items()}, names)
+        weights = sharded_weights(model)
+        base = {name: weights[name] for name in weights.keys() - adapters.keys()}
+        fill_rows(world, base, {name: info.file for name, info in infos.items()}, names)
+        take_rows(world, {name: weights[name] for name in adapters}, adapters)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
     return model
 
 
-def _without_storage(folder: Path, infos: Mapping[str, TensorInfo]) -> Any:
-    """Return the model of the folder's config, in float32, with no memory for its weights."""
+def _without_storage(folder: Path, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> Any:
+    """Return the model of the folder's config, with no memory for its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rollover.trainer.attention import PACKED_ATTENTION
@@ -187,10 +183,10 @@ def _without_storage(folder: Path, infos: Mapping[str, TensorInfo]) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         # As the weights have it, which overrule the config where they differ.
         config.tie_word_embeddings = bool(config.tie_word_embeddings) and _may_be_one(infos)
-        config.dtype = torch.float32
+        config.dtype = dtype
         make: Any = AutoModelForCausalLM.from_config
         with torch.device("meta"):
-            hf = make(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+            hf = make(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
     if config.tie_word_embeddings:
@@ -235,11 +231,8 @@ def _names_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
     return names
 
 
-def _shard(model: OneForward, config: TrainerConfig, mesh: DeviceMesh) -> None:
+def _shard(model: OneForward, precision: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
     """Shard each layer, and the rest with the root; all weights are freed after each pass."""
-    precision = MixedPrecisionPolicy()
-    if config.dtype == "bfloat16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.hf.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

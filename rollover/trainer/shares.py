@@ -8,7 +8,7 @@ whoever opens model folders opens these; so are the files of the optimizer's sta
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +32,11 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
     return {names[i]: rank for rank, own in enumerate(dealt) for i in own}
 
 
+def owners_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, int]:
+    """Say which rank owns each of the tensors."""
+    return owners({name: tensor.numel() for name, tensor in tensors.items()}, world.size)
+
+
 def part_name(stem: str, rank: int, num_ranks: int) -> str:
     """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` of rank 0 of 2."""
     return f"{stem}-{rank + 1:05}-of-{num_ranks:05}.safetensors"
@@ -43,7 +48,6 @@ def write_share(
     path: Path,
     owned_by: Mapping[str, int],
     *,
-    dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
     extra: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the tensors of ``owned_by`` that this rank owns into the file ``path``, and ``extra`` with them. All ranks
@@ -51,17 +55,32 @@ def write_share(
 
     Args:
         tensors: by name; DTensors are gathered.
-        dtype_of: the number format in which a tensor is written.
     """
-    own: dict[str, Tensor] = dict(extra or {})
+    own = {**(extra or {}), **own_tensors(world, tensors, owned_by)}
+    save_file(own, path, metadata={"format": "pt"})
+
+
+def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[str, int]) -> dict[str, Tensor]:
+    """Gather the tensors of ``owned_by`` one after the other, and return those that this rank owns, on the CPU. All
+    ranks call it with the same names in the same order."""
+    own: dict[str, Tensor] = {}
     for name, owner in owned_by.items():
         tensor = tensors[name].detach()
-        tensor = tensor.to(dtype_of(name, tensor.dtype))
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if owner == world.rank:
             own[name] = whole.to("cpu", copy=whole is tensor).contiguous()
         world.tick()
-    save_file(own, path, metadata={"format": "pt"})
+    return own
+
+
+def publish_share(world: World, weights: Mapping[str, Tensor], sized_as: Mapping[str, Tensor], folder: Path) -> None:
+    """Write this rank's part of a model folder.
+
+    Args:
+        sized_as: tensors of the same names and sizes, where those of ``weights`` are made when they are asked for.
+    """
+    path = folder / part_name("model", world.rank, world.size)
+    write_share(world, weights, path, owners_of(sized_as, world))
 
 
 def write_index(folder: Path) -> None:
@@ -83,6 +102,14 @@ def local_rows(parameter: Tensor, world: World) -> slice:
     rows = parameter.shape[0]
     each = -(-rows // world.size)
     return slice(min(world.rank * each, rows), min((world.rank + 1) * each, rows))
+
+
+def take_rows(world: World, wanted: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+    """Put this rank's rows of whole tensors into sharded ones of the same names."""
+    for name, target in wanted.items():
+        assert isinstance(target, DTensor), f"{name} is not sharded"
+        with torch.no_grad():
+            target.to_local().copy_(whole[name][local_rows(target, world)])
 
 
 def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, Path], names: Mapping[str, str]) -> None:

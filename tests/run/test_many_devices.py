@@ -89,7 +89,6 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
     [
         (("--trainer.num_devices", "999"), "trainer.num_devices is 999, but on the CPU of this machine at most"),
         ((*TWO, "--trainer.device", "cuda"), "trainer.num_devices is 2, but 0 GPUs can be seen: lower it"),
-        ((*TWO, "--trainer.lora.rank", "4"), "[trainer.lora] cannot be used with trainer.num_devices above 1"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_begun(

@@ -1,0 +1,117 @@
+"""Low-rank adapters beside a frozen base, both sharded over ranks by FSDP2.
+
+The base lies on the ranks in the number format of its folder, 2 bytes per parameter as a rule, and is gathered in it;
+nothing but adapters has gradients and moments. The passes are those of one process: autocast where it has autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from rollover.errors import require
+from rollover.hf.companions import Companions, without_own_files, write_companions
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.lora import (
+    ADAPTER_WEIGHTS,
+    adapter_settings,
+    adapters_off,
+    merged_weights,
+    name_in_file,
+    named_adapters,
+    number_format,
+    read_adapters,
+    with_adapters,
+)
+from rollover.trainer.moments import read_moments, trained_parameters, write_moments
+from rollover.trainer.sharded import load_sharded
+from rollover.trainer.shares import own_tensors, publish_share
+from rollover.trainer.world import World
+from rollover.weights.base import WeightSource
+
+
+class ShardedLoraPolicy:
+    """Adapters are trained, in float32; base and adapters are held in parts. Implements ``Policy``.
+
+    Args:
+        base: the model that the run began with.
+        checkpoint: a checkpoint whose adapters training goes on with.
+        seed: of the first values of ``A``, which are those that one process would draw.
+
+    Example: of a base of 70 B parameters in bfloat16 on 8 ranks each holds 17.5 GB.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, base: Path, *, checkpoint: Path | None = None, world: World, seed: int = 0
+    ) -> None:
+        require("peft", purpose="[trainer.lora]")
+        lora = config.lora
+        assert lora is not None
+        self.autocast = config.dtype == "bfloat16"
+        self._world = world
+
+        def adapt(hf: Any) -> Mapping[str, Tensor]:
+            self._settings = adapter_settings(hf, lora, base)
+            values = _adapt(hf, lora, partial(with_adapters, settings=self._settings, seed=seed))
+            if checkpoint is None:
+                return values
+            stored = read_adapters(checkpoint, {name_in_file(name): value for name, value in values.items()})
+            return {name: stored[name_in_file(name)] for name in values}
+
+        self.model = load_sharded(base, config, world, dtype=number_format(base), adapt=adapt)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the merged weights, sharded as the base is."""
+        return merged_weights(self.model.hf)
+
+    def source(self, version: int) -> WeightSource:
+        raise AssertionError("no rank has all weights to publish: each writes its share")
+
+    @contextmanager
+    def reference(self) -> Iterator[Any]:
+        with adapters_off(self.model):
+            yield self.model
+
+    def write(self, folder: Path, *, companions: Companions) -> None:
+        """Write the adapters as peft does, in one file: the first rank has room for them."""
+        adapters = named_adapters(self.model.hf)
+        whole = own_tensors(self._world, adapters, dict.fromkeys(adapters, 0))
+        if self._world.rank == 0:
+            write_companions(without_own_files(companions), folder)
+            self._settings.save_pretrained(str(folder))
+            save_file(whole, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+    def publish_share(self, folder: Path) -> None:
+        merged = merged_weights(self.model.hf)
+        publish_share(self._world, merged, merged.base, folder)
+
+    def write_state(self, folder: Path, optimizer: AdamW) -> None:
+        write_moments(self._world, folder, self.model.hf, optimizer)
+
+    def read_state(self, folder: Path, optimizer: AdamW) -> None:
+        read_moments(self._world, folder, self.model.hf, optimizer)
+
+
+def _adapt(hf: Any, lora: LoraConfig, put: Any) -> dict[str, Tensor]:
+    """Put adapters beside the matrices of a model without memory, and return their first values.
+
+    peft moves adapters to where their matrix is. So for as long as it draws them, each matrix is on the CPU, all its
+    values in one place in memory; then it and the adapters are without memory again.
+    """
+    targets = [m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in lora.targets]
+    for module in targets:
+        module.weight = nn.Parameter(torch.zeros((), dtype=module.weight.dtype).expand(module.weight.shape))
+    put(hf)
+    values = {name: parameter.detach() for name, parameter in trained_parameters(hf).items()}
+    for module in hf.modules():
+        if hasattr(module, "base_layer"):
+            module.to("meta")
+    return values

@@ -1,0 +1,184 @@
+"""Adapters that are trained over several ranks are those that one process trains, and so are their checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.errors import ConfigError, ModelError, RolloverError
+from rollover.trainer import ranks
+from rollover.trainer.checkpoint import read_manifest, verify_files, write_manifest
+from rollover.trainer.config import LoraConfig
+from rollover.trainer.local import LocalTrainer
+from rollover.trainer.world import World
+from tests.trainer import forked_ranks
+from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
+from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_fleet import fleet, published
+from tests.trainer.test_sharded import BUDGET, Trained, assert_alike, batches, num_padding, train, whole
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+SETTINGS: dict[str, Any] = {"lora": LORA, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
+WITHIN = 5e-6
+"""Between weights: the learning rate is ten times that of full weights, and a step's size is the learning rate's."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Model folders, with one matrix for input and output and with two."""
+    root = tmp_path_factory.mktemp("models")
+    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
+
+
+def adapters(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
+    found = {name: p for name, p in trainer._model.named_parameters() if p.requires_grad}
+    return {
+        name.removeprefix("hf."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [
+        (True, {"algorithm": "dapo", "mini_batches": 2}),
+        (False, {"algorithm": resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))}),
+        (True, {"algorithm": "reinforce++", "gradient_checkpointing": True, "mini_batches": 2}),
+        (False, {"algorithm": "gspo", "lora": LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "lm_head"))}),
+    ],
+    ids=["dapo", "with a reference", "checkpointed", "the output matrix"],
+)
+def test_ranks_compute_what_one_process_does(
+    two: RankPool, three: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]
+) -> None:
+    """The reference is the model with its adapters off, and is asked first: FSDP has not seen them in use by then."""
+    given, settings = batches(), {**SETTINGS, **settings}
+    name = settings["algorithm"].name if isinstance(settings["algorithm"], Algorithm) else settings["algorithm"]
+    minis = settings.get("mini_batches", 1)
+    assert any(n for batch in given for rank in num_padding(batch, name, minis, 2) for n in rank)
+    alone = train(None, folder=folders[tied], given=given, **settings)
+    before = whole(make_trainer(folders[tied], **settings))
+    assert any((tensor - before[key]).abs().max() > 1e-3 for key, tensor in alone.weights.items())
+    for pool in (two, three):
+        for found in pool.call(train, folder=folders[tied], given=given, **settings):
+            assert_alike(found, alone, weights=WITHIN)
+
+
+def after_use(world: World, *, folder: Path, given: list[Any], **settings: Any) -> dict[str, tuple[bool, torch.dtype]]:
+    """Whether each parameter is trained, and its number format."""
+    trainer = make_trainer(folder, world=world, **settings)
+    first = adapters(trainer)
+    alone = adapters(make_trainer(folder, **settings))
+    assert all(torch.equal(first[name], alone[name]) for name in alone), "the first values are others"
+    assert first.keys() == alone.keys()
+    for batch in given:
+        trainer.next_logits([[3, 4, 5]])
+        with trainer._policy.reference():
+            trainer.next_logits([[3, 4, 5]])
+        trainer.step(batch)
+    found = {}
+    held = {id(p) for group in trainer._optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer._model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.to_local().shape[0] <= -(-parameter.shape[0] // world.size), name
+        assert (parameter.grad is not None) == parameter.requires_grad == (id(parameter) in held), name
+        found[name] = parameter.requires_grad, parameter.dtype
+    return found
+
+
+def test_the_base_stays_sharded_and_in_half_precision_and_has_no_gradient(two: RankPool, tmp_path: Path) -> None:
+    make_model(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    settings = {**SETTINGS, "dtype": "bfloat16"}
+    for found in two.call(after_use, folder=tmp_path / "half", given=batches(), **settings):
+        assert {name: "lora_" in name for name in found} == {name: trained for name, (trained, _) in found.items()}
+        assert all(kind == (torch.float32 if trained else torch.bfloat16) for trained, kind in found.values())
+    alone = train(None, folder=tmp_path / "half", given=batches()[:1], **settings)
+    sharded = two.call(train, folder=tmp_path / "half", given=batches()[:1], **settings)[0]
+    assert {tensor.dtype for tensor in sharded.weights.values()} == {torch.bfloat16}
+    for name in ("loss", "grad_norm"):
+        assert sharded.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=0.02, abs=1e-3)
+
+
+def begin(world: World, *, folder: Path, saved: Path) -> None:
+    trainer = make_trainer(folder, world=world, **SETTINGS)
+    for batch in batches()[:2]:
+        trainer.step(batch)
+    trainer.write_share(saved)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
+def test_a_checkpoint_of_ranks_is_peft_s_and_any_number_goes_on_from_it(
+    two: RankPool, three: RankPool, folders: dict[bool, Path], tmp_path: Path
+) -> None:
+    folder, given = folders[True], batches()
+    saved = tmp_path / "step_2"
+    saved.mkdir()
+    two.call(begin, folder=folder, saved=saved)
+    write_manifest(saved, make_trainer(folder, **SETTINGS)._setup.manifest(2, num_threads=1, num_ranks=2))
+    straight = train(None, folder=folder, given=given, **SETTINGS)
+    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    assert_alike(train(None, folder=folder, given=given[2:], resume_from=saved, **SETTINGS), straight, weights=WITHIN)
+    for pool in (two, three):
+        for found in pool.call(train, folder=folder, given=given[2:], resume_from=saved, **SETTINGS):
+            assert_alike(found, straight, weights=WITHIN)
+    resumed = make_trainer(folder, resume_from=saved, **SETTINGS)
+    peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), saved)
+    merged = dict(peft.merge_and_unload().named_parameters())
+    assert all(torch.allclose(tensor, merged[name], atol=1e-6) for name, tensor in resumed.weights().items())
+    path = saved / "adapter_model.safetensors"
+    tensors = load_file(path)
+    path.write_bytes(b"rubbish")
+    assert tensors
+    for kind, message in three.call(refused, folder=folder, resume_from=saved, **SETTINGS):
+        assert (kind, "adapter_model.safetensors cannot be read" in message) == ("DamagedCheckpoint", True)
+
+
+def refused(world: World, *, folder: Path, **settings: Any) -> tuple[str, str]:
+    try:
+        make_trainer(folder, world=world, **settings)
+    except RolloverError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")
+
+
+def test_targets_that_are_not_there_are_named(two: RankPool, folders: dict[bool, Path]) -> None:
+    lora = LoraConfig(targets=("q_proj", "qproj"))
+    for kind, message in two.call(refused, folder=folders[True], **{**SETTINGS, "lora": lora}):
+        assert kind == ConfigError.__name__ and "trainer.lora.targets names 'qproj'" in message
+    lora = LoraConfig(targets=("lm_head",))
+    for _, message in two.call(refused, folder=folders[True], **{**SETTINGS, "lora": lora}):
+        assert "which is the model's embedding too" in message
+
+
+def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+    folder = folders[True]
+    expected = make_trainer(folder, lora=LORA, learning_rate=1e-2)
+    with fleet(folder, tmp_path, lora=LORA, learning_rate=1e-2, deterministic=False) as trainer:
+        for step in range(2):
+            batch = make_batch(step=step)
+            expected.step(batch)
+            trainer.step(batch)
+        ours, theirs = published(trainer), expected.weights()
+        assert ours.keys() == theirs.keys()
+        assert all((tensor - theirs[name]).abs().max() < 1e-6 for name, tensor in ours.items())
+        trainer.save(tmp_path / "step_2")
+    verify_files(tmp_path / "step_2", read_manifest(tmp_path / "step_2"))
+    files = {str(path.relative_to(tmp_path / "step_2")) for path in (tmp_path / "step_2").rglob("*") if path.is_file()}
+    parts = {f"trainer/optimizer-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "trainer.json", *parts}
+    with (
+        pytest.raises(ModelError, match=r"was written with trainer\.lora = "),
+        fleet(folder, tmp_path, resume_from=tmp_path / "step_2", learning_rate=1e-2, deterministic=False),
+    ):
+        pass

@@ -28,6 +28,7 @@ from rollover.swarm.coordinator.transports import gateway as gateway_module
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import (
     SUBPROTOCOL,
+    Beat,
     CallState,
     FromWorker,
     Goodbye,
@@ -274,6 +275,69 @@ def test_a_flood_of_frames_arrives_whole_and_in_order(
 
     run(law)
     assert any(stopped) or limits == (64, 2**18), "it stops to read while too much waits"
+
+
+def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocols: list[Any] = []
+
+    class Watched(gateway_module._SessionProtocol):
+        def connection_made(self, transport: Any) -> None:
+            protocols.append(self)
+            super().connection_made(transport)
+
+    monkeypatch.setattr(gateway_module, "_SessionProtocol", Watched)
+
+    async def law() -> None:
+        first, second = ModelWorker("a"), ModelWorker("b")
+        async with swarm(tmp_path) as engine, joined(engine, first), joined(engine, second):
+            leases: list[int] = []
+
+            def watch(lease: int, message: FromWorker) -> None:
+                if isinstance(message, Heartbeat):
+                    leases.append(lease)
+
+            monkeypatch.setattr(engine, "received", watch)
+            idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0}
+            for number in range(1, 41):  # all of them wait when the first is handed out
+                for protocol, worker in zip(protocols, (first, second), strict=True):
+                    frame = encode(worker.lease, Heartbeat(number=number, calls=(), **idle))
+                    protocol.queue.put_nowait({"type": "websocket.receive", "bytes": frame})
+            await until(lambda: len(leases) == 80)
+            assert abs(leases[:20].count(first.lease) - 10) <= 1
+
+    run(law)
+
+
+def test_what_is_sent_in_one_turn_is_written_at_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    class Watched(gateway_module._SessionProtocol):
+        def _write(self) -> None:
+            written.append(self._num_unwritten)
+            super()._write()
+
+    monkeypatch.setattr(gateway_module, "_SessionProtocol", Watched)
+
+    async def law() -> None:
+        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+            lease = wire.worker.lease
+            for number in range(1, 51):
+                engine._connections.send(lease, Beat(number=number, head=head(0)))
+            got = [decode_down(await wire.socket.recv()).message for _ in range(50)]
+            assert [beat.number for beat in got if isinstance(beat, Beat)] == [*range(1, 51)]
+            assert len(written) == 2 and written[0] < written[1], "the welcome, and all of these"
+            engine._connections.send(lease, Beat(number=51, head=head(0)))
+            engine._connections.close(lease)
+            last = decode_down(await wire.socket.recv()).message
+            assert isinstance(last, Beat) and last.number == 51, "what was sent before the end comes"
+            with pytest.raises(websockets.ConnectionClosed):
+                await wire.socket.recv()
+
+    run(law)
 
 
 def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
@@ -38,11 +40,16 @@ from rollover.swarm.coordinator.transports.ports import LibraryServer
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+
 _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
 
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
 """Frames of a connection that may wait before no more are read, and their size."""
+_MAX_UNWRITTEN_BYTES = 2**16
+"""What is sent within one turn of the event loop is written at its end, or as soon as it is so much."""
 
 
 class Gateway:
@@ -198,11 +205,16 @@ class _BlobResponse(FileResponse):
 
 
 class _SessionProtocol(WebSocketsSansIOProtocol):
-    """A WebSocket that goes on reading while frames wait, and that can be shut down while its peer is closing it, which
-    takes a while over TLS."""
+    """A WebSocket for many short frames, beside many others in the same event loop.
+
+    It goes on reading while frames wait, hands out one of them in each turn of the loop, and writes in one go what is
+    sent within a turn. It can be shut down while its peer is closing it, which takes a while over TLS.
+    """
 
     _num_bytes = 0
     """Received since no frame was waiting."""
+    _num_unwritten = 0
+    """Bytes that were sent in this turn."""
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes = len(data) if self.queue.empty() else self._num_bytes + len(data)
@@ -217,6 +229,37 @@ class _SessionProtocol(WebSocketsSansIOProtocol):
         if not before and (self._num_bytes > _MAX_WAITING_BYTES or self.queue.qsize() >= _MAX_WAITING):
             self.read_paused = True
             self.transport.pause_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """Return the next frame, behind one of each other connection: thousands may wait, each for some 50 µs."""
+        if not self.queue.empty():
+            await asyncio.sleep(0)
+        return await super().receive()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Send a frame with all others of this turn. What else is sent takes along what was not written yet."""
+        if message["type"] != "websocket.send" or not self.handshake_complete or self.close_sent:
+            await super().send(message)
+            return
+        await self.writable.wait()
+        if self.disconnected:
+            raise ClientDisconnected
+        frame = message["bytes"]
+        assert frame is not None, "a session has frames of bytes only"
+        try:
+            self.conn.send_binary(frame)
+        except InvalidState:  # the connection was closed meanwhile
+            raise ClientDisconnected from None
+        if not self._num_unwritten:
+            self.loop.call_soon(self._write)
+        self._num_unwritten += len(frame)
+        if self._num_unwritten > _MAX_UNWRITTEN_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        self._num_unwritten = 0
+        if (output := self.conn.data_to_send()) and not self.transport.is_closing():
+            self.transport.write(b"".join(output))
 
     def shutdown(self) -> None:
         try:

@@ -35,12 +35,14 @@ from typing import Any
 
 from rollover.clock import SystemClock
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.garbage import rare_collections
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.generation import sample_key
 from rollover.rollout.journal import Journal
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
+from rollover.run.jobs import NEW_RECORDS
 from rollover.sim.strategies import SimulatedRollout
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
@@ -327,7 +329,8 @@ def main() -> None:
         for case in CASES:
             if args.only not in f"{kind}: {case.name}":
                 continue
-            row = asyncio.run(measure(case, kind, 8.0 if args.quick else args.seconds))
+            with rare_collections(NEW_RECORDS):  # as in a run
+                row = asyncio.run(measure(case, kind, 8.0 if args.quick else args.seconds))
             rows.append(row)
             show(row)
     missed = [

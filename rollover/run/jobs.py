@@ -7,13 +7,14 @@ torch.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
 from rollover.errors import ConfigError, DataError, MissingExtra, RunError, require
+from rollover.garbage import rare_collections
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -23,6 +24,9 @@ from rollover.run.directory import RunDir
 from rollover.run.signals import Stopped
 from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import NO_SOURCE
+
+NEW_RECORDS = 20_000
+"""Between two collections of garbage in the trainer of a swarm, which has thousands of calls open: some megabytes."""
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
@@ -104,7 +108,9 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
                 progress.result(f"all {config.steps} steps are done; for more: {resume} --steps N")
             await train_loop(session, interrupt)
 
-    with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt:
+    with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
+        if isinstance(config.engine, SwarmConfig):
+            stack.enter_context(rare_collections(NEW_RECORDS))
         asyncio.run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))

@@ -7,16 +7,15 @@ to the byte.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from rollover.errors import RunError
+from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
@@ -38,7 +37,8 @@ _as_long_as = lru_cache(maxsize=2**16)(range)
 _REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
 
 NEW_OBJECTS = 1_000_000
-"""Between two collections; fewer than a gigabyte of what could be garbage."""
+"""Between two collections of garbage, fewer than a gigabyte: a simulation keeps millions of records and makes no cycles
+among them."""
 
 
 class WorkloadSource:
@@ -88,7 +88,7 @@ def simulate(
         keep_group=_has_signal if scenario.filter_zero_signal else lambda rewards: True,
         emit=observer or (lambda event: None),
     )
-    with rare_collections():
+    with rare_collections(NEW_OBJECTS):
         return _Run(scheduler, state.view, workload, scenario, random.Random(seed)).train(steps)
 
 
@@ -356,24 +356,6 @@ class _Run:
             f"step {ledger.next_step} waits for ever: {len(ledger.ready)} groups are ready, {len(ledger.open)} open,"
             f" and of their samples {len(ledger.waiting) + len(ledger.parked)} could run but none does"
         )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Have Python's garbage collector run at every ``NEW_OBJECTS`` that are allocated and not freed, and afterwards as
-    before. Where collection is off it stays off.
-
-    A simulation keeps millions of records alive and makes no cycles among them: what it lets go of is freed at once.
-    The collector, left alone, walks over the young ones at every 700th and over all of them again and again, for
-    nothing; that is half of the time of a large run. It is not switched off, so that an observer that does make cycles
-    stays bounded.
-    """
-    young, *older = gc.get_threshold()
-    gc.set_threshold(max(young, NEW_OBJECTS) if young else 0, *older)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, *older)
 
 
 def _has_signal(rewards: Sequence[float]) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rollover.errors import RunError
+from rollover.garbage import rare_collections
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.sim.result import Window
-from rollover.sim.run import NEW_OBJECTS, rare_collections, simulate
+from rollover.sim.run import NEW_OBJECTS, simulate
 from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
 from rollover.types import WasteCause
 from rollover.workload.base import Workload
@@ -216,7 +217,7 @@ def test_who_has_switched_collection_off_keeps_it_off() -> None:
     before = gc.get_threshold()
     gc.set_threshold(0)
     try:
-        with rare_collections():
+        with rare_collections(1000):
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)

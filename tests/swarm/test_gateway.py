@@ -226,14 +226,33 @@ def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], s
     run(law)
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x00\xc1", b"\x01nonsense", "text", encode(0, head(1))])
-def test_a_frame_that_is_none_ends_the_connection_and_nothing_else(tmp_path: Path, frame: bytes | str) -> None:
+@pytest.mark.parametrize("has_joined", [False, True])
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (b"", "a frame begins with nothing"),
+        (b"\x00\xc1", "a frame of 2 bytes cannot be read"),
+        (b"\x01nonsense", "cannot be read"),
+        ("text", "a text frame, where all frames are binary"),
+        (encode(0, head(1)), "cannot be read"),
+    ],
+)
+def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(
+    tmp_path: Path, frame: bytes | str, says: str, has_joined: bool
+) -> None:
     async def law() -> None:
         async with swarm(tmp_path) as engine:
-            async with dial(engine, "b") as socket:
+            async with joined(engine, ModelWorker("b")) if has_joined else dial(engine, "b") as opened:
+                socket = opened.socket if has_joined else opened
                 await socket.send(frame)
+                told = []
                 with pytest.raises(websockets.ConnectionClosed):
-                    await socket.recv()
+                    while True:
+                        told.append(decode_down(await socket.recv()).message)
+                (goodbye,) = told
+                assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
+                assert goodbye.reason.startswith("this worker does not keep to the protocol: ")
+                assert says in goodbye.reason
             async with joined(engine, ModelWorker("b")):
                 pass
 

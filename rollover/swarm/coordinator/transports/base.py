@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from rollover.swarm.wire.messages import FromWorker, Hello, ProtocolError, decode_up
+from rollover.swarm.wire.messages import FromWorker, Goodbye, Hello, ProtocolError, decode_up, encode
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,12 @@ class WorkerConversation:
         except ProtocolError as e:
             logger.warning("%s broke the protocol and was disconnected: %s", self._name, e)
             raise
+
+    def say_why(self, error: ProtocolError) -> None:
+        """Tell the worker what was wrong, as the last that is sent. It may come back: perhaps the way was to blame."""
+        reason = f"this worker does not keep to the protocol: {error}"
+        self._connection.send(encode(self._lease or 0, Goodbye(reason=reason, is_final=False)))
+        self._connection.close()
 
     def ended(self) -> None:
         """The connection is gone."""

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
 
+_LAST_WORDS_S = 2.0
+"""How long a worker may take to read why its connection ends."""
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
 """Frames of a connection that may wait before no more are read, and their size."""
 _MAX_UNWRITTEN_BYTES = 2**16
@@ -167,34 +169,40 @@ class Gateway:
 
 
 async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
-    """Hand on the frames of one connection until one side ends it."""
+    """Hand on the frames of one connection until one side ends it; say why where that is what the worker has sent."""
     receiving = asyncio.create_task(_receive(websocket, conversation))
     try:
         await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
     finally:
         receiving.cancel()
         await asyncio.wait([receiving])
-    if not receiving.cancelled():
-        receiving.result()
+    if not receiving.cancelled() and (broken := receiving.result()) is not None:
+        conversation.say_why(broken)
+        await asyncio.wait([sending], timeout=_LAST_WORDS_S)
 
 
-async def _receive(websocket: WebSocket, conversation: WorkerConversation) -> None:
-    """Hand on the frames of one connection until there are no more, or one breaks the protocol."""
+async def _receive(websocket: WebSocket, conversation: WorkerConversation) -> ProtocolError | None:
+    """Hand on the frames of one connection until there are no more, or one breaks the protocol, which is returned."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             frame = await _next_frame(websocket)
         while frame is not None:
             conversation.took(frame)
             frame = await _next_frame(websocket)
-    except (ProtocolError, TimeoutError):
-        return
+    except ProtocolError as e:
+        return e
+    except TimeoutError:
+        return ProtocolError(f"no hello came within {HELLO_TIMEOUT_S:g} s")
+    return None
 
 
 async def _next_frame(websocket: WebSocket) -> bytes | None:
-    """Return the next frame; ``None`` when the peer is gone, or has sent text."""
+    """Return the next frame; ``None`` when the peer is gone. Raises ``ProtocolError`` when it has sent text."""
     try:
         return await websocket.receive_bytes()
-    except (WebSocketDisconnect, RuntimeError, KeyError):  # gone while we looked away; a text frame
+    except KeyError:
+        raise ProtocolError("a text frame, where all frames are binary") from None
+    except (WebSocketDisconnect, RuntimeError):  # gone while we looked away
         return None
 
 

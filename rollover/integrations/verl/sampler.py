@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class ReplayBuffer:
             self._parts(settings),
             self._rows,
             first_step=global_steps - 1,
-            folder=Path(config.trainer.default_local_dir) / f"rollover/from_step_{global_steps - 1}",
+            folder=_unused(Path(config.trainer.default_local_dir) / f"rollover/from_step_{global_steps - 1}"),
         )
 
     def _parts(self, settings: VerlSettings) -> VerlParts:
@@ -137,3 +138,10 @@ class ReplayBuffer:
             return [int(token) for token in (found["input_ids"] if hasattr(found, "keys") else found)]
 
         return encode
+
+
+def _unused(folder: Path) -> Path:
+    """Return a directory without a run. verl does not restore its prompts, so each start is a run of its own, also a
+    second one from the same checkpoint."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder], names) if not (path / "journal.sqlite").exists())

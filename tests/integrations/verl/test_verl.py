@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.errors import ConfigError, DataError, EngineError, RunError
+from rollover.errors import ConfigError, DataError, EngineError
 from rollover.integrations.verl import AgentLoopManager, ReplayBuffer
 from rollover.integrations.verl.settings import verl_settings
 from rollover.report.metrics import read_metrics
@@ -211,11 +211,13 @@ def test_the_buffer_without_the_manager_is_refused(tmp_path: Path) -> None:
             trainer.step()
 
 
-def test_a_directory_with_a_run_is_not_written_over(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        trainer.step()
-    with training(tmp_path) as trainer, pytest.raises(RunError, match="holds the rollouts of an earlier run"):
-        trainer.step()
+def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    for _ in range(3):
+        with training(tmp_path) as trainer:
+            trainer.step()
+    runs = sorted(path.name for path in (tmp_path / "out/rollover").iterdir())
+    assert runs == ["from_step_0", "from_step_0.2", "from_step_0.3"]
+    journaled(tmp_path).ledger.check()
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,19 @@ def test_one_poisoned_sample_fails_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: str) -> None:
+    async def work() -> None:
+        engine = make_engine(DeadFor)
+        engine.dead = lambda key: key.startswith("g0.")
+        rig = make_rig(name, engine=engine, group_size=3)
+        await with_stop(rig, rig.train(3))
+        failures = {e.sample_id: e.reason for e in rig.events if isinstance(e, SampleFailed)}
+        assert failures == {SampleId(0, i): f"no answer for g0.{i}." for i in range(3)}
+
+    run(work())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
     async def work() -> None:
         rig = make_rig(name, engine=make_engine(DeadFor))

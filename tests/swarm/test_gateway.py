@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -28,6 +30,7 @@ from rollover.swarm.coordinator.transports import gateway as gateway_module
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import (
     SUBPROTOCOL,
+    Abort,
     Beat,
     CallState,
     FromWorker,
@@ -468,15 +471,19 @@ def test_an_address_in_use_is_named(tmp_path: Path) -> None:
     run(law)
 
 
+HANDSHAKE = (
+    "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+    f"Sec-WebSocket-Protocol: {SUBPROTOCOL}\r\nAuthorization: Bearer a\r\n\r\n"
+)
+
+
 def close_and_stay(port: int) -> socket.socket:
     """Open a WebSocket over TLS and close it, but not the TLS connection below it."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     client = context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S))
-    lines = ("GET /v1/session HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket", "Connection: Upgrade")
-    lines += ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
-    lines += (f"Sec-WebSocket-Protocol: {SUBPROTOCOL}", "Authorization: Bearer a", "", "")
-    client.sendall("\r\n".join(lines).encode())
+    client.sendall(HANDSHAKE.format(port=port).encode())
     received = b""
     while b"\r\n\r\n" not in received:
         received += client.recv(4096)
@@ -484,6 +491,37 @@ def close_and_stay(port: int) -> socket.socket:
     client.sendall(b"\x88\x80\x00\x00\x00\x00")
     assert client.recv(1) == b"\x88", "the close is answered"
     return client
+
+
+def hello_and_gone(port: int) -> socket.socket:
+    """Open a WebSocket and say hello on it; whoever closes it resets the connection."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.sendall(HANDSHAKE.format(port=port).encode())
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += client.recv(4096)
+    assert received.startswith(b"HTTP/1.1 101")
+    frame = encode(0, ModelWorker("a").hello())
+    assert len(frame) < 126
+    client.sendall(bytes([0x82, 0x80 | len(frame), 0, 0, 0, 0]) + frame)
+    return client
+
+
+def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            client = await asyncio.to_thread(hello_and_gone, int(engine.url.rpartition(":")[2]))
+            members = engine.coordinator.members
+            await until(lambda: "a" in members and members["a"].is_connected)
+            lease = members["a"].lease
+            client.close()  # reset: the next write fails, and the event loop hears of it when it comes round
+            for _ in range(50):  # so large that each is written at once
+                engine._connections.send(lease, Abort(call_ids=(Random(0).randbytes(2**17).hex(),)))
+            await until(lambda: not members["a"].is_connected)
+
+    run(law)
+    assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 
 def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
 # make test-wheel   the wheel in empty environments: the core alone, and with all extras
+# make test-resolver  pip's answer whether it can be installed beside TRL, verl and slime
 # make docs     the documentation site, in build/site
 # make check    format, lint, types, import directions
 #
@@ -17,7 +18,7 @@ SGLANG_VENV ?= .venv-sglang
 SLIME ?=
 ARGS ?=
 
-.PHONY: help train test test-vllm test-sglang test-slime test-wheel check format docs clean
+.PHONY: help train test test-vllm test-sglang test-slime test-wheel test-resolver check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -56,6 +57,9 @@ test-slime: $(VENV)/installed-test
 
 test-wheel:
 	PYTHON=$(PYTHON) tests/wheel.sh
+
+test-resolver:
+	PYTHON=$(PYTHON) tests/resolver.sh
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

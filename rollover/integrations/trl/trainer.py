@@ -249,7 +249,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._rollouts = HostedRollouts(
                 self.rollover_config,
                 self._run,
-                folder=model_folder(model, self._tokenizer, self._run.model),
+                folder=model_folder(model, self._tokenizer, self._run.model, is_untrained=self.state.global_step == 0),
                 make_source=self._make_source,
                 stop_token_ids=self._stop_token_ids(),
                 num_tokens=len(self._tokenizer),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, RunError
 from rollover.hf.hub import resolve_model
 from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
@@ -91,9 +92,16 @@ def number_format(model: Any, args: Any) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def model_folder(model: Any, tokenizer: Any, place: Path) -> Path:
+def model_folder(model: Any, tokenizer: Any, place: Path, *, is_untrained: bool) -> Path:
     """Return a folder with config, tokenizer and some weights of ``model``, from which an engine is opened: the one
-    that it was loaded from, or ``place``, where it is written when there is none."""
+    that it was loaded from, or ``place``, where it is written when there is none.
+
+    Args:
+        is_untrained: whether no batch was trained. What is in ``place`` must then be this model.
+
+    Raises:
+        RunError: the model is another than the one that the run began with.
+    """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     if name := getattr(base.config, "_name_or_path", ""):
         return resolve_model(name)
@@ -101,7 +109,17 @@ def model_folder(model: Any, tokenizer: Any, place: Path) -> Path:
         plain = dict(policy_source(model, 0).tensors())
         base.save_pretrained(place, state_dict={name: tensor.contiguous() for name, tensor in plain.items()})
         tokenizer.save_pretrained(place)
+    elif is_untrained and not _is_model_of(place, dict(policy_source(model, 0).tensors())):
+        raise RunError(
+            f"the model is not the one that this run began with ({place}), and no checkpoint was saved yet: make it the"
+            " same each time, by transformers.set_seed before it say, or remove that run"
+        )
     return place
+
+
+def _is_model_of(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
+    saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return saved.keys() <= tensors.keys() and all(torch.equal(t, tensors[name].cpu()) for name, t in saved.items())
 
 
 @contextmanager

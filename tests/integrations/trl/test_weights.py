@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, RunError
 from rollover.integrations.trl.weights import model_folder, next_logits, policy_source
 from tests.integrations.trl.kit import journaled, logged, trainer
 
@@ -60,14 +60,20 @@ def test_weights_without_adapters_are_the_models_own(tiny_model: Path) -> None:
 
 def test_a_model_of_no_folder_is_written_for_the_engine(tiny_model: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert model_folder(loaded, None, tmp_path / "m") == tiny_model
+    assert model_folder(loaded, None, tmp_path / "m", is_untrained=True) == tiny_model
     made = AutoModelForCausalLM.from_config(loaded.config)
     made.config._name_or_path = ""
     from transformers import AutoTokenizer
 
-    folder = model_folder(made, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "m")
+    folder = model_folder(made, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "m", is_untrained=True)
     again = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(again[name], p) for name, p in made.named_parameters())
+    assert model_folder(made, None, folder, is_untrained=True) == folder
+    with torch.no_grad():
+        made.model.norm.weight[0] += 1
+    assert model_folder(made, None, folder, is_untrained=False) == folder
+    with pytest.raises(RunError, match=r"not the one that this run began with .* by transformers\.set_seed"):
+        model_folder(made, None, folder, is_untrained=True)
 
 
 def test_the_next_logits_are_those_of_evaluation(tiny_model: Path) -> None:

@@ -1,0 +1,42 @@
+"""The page on TRL shows a whole script and what is logged: both are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.report.record import read_run
+from tests.integrations.trl.kit import logged
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "trl.md").read_text()
+
+
+def run(max_steps: int) -> Any:
+    """The trainer of the script, after so many steps."""
+    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    shortened = script.replace("max_steps=40", f"max_steps={max_steps}").replace("save_steps=10", "save_steps=1")
+    assert shortened != script
+    shortened = shortened.replace("output_dir", "logging_steps=1, disable_tqdm=True, use_cpu=True, output_dir")
+    names: dict[str, Any] = {}
+    exec(compile(shortened, "train.py", "exec"), names)
+    return names["trainer"]
+
+
+def test_the_script_trains_and_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = run(2)
+    assert len(logged(first, "reward")) == 2
+    listed = [name for row in re.findall(r"^\| (`.*?`) \|", PAGE, re.MULTILINE) for name in re.findall("`(.*?)`", row)]
+    assert len(listed) == 8
+    known = {name for row in first.state.log_history for name in row}
+    for name in listed:
+        assert any(re.fullmatch(re.escape(name).replace(r"\*", ".*"), seen) for seen in known), name
+    again = run(4)
+    assert [row["step"] for row in again.state.log_history if "reward" in row] == [1, 2, 3, 4]
+    steps = [row.step for row in read_run(tmp_path / "out" / "rollover").metrics if row.kind == "step"]
+    assert steps == [0, 1, 2, 3]

@@ -1,0 +1,279 @@
+"""TRL's trainer, TRL's trainer with our rollouts, and our own: time to accuracy on the quickstart's task.
+
+    python benchmarks/trl.py --folder build/trl                  # 60 steps of each arm, one after the other
+    python benchmarks/trl.py --folder build/trl --steps 4        # to see that it works
+
+==========  =====================  ==================================  =============================
+arm         trainer                rollouts                            strategy
+==========  =====================  ==================================  =============================
+``stock``   ``trl.GRPOTrainer``    ``model.generate`` of transformers  one batch, all at once
+``hosted``  our subclass of it     embedded engine                     ``april``
+``ours``    ``rollover train``     embedded engine                     ``april``
+==========  =====================  ==================================  =============================
+
+All arms start from the same warmed-up model, draw the same prompts, are rewarded by the same function and have the same
+batch, learning rate and optimizer; each runs in a process of its own, alone. Checkpoints are saved while the clock
+stands still, and are evaluated afterwards by one and the same program. What is compared: seconds of the training loop,
+seconds of the rollouts in it, and accuracy at equal steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from engine import machine
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+# This file has the name of the package that it measures, and lies where Python looks first.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
+
+ARMS = ("stock", "hosted", "ours")
+NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 24, 8, 256
+LEARNING_RATE, WARMUP_STEPS, BETAS = 2e-4, 5, (0.9, 0.99)
+MAX_RUNNING = 384
+
+
+def warm_up(folder: Path, seed: int) -> Path:
+    """The model from which all arms start."""
+    run = folder / "warm-up"
+    if not (run / "model" / "config.json").is_file():
+        command("sft", "quickstart", "--seed", seed, "--run-dir", run, "--logging.progress", "off", folder=folder)
+    return run / "model"
+
+
+def command(*argv: object, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-m", "rollover", *map(str, argv)], cwd=folder, env=environment)
+    if done.returncode:
+        raise SystemExit(f"rollover {' '.join(map(str, argv))} ended with {done.returncode}")
+
+
+# -- one arm ------------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """Prompts and reward of the quickstart, for a trainer that wants a table and a function of lists."""
+
+    def __init__(self, model: Path, seed: int, num_prompts: int) -> None:
+        from rollover.hf.tokenizer import load_tokenizer
+        from rollover.run.config import load
+        from rollover.tasks.open import eval_sources, held_out_texts, train_source
+
+        config = load("quickstart", ["--seed", str(seed)])
+        tokenizer = load_tokenizer(model)
+        evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
+        source = train_source(config.tasks, tokenizer, seed=seed, held_out=held_out_texts(config.tasks, evaluation))
+        self.rewards = {spec.source: spec.config.build(spec) for spec in source.reward_specs}
+        drawn = [source.prompt(index) for index in range(num_prompts)]
+        self.rows = [{"prompt": p.text, "source": p.source, "columns": json.dumps(dict(p.columns))} for p in drawn]
+
+    def reward(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        source: Sequence[str],
+        columns: Sequence[str],
+        **others: Any,
+    ) -> list[float]:
+        import asyncio
+
+        from rollover.environments.rewards.base import RewardSample
+        from rollover.environments.scoring import score_once
+
+        async def score() -> list[float]:
+            return [
+                (
+                    await score_once(
+                        self.rewards[name],
+                        RewardSample(
+                            prompt=prompt, columns=json.loads(table), completion=text, completion_ids=tuple(ids)
+                        ),
+                    )
+                ).number()
+                for prompt, text, ids, name, table in zip(
+                    prompts, completions, completion_ids, source, columns, strict=True
+                )
+            ]
+
+        return asyncio.run(score())
+
+
+def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed: int) -> dict[str, Any]:
+    """Train by TRL, with its own rollouts or ours, and return what was measured."""
+    import datasets
+    import trl
+    from transformers import TrainerCallback
+
+    task = Task(model, seed, NUM_PROMPTS * (steps + 8))
+    arguments = trl.GRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=WARMUP_STEPS,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_steps=steps,
+        shuffle_dataset=False,
+        seed=seed,
+        vllm_importance_sampling_mode="token_truncate",
+    )
+    options: dict[str, Any] = {}
+    trainer_class: Any = trl.GRPOTrainer
+    if arm == "hosted":
+        from rollover.integrations.trl import GRPOTrainer as Hosted
+
+        trainer_class = Hosted
+        engine = {"max_running": MAX_RUNNING, "kv_cache_bytes": 134_217_728}
+        options = {"rollover": {"rollout": {"strategy": "april"}, "engine": engine}}
+
+    class Clock(TrainerCallback):
+        """Counts the seconds of the loop, those of saving left out."""
+
+        def __init__(self) -> None:
+            self.elapsed_s, self.since_s, self.marks = 0.0, 0.0, [0.0]
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.since_s = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.elapsed_s += time.perf_counter() - self.since_s
+            self.marks.append(self.elapsed_s)
+            if state.global_step % every == 0:
+                place = folder / "checkpoints" / str(state.global_step)
+                kwargs["model"].save_pretrained(place)
+                kwargs["processing_class"].save_pretrained(place)
+            self.since_s = time.perf_counter()
+
+    clock = Clock()
+    trainer = trainer_class(
+        model=str(model),
+        reward_funcs=task.reward,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(task.rows),
+        callbacks=[clock],
+        **options,
+    )
+    trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    rollout_s = [row["perf/rollout_wait_s"] for row in trainer.state.log_history if "perf/rollout_wait_s" in row]
+    return {"marks_s": clock.marks, "rewards": rewards, "rollout_s": sum(rollout_s) if rollout_s else None}
+
+
+def run_ours(model: Path, folder: Path, *, steps: int, every: int, seed: int) -> dict[str, Any]:
+    """Train by ``rollover train`` and return what was measured."""
+    from swarm_arms import without_sections
+
+    from rollover.report.metrics import read_metrics
+    from rollover.run.config import find
+
+    text = without_sections(find("quickstart").read_text(), "model.scratch", "sft", "eval").replace("steps = 60", "", 1)
+    file, run = folder / "run.toml", folder / "run"
+    file.write_text(
+        f'seed = {seed}\nsteps = {steps}\n{text}\n[model]\npath = "{model}"\n[eval]\nnum_prompts = 280\n'
+        f'max_new_tokens = 1\n[checkpoint]\nevery_steps = {every}\nkeep_last = 1000\n[logging]\nprogress = "off"\n'
+    )
+    command("train", file, "--run-dir", run, folder=folder)
+    rows = [row for row in read_metrics(run) if row.kind == "step"]
+    seconds = [row.values["time/step_s"] for row in rows]
+    (folder / "checkpoints").mkdir()
+    for step in range(every, steps + 1, every):
+        (folder / "checkpoints" / str(step)).symlink_to(run / "checkpoints" / f"step_{step}")
+    return {
+        "marks_s": [sum(seconds[:i]) for i in range(len(seconds) + 1)],
+        "rewards": [row.values["reward/mean"] for row in rows],
+        "rollout_s": sum(row.values["time/rollout_s"] for row in rows),
+    }
+
+
+def accuracies(folder: Path, seed: int) -> dict[int, tuple[float, float]]:
+    """Held-out accuracy of each checkpoint and its standard error."""
+    from rollover.report.metrics import read_metrics
+
+    found = {}
+    for place in sorted((folder / "checkpoints").iterdir(), key=lambda place: int(place.name)):
+        run = folder / "evaluated" / place.name
+        options = ("--run-dir", run, "--seed", seed, "--logging.progress", "off")
+        text = (folder.parent / "evaluate.toml").resolve()
+        command("eval", text, "--model.path", place.resolve(), *options, folder=folder)
+        (row,) = [row for row in read_metrics(run) if row.kind == "eval"]
+        found[int(place.name)] = (row.values["accuracy"], row.values["accuracy_se"])
+    return found
+
+
+def measured(arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm in a process of its own and evaluate what it has saved."""
+    folder = options.folder / arm
+    folder.mkdir(parents=True)
+    argv = [sys.executable, str(HERE / "trl.py"), "--arm", arm, "--folder", str(options.folder)]
+    argv += ["--steps", str(options.steps), "--every", str(options.every), "--seed", str(options.seed)]
+    subprocess.run(argv, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    found = accuracies(folder, options.seed)
+    return {**result, "accuracy": {step: list(value) for step, value in found.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="of runs; it must not exist, but for the warm-up")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="the JSON file; none is written when left out")
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    options.every = min(options.every, options.steps)
+    model, sizes = options.folder / "warm-up" / "model", {"steps": options.steps, "every": options.every}
+    if options.arm is not None:
+        folder = options.folder / options.arm
+        if options.arm == "ours":
+            sys.path.append(str(HERE))
+            result = run_ours(model, folder, seed=options.seed, **sizes)
+        else:
+            result = run_trl(options.arm, model, folder, seed=options.seed, **sizes)
+        (folder / "result.json").write_text(json.dumps(result))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    warm_up(options.folder, options.seed)
+    sys.path.append(str(HERE))
+    from swarm_arms import without_sections
+
+    from rollover.run.config import find
+
+    text = without_sections(find("quickstart").read_text(), "model.scratch", "sft")
+    (options.folder / "evaluate.toml").write_text(text)
+    results = {arm: measured(arm, options) for arm in ARMS}
+    print(f"{'arm':8} {'loop s':>8} {'rollout s':>10} {'to stock':>9}  accuracy after {options.steps} steps")
+    for arm, found in results.items():
+        loop_s, (accuracy, error) = found["marks_s"][-1], list(found["accuracy"].values())[-1]
+        rollout = "-" if found["rollout_s"] is None else f"{found['rollout_s']:.1f}"
+        share = loop_s / results["stock"]["marks_s"][-1]
+        print(f"{arm:8} {loop_s:8.1f} {rollout:>10} {share:9.2f}  {accuracy:.3f} ± {error:.3f}", flush=True)
+    if options.out is not None:
+        recorded = {"date": date.today().isoformat(), "machine": machine(), "seed": options.seed, **sizes}
+        options.out.write_text(json.dumps({**recorded, "arms": results}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -40,7 +40,18 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 RUN_FILES = (
     *("config.json", "config.partial", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"),
-    *("tensorboard", "model", "model-untrained", "checkpoints", "weights", "logs", "report.html", "lock", "wandb"),
+    *(
+        "tensorboard",
+        "model",
+        "model-untrained",
+        "checkpoints",
+        "weights",
+        "logs",
+        "staging",
+        "report.html",
+        "lock",
+        "wandb",
+    ),
 )
 """The entries of a run directory, in which no variant may have its own directory."""
 

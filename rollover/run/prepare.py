@@ -127,7 +127,16 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     wanted = warmup.num_steps * warmup.batch_size
     supervised = islice(examples(source, tokenizer, bare_answers=warmup.bare_answers), wanted)
-    run_sft(base, supervised, warmup, output=folder, deterministic=config.deterministic, on_progress=on_progress)
+    run_sft(
+        base,
+        supervised,
+        warmup,
+        output=folder,
+        deterministic=config.deterministic,
+        timeout_s=config.trainer.rank_timeout_s,
+        logs=folder.parent / "logs",
+        on_progress=on_progress,
+    )
 
 
 def _warmup_seed(config: RunConfig) -> int:

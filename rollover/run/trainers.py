@@ -61,14 +61,18 @@ def check_devices(config: RunConfig) -> list[str]:
 
     Raises ``ConfigError`` for devices that are not there.
     """
-    trainer = config.trainer
-    if trainer.num_devices == 1:
-        if trainer.device not in ("auto", "cpu"):
-            from rollover.trainer.models import pick_device
+    lines = []
+    for what, section in (("warm-up", config.sft), ("trainer", config.trainer)):
+        if section is None:
+            continue
+        if section.num_devices == 1:
+            if section.device not in ("auto", "cpu"):
+                from rollover.trainer.models import pick_device
 
-            pick_device(trainer.device)
-        return []
-    from rollover.trainer.devices import rank_devices
+                pick_device(section.device)
+            continue
+        from rollover.trainer.devices import rank_devices
 
-    devices = rank_devices(trainer)
-    return [f"trainer: sharded over {len(devices)} devices ({', '.join(devices)}), a process each"]
+        devices = rank_devices(section)
+        lines.append(f"{what}: sharded over {len(devices)} devices ({', '.join(devices)}), a process each")
+    return lines

@@ -140,9 +140,12 @@ class SFTConfig(StepConfig):
     """Optimizer steps. A count and not a time, so that a run can be repeated."""
     batch_size: int = 64
     """Examples per optimizer step."""
+    num_devices: Inexact[int] = 1
+    """Devices of this machine over which the warm-up is sharded, as ``trainer.num_devices`` is for what follows."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
+        _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
 

@@ -25,7 +25,7 @@ from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.devices import rank_devices
 from rollover.trainer.messages import RankTask
-from rollover.trainer.ranks import RankLost, Ranks
+from rollover.trainer.ranks import RankLost, Ranks, collective_timeout_s
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
@@ -38,8 +38,6 @@ Way = Literal["step", "skip"]
 
 _LOST_OR_FULL = (RankLost, ResourceError)
 """What new ranks may not meet again, where it is the memory of a device that has run out and not a disk."""
-_COLLECTIVE_MARGIN = 2.0
-"""Collectives in a rank wait so many times longer than the process of the run, which can name whom they wait for."""
 
 
 class FleetTrainer:
@@ -234,7 +232,7 @@ class FleetTrainer:
                 device=self._devices[0],
                 num_threads=self._num_threads,
                 folder=self._staging.meeting(),
-                timeout_s=_COLLECTIVE_MARGIN * self._config.rank_timeout_s + 60,
+                timeout_s=collective_timeout_s(self._config.rank_timeout_s),
                 setup=self._setup,
                 model=self._model,
                 resume_from=self._checkpoint,

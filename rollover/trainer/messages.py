@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.trainer.setup import TrainingSetup
+from rollover.trainer.setup import SFTSetup, TrainingSetup
 
 PROGRESS = "progress"
 """The file in the folder of the ranks that says how much each has done."""
@@ -28,7 +28,7 @@ class RankTask:
     """Where ranks meet, and where large values go."""
     timeout_s: float
     """Deadline of each collective."""
-    setup: TrainingSetup
+    setup: TrainingSetup | SFTSetup
     model: Path
     """The model that the run began with."""
     resume_from: Path | None

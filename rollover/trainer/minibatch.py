@@ -157,7 +157,9 @@ def split(
     for groups in np.array_split(np.arange(len(sizes)), num):
         members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))
         per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
-        rows, padding, positions = _own_rows(data, members, budget, world, quadratic)
+        rows, padding, positions = rows_of_rank(
+            data.samples, members, budget=budget, world=world, quadratic=quadratic, device=data.group_B.device
+        )
         minis.append(
             MiniBatch(
                 rows=rows,
@@ -176,16 +178,21 @@ def split(
     return tuple(minis)
 
 
-def _own_rows(
-    data: BatchTensors, members: Sequence[int], budget: int, world: World, quadratic: float
+def rows_of_rank(
+    samples: Sequence[TrainingSample],
+    members: Sequence[int],
+    *,
+    budget: int,
+    world: World,
+    quadratic: float,
+    device: torch.device,
 ) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
-    """Return this rank's rows, its padding, and the input positions of all ranks."""
-    device = data.group_B.device
+    """Return this rank's rows, its padding, and the input positions of all ranks. See ``dealing``."""
     if world.size == 1:
-        rows = pack(data.samples, budget, members=members, device=device)
+        rows = pack(samples, budget, members=members, device=device)
         return rows, (), sum(len(row.input_ids_N) for row in rows)
-    dealt = deal_rows(data.samples, members, budget=budget, num_ranks=world.size, quadratic=quadratic)
+    dealt = deal_rows(samples, members, budget=budget, num_ranks=world.size, quadratic=quadratic)
     own = dealt[world.rank]
-    positions = sum(num_positions(data.samples, part) for rank in dealt for row in rank.rows for part in row)
-    padding = rows_of(data.samples, [own.padding], device=device) * own.num_padding
-    return rows_of(data.samples, own.rows, device=device), padding, positions
+    positions = sum(num_positions(samples, part) for rank in dealt for row in rank.rows for part in row)
+    padding = rows_of(samples, [own.padding], device=device) * own.num_padding
+    return rows_of(samples, own.rows, device=device), padding, positions

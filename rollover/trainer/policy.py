@@ -18,7 +18,7 @@ from rollover.errors import ModelError
 from rollover.hf.companions import Companions
 from rollover.hf.config import check_same_architecture, read_model_config
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import StepConfig, TrainerConfig
 from rollover.trainer.models import load_policy, named_weights, save_model
 from rollover.trainer.world import ALONE, World
 from rollover.weights.base import WeightSource
@@ -86,7 +86,7 @@ class FullPolicy:
     """
 
     def __init__(
-        self, config: TrainerConfig, folder: Path, *, initial: Path, needs_ref: bool, device: torch.device
+        self, config: StepConfig, folder: Path, *, initial: Path, needs_ref: bool, device: torch.device
     ) -> None:
         self.autocast = config.dtype == "bfloat16"
         self.model = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)

@@ -30,20 +30,21 @@ from rollover.errors import RolloverError, is_full
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
+from rollover.trainer.setup import SFTSetup, TrainingSetup
+from rollover.trainer.sft import SFTTrainer
 from rollover.trainer.world import PeerLost, World
 
 _PARENT_CHECK_S = 1.0
 
 
 class _Rank:
-    """Carries out commands."""
+    """Carries out the commands of a run."""
 
-    def __init__(self, task: RankTask) -> None:
+    def __init__(self, task: RankTask, world: World) -> None:
         self._task = task
-        mesh = _meet(task)
-        progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
-        self._world = World(task.rank, task.size, progress=progress, mesh=mesh)
+        self._world = world
         setup = task.setup
+        assert isinstance(setup, TrainingSetup)
         self._trainer = LocalTrainer(
             replace(setup.config, device=task.device),
             setup.algorithm,
@@ -54,9 +55,8 @@ class _Rank:
             seed=setup.seed,
             deterministic=setup.deterministic,
             resume_from=task.resume_from,
-            world=self._world,
+            world=world,
         )
-        self._world.tick()
 
     def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
         commands: dict[str, Callable[..., Any]] = {
@@ -99,6 +99,23 @@ class _Rank:
         return sums
 
 
+class _WarmupRank:
+    """Carries out the commands of a supervised warm-up."""
+
+    def __init__(self, task: RankTask, world: World) -> None:
+        assert isinstance(task.setup, SFTSetup)
+        self._trainer = SFTTrainer(task.setup, task.model, world=world, device=task.device)
+
+    def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
+        if command == "step":
+            return self._trainer.step(*_unpickled(arguments["batch"]))
+        assert command == "save", command
+        return self._trainer.save(**arguments)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
 def main() -> None:
     serve(Connection(int(sys.argv[1])))
 
@@ -110,7 +127,11 @@ def serve(connection: Connection) -> NoReturn:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one machine
     torch.set_num_threads(task.num_threads)
     with _telling(connection):
-        rank = _Rank(task)
+        mesh = _meet(task)
+        progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
+        world = World(task.rank, task.size, progress=progress, mesh=mesh)
+        rank = (_WarmupRank if isinstance(task.setup, SFTSetup) else _Rank)(task, world)
+        world.tick()
         connection.send(Done(rank.facts()))
         while True:
             try:

@@ -26,6 +26,8 @@ from rollover import errors
 from rollover.errors import RolloverError
 from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
 
+_COLLECTIVE_MARGIN = 2.0
+"""Collectives in a rank wait so many times longer than the process of the run, which can name whom they wait for."""
 _POLL_S = 0.2
 _START_S = 120.0
 """Importing PyTorch takes its time, and shows no progress."""
@@ -33,6 +35,14 @@ _GRACE_S = 3.0
 """After the first failure, others have so long to show that they came before it."""
 _END_S = 10.0
 """A process that is not gone so long after SIGKILL hangs in the kernel and is left to it."""
+
+
+def collective_timeout_s(timeout_s: float) -> float:
+    """Return the deadline of each collective of ranks that are given up after ``timeout_s``.
+
+    Example: 1200 s where ranks are given up after 600 s, and 240 s after 5 s, since they may start for 120 s.
+    """
+    return _COLLECTIVE_MARGIN * max(timeout_s, _START_S)
 
 
 class RankLost(RolloverError, RuntimeError):
@@ -119,7 +129,6 @@ class Ranks:
 
     def _answers(self, doing: str) -> list[Any]:
         seen, active_s = self._progress.copy(), time.monotonic()
-        limit_s = max(self._timeout_s, _START_S) if doing == "loading" else self._timeout_s
         while waiting := [p for p in self._processes if p.answer is None and not p.is_gone]:
             if self._collect(waiting, _POLL_S):
                 active_s = time.monotonic()
@@ -127,11 +136,15 @@ class Ranks:
                 self._fail(doing)
             if not np.array_equal(self._progress, seen):
                 seen, active_s = self._progress.copy(), time.monotonic()
-            elif time.monotonic() - active_s >= limit_s:
+            elif time.monotonic() - active_s >= (limit_s := self._limit_s(doing, waiting)):
                 raise RankLost(self._hanging(doing, waiting, limit_s))
         if any(not isinstance(p.answer, Done) for p in self._processes):
             self._fail(doing)
         return [p.answer.result for p in self._processes if isinstance(p.answer, Done)]
+
+    def _limit_s(self, doing: str, waiting: Sequence[_Process]) -> float:
+        """Return for how long ranks may show no progress: for longer while they start, unless one was stopped."""
+        return self._timeout_s if doing != "loading" or _stopped(waiting) else max(self._timeout_s, _START_S)
 
     def _collect(self, waiting: Sequence[_Process], timeout_s: float) -> bool:
         """Take the answers that are there; wait a little for the first. Returns whether there were any."""
@@ -168,7 +181,7 @@ class Ranks:
         )
 
     def _hanging(self, doing: str, waiting: Sequence[_Process], limit_s: float) -> str:
-        stopped = [p for p in waiting if _state(p.popen.pid) in ("T", "t")]
+        stopped = _stopped(waiting)
         least = min(self._progress[p.rank] for p in waiting)
         behind = [p for p in waiting if self._progress[p.rank] == least]
         names = ", ".join(f"rank {p.rank}" for p in stopped or behind)
@@ -210,6 +223,10 @@ def _exit_of(popen: subprocess.Popen[bytes]) -> str:
     if code >= 0:
         return f"ended (exit code {code})"
     return f"was killed ({signal.Signals(-code).name})" + ("; was it out of memory?" if code == -9 else "")
+
+
+def _stopped(processes: Sequence[_Process]) -> list[_Process]:
+    return [p for p in processes if _state(p.popen.pid) in ("T", "t")]
 
 
 def _state(pid: int) -> str:

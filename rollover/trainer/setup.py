@@ -1,4 +1,4 @@
-"""The settings under which batches become weights, and whether a checkpoint can go on under them."""
+"""The settings under which batches or examples become weights, and whether a checkpoint can go on under them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ModelError
 from rollover.trainer.checkpoint import CheckpointManifest, check_identity, read_manifest, verify_files
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.policy import check_kind
 
 
@@ -87,3 +87,14 @@ class TrainingSetup:
             )
         check_kind(self.config, checkpoint, initial)
         return manifest.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTSetup:
+    """Everything that decides what a warm-up learns, beside its examples.
+
+    Example: ``SFTSetup(config=SFTConfig(), deterministic=True)``
+    """
+
+    config: SFTConfig
+    deterministic: bool = False

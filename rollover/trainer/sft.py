@@ -6,19 +6,32 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from rollover.errors import DataError
 from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.config import SFTConfig
+from rollover.trainer.dealing import attention_share
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import response_logprobs
-from rollover.trainer.models import load_policy, pick_device, save_model
+from rollover.trainer.minibatch import rows_of_rank
+from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from rollover.trainer.packing import TrainingSample, pack
+from rollover.trainer.packing import TrainingSample
+from rollover.trainer.policy import FullPolicy
+from rollover.trainer.setup import SFTSetup
+from rollover.trainer.world import ALONE, World
+
+if TYPE_CHECKING:
+    from rollover.trainer.sft_ranks import SFTRanks
+    from rollover.trainer.sharded import ShardedPolicy
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and response ids; the response ends with the end token where the model should learn to stop."""
@@ -40,6 +53,65 @@ class SFTProgress:
     """Since the first step began."""
 
 
+class SFTTrainer:
+    """A model in supervised training, on one device of this process or as one of several ranks.
+
+    Args:
+        folder: the model to begin with.
+        world: the other ranks. All are given the same examples; each trains its own rows of them.
+
+    Example: ``SFTTrainer(SFTSetup(config=SFTConfig()), folder).step(0, samples)``
+    """
+
+    def __init__(self, setup: SFTSetup, folder: Path, *, world: World = ALONE, device: str | None = None) -> None:
+        self._setup = setup
+        self._world = world
+        self._device = pick_device(device or setup.config.device)
+        self._companions = read_companions(folder)
+        with reporting_out_of_memory(setup.config):
+            self._policy: FullPolicy | ShardedPolicy
+            if world.size == 1:
+                self._policy = FullPolicy(setup.config, folder, initial=folder, needs_ref=False, device=self._device)
+            else:
+                from rollover.trainer.sharded import ShardedPolicy
+
+                self._policy = ShardedPolicy(setup.config, folder, initial=folder, needs_ref=False, world=world)
+            self._optimizer = build_optimizer(self._policy.model, setup.config)
+
+    def step(self, step: int, samples: Sequence[TrainingSample]) -> tuple[float, float]:
+        """Take optimizer step ``step`` (from 0). Returns the mean negative log-likelihood before it, in nats, and the
+        norm of the gradient."""
+        config, world, model = self._setup.config, self._world, self._policy.model
+        with reporting_out_of_memory(config), deterministic_kernels(self._setup.deterministic):
+            self._optimizer.zero_grad(set_to_none=True)
+            num_tokens = sum(len(s.response_ids) for s in samples)
+            rows, padding, _ = rows_of_rank(
+                samples,
+                range(len(samples)),
+                budget=config.micro_batch_tokens,
+                world=world,
+                quadratic=attention_share(model.config.hidden_size),
+                device=self._device,
+            )
+            loss = 0.0
+            for row, weight in [*((row, -1 / num_tokens) for row in rows), *((row, 0.0) for row in padding)]:
+                logprobs_T = response_logprobs(model, row, 1.0, autocast=self._policy.autocast)
+                share = weight * logprobs_T.sum()
+                share.backward()
+                loss += float(share.detach())
+                world.tick()
+            grad_norm = apply_gradients(self._optimizer, config, learning_rate(config, step, config.num_steps))
+            loss = float(world.sum(torch.tensor(loss, dtype=torch.float64, device=self._device), "losses"))
+        return loss, grad_norm
+
+    def save(self, folder: Path) -> None:
+        """Write the model to ``folder``; of several ranks, this one's part of it."""
+        self._policy.write(folder, companions=self._companions)
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
 def run_sft(
     model: str | Path,
     examples: Iterable[Example],
@@ -47,35 +119,36 @@ def run_sft(
     *,
     output: Path,
     deterministic: bool = False,
+    timeout_s: float = 600.0,
+    logs: Path | None = None,
     on_progress: Callable[[SFTProgress], None] = lambda progress: None,
 ) -> dict[str, float]:
     """Train ``config.num_steps`` steps on examples taken in order, ``config.batch_size`` a step, and write
     the model to the folder ``output``. Prompt tokens are conditioned on and not trained. Returns the closing
     metrics.
 
-    Raises ``DataError`` when the examples run out before the last step.
+    Args:
+        timeout_s, logs: of the ranks, where there are several devices; see ``Ranks``.
+
+    Raises ``DataError`` when the examples run out before the last step, ``RankLost`` when a rank is lost.
     """
-    device = pick_device(config.device)
     folder = resolve_model(model)
-    companions = read_companions(folder)
+    setup = SFTSetup(config=config, deterministic=deterministic)
     source = iter(examples)
     started_s = time.perf_counter()
-    with reporting_out_of_memory(config), deterministic_kernels(deterministic):
-        policy = load_policy(folder, device=device, gradient_checkpointing=config.gradient_checkpointing)
-        optimizer = build_optimizer(policy, config)
+    trainer: SFTTrainer | SFTRanks
+    if config.num_devices == 1:
+        trainer = SFTTrainer(setup, folder)
+    else:
+        from rollover.trainer.sft_ranks import SFTRanks
+
+        trainer = SFTRanks(setup, folder, timeout_s=timeout_s, logs=logs, fallback=output.parent)
+    with closing(trainer):
         total_tokens, losses = 0, []
         for step in range(config.num_steps):
             samples = _take(source, config, step)
-            optimizer.zero_grad(set_to_none=True)
             num_tokens = sum(len(s.response_ids) for s in samples)
-            loss = 0.0
-            for row in pack(samples, config.micro_batch_tokens, device=device):
-                logprobs_T = response_logprobs(policy, row, 1.0, autocast=config.dtype == "bfloat16")
-                share = -logprobs_T.sum() / num_tokens
-                share.backward()
-                loss += float(share.detach())
-            rate = learning_rate(config, step, config.num_steps)
-            grad_norm = apply_gradients(optimizer, config, rate)
+            loss, grad_norm = trainer.step(step, samples)
             losses.append(loss)
             total_tokens += num_tokens
             on_progress(
@@ -83,12 +156,12 @@ def run_sft(
                     step=step,
                     loss=loss,
                     grad_norm=grad_norm,
-                    learning_rate=rate,
+                    learning_rate=learning_rate(config, step, config.num_steps),
                     num_tokens=num_tokens,
                     elapsed_s=time.perf_counter() - started_s,
                 )
             )
-    write_folder(output, lambda partial: save_model(policy, partial, companions=companions))
+        write_folder(output, trainer.save)
     last = losses[-min(20, len(losses)) :]
     return {
         "loss/first": losses[0],

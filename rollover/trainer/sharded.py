@@ -34,7 +34,7 @@ from rollover.errors import ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_weight_infos
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import StepConfig
 from rollover.trainer.logprobs import OneForward
 from rollover.trainer.moments import read_moments, write_moments
 from rollover.trainer.shares import fill_rows, publish_share, take_rows
@@ -57,7 +57,7 @@ class ShardedPolicy:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: StepConfig,
         folder: Path,
         *,
         initial: Path,
@@ -99,7 +99,7 @@ class ShardedPolicy:
         publish_share(self._world, self.weights(), self.weights(), folder)
 
 
-def _precision(config: TrainerConfig) -> MixedPrecisionPolicy:
+def _precision(config: StepConfig) -> MixedPrecisionPolicy:
     if config.dtype == "bfloat16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
@@ -127,7 +127,7 @@ def sharded_weights(model: OneForward) -> dict[str, Tensor]:
 
 def load_sharded(
     folder: Path,
-    config: TrainerConfig,
+    config: StepConfig,
     world: World,
     *,
     dtype: torch.dtype = torch.float32,

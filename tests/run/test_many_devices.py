@@ -88,6 +88,7 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
     ("argv", "message"),
     [
         (("--trainer.num_devices", "999"), "trainer.num_devices is 999, but on the CPU of this machine at most"),
+        (("--sft.num_devices", "999"), "sft.num_devices is 999, but on the CPU of this machine at most"),
         ((*TWO, "--trainer.device", "cuda"), "trainer.num_devices is 2, but 0 GPUs can be seen: lower it"),
     ],
 )

@@ -234,6 +234,23 @@ def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_bee
             assert "it was stopped (SIGSTOP)" in message
 
 
+def test_a_rank_that_is_stopped_while_it_starts_is_named_before_the_others_give_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(rank: int, logs: Path | None) -> ranks._Process:
+        process = forked_ranks.start(rank, logs)
+        if rank == 1 and not told:
+            os.kill(process.popen.pid, signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(ranks, "_start", start)
+    told: list[str] = []
+    with fleet(folder, tmp_path, told, rank_timeout_s=2.0) as trainer:
+        assert trainer.version == 0
+    assert len(told) == 1
+    assert told[0].startswith("trainer: rank 1 of 2 did nothing for 2 s (trainer.rank_timeout_s) in loading")
+
+
 def test_memory_that_runs_out_on_one_rank_is_tried_again_and_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

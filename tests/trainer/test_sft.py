@@ -1,16 +1,24 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from rollover.errors import DataError
+from rollover.trainer import ranks
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.models import load_policy
-from rollover.trainer.sft import SFTProgress, run_sft
+from rollover.trainer.setup import SFTSetup
+from rollover.trainer.sft import SFTProgress, SFTTrainer, run_sft
+from rollover.trainer.world import World
+from tests.trainer import forked_ranks
 from tests.trainer.builders import make_folder, make_model, make_samples, separate_logprobs
+from tests.trainer.rank_pool import RankPool
 
 EXAMPLES = [(s.prompt_ids, s.response_ids) for s in make_samples(8, max_response=12)]
 
@@ -80,6 +88,75 @@ def test_progress_tells_each_step_once_with_its_tokens(folder: Path, tmp_path: P
     pairs = [EXAMPLES[i : i + 2] for i in range(0, 8, 2)]
     assert [s.num_tokens for s in steps] == [sum(len(r) for _, r in pair) for pair in pairs]
     assert [s.learning_rate for s in steps] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0])
+
+
+@pytest.mark.parametrize("budget", [24, 10**6])
+def test_ranks_warm_up_as_one_process_does(
+    folder: Path, tmp_path: Path, two: RankPool, three: RankPool, budget: int
+) -> None:
+    """With so large a budget one rank has a row and the others have none."""
+    settings = {"num_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": budget, "max_grad_norm": 0.5}
+    alone = warmed(None, folder=folder, **settings)
+    for pool in (two, three):
+        for figures, weights in pool.call(warmed, folder=folder, **settings):
+            assert figures == pytest.approx(alone[0], rel=1e-5)
+            assert weights.keys() == alone[1].keys()
+            assert all((tensor - weights[name]).abs().max() < 1e-6 for name, tensor in alone[1].items())
+
+
+def warmed(world: World | None, *, folder: Path, **settings: object) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and norms of gradients, and the weights after them."""
+    own = config(**settings)
+    trainer = SFTTrainer(SFTSetup(config=own), folder, **({} if world is None else {"world": world}))
+    samples = make_samples(own.num_steps * own.batch_size, max_response=12)
+    figures = []
+    for step in range(own.num_steps):
+        figures += trainer.step(step, samples[step * own.batch_size :][: own.batch_size])
+    found = trainer._policy.weights().items()
+    return figures, {n: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone() for n, w in found}
+
+
+def test_several_devices_write_the_model_that_one_does(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+    steps: list[SFTProgress] = []
+    for num in (1, 2):
+        settings = config(num_steps=3, batch_size=4, learning_rate=1e-3, num_devices=num)
+        output = tmp_path / f"on-{num}"
+        run_sft(
+            folder, itertools.cycle(EXAMPLES), settings, output=output, logs=tmp_path / "logs", on_progress=steps.append
+        )
+    assert [s.loss for s in steps[3:]] == pytest.approx([s.loss for s in steps[:3]], rel=1e-5)
+    one, two = load_policy(tmp_path / "on-1"), load_policy(tmp_path / "on-2")
+    for (name, ours), theirs in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-6, name
+    assert len(list((tmp_path / "on-2").glob("model-*-of-00002.safetensors"))) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "on-1", "on-2"]
+
+
+def test_a_rank_of_the_warm_up_that_is_lost_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    def start(rank: int, logs: Path | None) -> ranks._Process:
+        process = forked_ranks.start(rank, logs)
+        pids.append(process.popen.pid)
+        return process
+
+    monkeypatch.setattr(ranks, "_start", start)
+    settings = config(num_steps=3, batch_size=4, num_devices=2)
+    with pytest.raises(ranks.RankLost, match=r"^rank 1 of 2 was killed \(SIGKILL\); .* in step 1 of the warm-up"):
+        run_sft(
+            folder,
+            itertools.cycle(EXAMPLES),
+            settings,
+            output=tmp_path / "o",
+            logs=tmp_path / "logs",
+            on_progress=lambda done: os.kill(pids[1], signal.SIGKILL),
+        )
+    assert not (tmp_path / "o").exists()
 
 
 def test_too_few_examples_are_an_error_and_no_model_is_left(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ In between the host trains, loads weights into its servers, saves and logs. Its 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,8 @@ class AskedSteps:
         self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
         """Of the batches that were handed out and are not known to be trained."""
+        self._telling = threading.Lock()
+        """A host may save a checkpoint, and so say what is trained, while another thread of it rolls out."""
 
     def begin(self, step: int) -> None:
         """Say that the host asks for batch ``step``."""
@@ -72,7 +75,9 @@ class AskedSteps:
         underway = self._underway
         assert underway is not None and underway.published_s is not None, "a step has begun"
         underway.handed_out_s = now_s = time.perf_counter()
-        self._untrained[batch.step] = lost = untrained or {}
+        lost = untrained or {}
+        with self._telling:
+            self._untrained[batch.step] = lost
         underway.trained_tokens = batch.num_tokens - sum(lost.values())
         of_batch = batch_metrics(batch)
         if not self._knows_rewards:
@@ -86,9 +91,10 @@ class AskedSteps:
         return {**underway.metrics}
 
     def trained_before(self, step: int) -> None:
-        """Say that the host has trained the batches of all steps before ``step``."""
-        for done in sorted(s for s in self._untrained if s < step):
-            self._feed.trained(done, self._untrained.pop(done))
+        """Say that the host has trained the batches of all steps before ``step``. Any thread may call it."""
+        with self._telling:
+            for done in sorted(s for s in self._untrained if s < step):
+                self._feed.trained(done, self._untrained.pop(done))
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ import pytest
 
 from rollover.errors import ConfigError
 from rollover.integrations.miles import RolloutFn
+from rollover.integrations.slime import plugin
 from rollover.integrations.slime.host import MILES
 from rollover.integrations.slime.settings import slime_settings
 from tests.integrations.slime import recorded
@@ -87,6 +88,7 @@ class TrainInput:
 @dataclass(frozen=True)
 class EvalInput:
     rollout_id: int
+    hf_dir: str | None = None
     evaluation = True
 
 
@@ -162,8 +164,6 @@ def test_rollouts_and_a_restart_with_mileses_records(tmp_path: Path) -> None:
 
 
 def end(process: Process) -> None:
-    from rollover.integrations.slime import plugin
-
     plugin._runs.pop(process.source).close()
 
 
@@ -186,6 +186,20 @@ def test_evaluation_stays_mileses(tmp_path: Path) -> None:
         process = Process(args)
         output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
         assert output == "evaluation behind rollout 3"
+
+
+def test_an_evaluation_beside_training_is_no_pause_of_it(tmp_path: Path) -> None:
+    """One of a snapshot, on servers of its own."""
+    with miles_over_servers() as servers:
+        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
+        process = Process(args)
+        servers.update_weights()
+        process.generate(0)
+        steps = plugin._runs[process.source]._steps
+        for asked, pauses in ((EvalInput(0, hf_dir="snapshot"), False), (EvalInput(0), True)):
+            before = steps._underway.aside_s  # type: ignore[union-attr]
+            sys.modules["miles.utils.async_utils"].run(process.function(asked))  # type: ignore[attr-defined]
+            assert (steps._underway.aside_s > before) is pauses  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path) -> None:

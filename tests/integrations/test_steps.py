@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
+from rollover.errors import RunError
 from rollover.integrations import steps as module
 from rollover.integrations.steps import AskedSteps
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory, WasteCause
@@ -30,6 +32,8 @@ class Feed:
         return {"rollout/decoded_tokens": self.decoded}
 
     def trained(self, step: int, untrained: dict[WasteCause, int]) -> None:
+        if self.done and self.done[-1][0] >= step:
+            raise RunError(f"step {step} is trained already")
         self.done.append((step, untrained))
 
     def now_s(self) -> float:
@@ -109,6 +113,7 @@ def test_batches_are_trained_in_order_each_once(clock: Clock) -> None:
     a_step(steps, feed, clock, 4)
     steps.trained_before(3)
     assert feed.done == []
-    steps.trained_before(5)
-    steps.trained_before(5)
+    with ThreadPoolExecutor(4) as threads:
+        for told in [threads.submit(steps.trained_before, 5) for _ in range(4)]:
+            told.result(30.0)
     assert feed.done == [(3, {WasteCause.MASKED_STALE: 7}), (4, {})]

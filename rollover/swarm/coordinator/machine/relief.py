@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from rollover.swarm.coordinator.machine.dispatch import Candidate
 from rollover.swarm.coordinator.machine.remaining import RemainingTokens
@@ -80,6 +81,7 @@ class Relief:
         free = sorted((c for c in candidates if c.room > 0 and c.call_tokens_per_s), key=_slowness)
         if not free:
             return
+        fastest, expected = free[0].call_tokens_per_s or 0.0, cache(remaining.expected)
         seen: dict[str, tuple[float, int]] = {}
         worst: list[tuple[float, str, HeldUp, SwarmCall]] = []
         for under_way in calls:
@@ -89,8 +91,10 @@ class Relief:
             if call.is_directed or call.is_aborted:
                 continue
             speed = self._speed(under_way.tokens_per_s, now_s - seen[call_id][0])
-            if speed is not None:
-                left_s = remaining.expected(call.stream.position, call.limit) / speed
+            if speed is None or 2 * speed >= fastest:
+                continue  # nobody is worth a move: of thousands of calls most end here
+            left_s = expected(call.stream.position, call.limit) / speed
+            if left_s > 2 * left_s * speed / fastest + MARGIN_S:
                 found = HeldUp(call_id=call_id, member=under_way.member, tokens_per_s=speed, left_s=left_s)
                 worst.append((-left_s, call_id, found, call))
         self._seen = seen

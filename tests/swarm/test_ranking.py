@@ -106,3 +106,27 @@ def test_a_call_among_a_thousand_members_looks_at_few_of_them() -> None:
     looked_at.clear()
     work = Work(least_version=1, remaining_tokens=100.0, mean_remaining_tokens=50.0, horizon_s=math.inf)
     assert ranking.choose(work, 1, 0.0) == "m0049" and looked_at == []
+
+
+def test_members_of_unknown_speed_are_compared_anew_only_when_one_is_not_awaited_any_more() -> None:
+    ranking, looked_at = Ranking(checks=False), list[float]()
+
+    class Watched(SwarmMember):
+        def candidate(self, head_version: int, elapsed_s: float) -> object:  # type: ignore[override]
+            looked_at.append(elapsed_s)
+            return super().candidate(head_version, elapsed_s)
+
+    for i, (version, speed, prepare_s) in enumerate([(2, None, None), (2, 3.0, None), (1, 8.0, 10.0), (1, 1.0, 20.0)]):
+        member = Watched(f"m{i}", is_connected=True, ready=ready(4), version=version, prepare_s=prepare_s)
+        member.call_tokens_per_s = speed
+        ranking.changed(member)
+    assert ranking.max_running == 16
+    looked_at.clear()
+    # Waited for until 21 s: the fastest, and until 41 s: the slowest. The median of the known speeds is 3, 3, and 3.
+    work = Work(least_version=2, remaining_tokens=100.0, mean_remaining_tokens=50.0, horizon_s=math.inf)
+    assert [ranking.choose(work, 2, at_s) for at_s in (1.0, 5.0, 21.0)] == ["m0"] * 3
+    assert looked_at == [1.0] * 4
+    assert [ranking.choose(work, 2, at_s) for at_s in (21.5, 30.0, 41.0)] == ["m0"] * 3
+    assert looked_at == [1.0] * 4 + [21.5] * 4
+    assert ranking.choose(work, 2, 2.0) == "m0", "another publication, say"
+    assert looked_at[8:] == [2.0] * 4

@@ -124,9 +124,14 @@ class SwarmMember:
     def _ready_s(self, elapsed_s: float) -> float:
         """Return the time until it serves the newest version, as far as the last time tells. One that is long overdue
         is not waited for."""
-        if self.prepare_s is None or elapsed_s > 2 * self.prepare_s + 1:
+        if self.prepare_s is None or elapsed_s > self.awaited_until_s:
             return math.inf
         return max(0.0, self.prepare_s - elapsed_s)
+
+    @property
+    def awaited_until_s(self) -> float:
+        """Return the time from a publication on for which it is waited for."""
+        return 0.0 if self.prepare_s is None else 2 * self.prepare_s + 1
 
     def measured(self, tokens_per_s: float, mean_running: float) -> None:
         """Take note of what a heartbeat says about its speed: the tokens per second of all its calls, and how many

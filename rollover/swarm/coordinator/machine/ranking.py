@@ -69,8 +69,8 @@ class Ranking:
         """Speed of all members together; ``None`` when it has to be added up again."""
         self._speeds: list[float] = []
         """Known speeds, the slowest first."""
-        self._typical: tuple[tuple[int, int, float], float] | None = None
-        """What was asked for last, and the answer, while that holds."""
+        self._typical: tuple[tuple[int, int], tuple[float, float], float] | None = None
+        """The versions that were asked about last, the time in which the answer holds, and the answer."""
 
     def changed(self, member: SwarmMember) -> None:
         """Something about a member has changed: its load, speed, weights or whether it may get calls at all."""
@@ -129,12 +129,17 @@ class Ranking:
         """Return what members are taken for whose speed is not known, among those that a call could go to."""
         if min(self._versions) >= least_version:
             return self._speeds[len(self._speeds) // 2] if self._speeds else 1.0
-        asked = (least_version, head_version, elapsed_s)
-        if self._typical is None or self._typical[0] != asked:
-            everybody = self.candidates(head_version, elapsed_s)
-            able = [c for c in everybody if c.version >= least_version or c.ready_s < math.inf]
-            self._typical = (asked, typical_speed(able))
-        return self._typical[1]
+        asked = (least_version, head_version)
+        if self._typical is not None:
+            before, (since_s, until_s), typical = self._typical
+            if before == asked and since_s <= elapsed_s <= until_s:
+                return typical
+        everybody = self.candidates(head_version, elapsed_s)
+        typical = typical_speed([c for c in everybody if c.version >= least_version or c.ready_s < math.inf])
+        awaited = (self._members[c.name] for c in everybody if c.ready_s < math.inf)
+        until_s = min((member.awaited_until_s for member in awaited), default=math.inf)
+        self._typical = asked, (elapsed_s, until_s), typical
+        return typical
 
     def _faster(
         self, work: Work, head_version: int, elapsed_s: float, typical: float, best_s: float

@@ -22,6 +22,7 @@ def dry_run(config: RunConfig) -> list[str]:
         ConfigError: prompts and responses do not fit the model or the engine.
     """
     from rollover.run.engine import check_engine
+    from rollover.run.memory import memory_lines
     from rollover.run.trainers import check_devices
     from rollover.tasks.open import check_source
     from rollover.tasks.prompts import PromptEncoder
@@ -59,7 +60,7 @@ def dry_run(config: RunConfig) -> list[str]:
             lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
     for source in () if config.sft is None else config.warmup_sources:
         check_source(source, encoder, teaches=True)
-    return lines
+    return [*lines, *memory_lines(config)]
 
 
 def _model_line(config: RunConfig) -> str:

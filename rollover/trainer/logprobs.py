@@ -57,7 +57,7 @@ def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocas
         inner: Tensor = model(lambda hf: response_logprobs(hf, row, temperature, autocast=autocast))
         return inner
     with _autocast(row.input_ids_N.device, autocast):
-        hidden_TD = _hidden(model, row)
+        hidden_TD = response_hidden(model, row)
         chunk = max(1, LOGITS_PER_CHUNK // model.lm_head.out_features)
         if len(hidden_TD) <= chunk:
             return _token_logprobs(model.lm_head, hidden_TD, row.target_T, temperature)
@@ -83,7 +83,7 @@ def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Te
         inner: Tensor = model(lambda hf: response_logits(hf, row, autocast=autocast))
         return inner
     with _autocast(row.input_ids_N.device, autocast):
-        logits_TV: Tensor = model.lm_head(_hidden(model, row))
+        logits_TV: Tensor = model.lm_head(response_hidden(model, row))
         return logits_TV
 
 
@@ -116,8 +116,8 @@ def all_logprobs(
     return out_T
 
 
-def _hidden(model: Any, row: PackedRow) -> Tensor:
-    """Last hidden states ``[T, D]`` at the predicting positions."""
+def response_hidden(model: Any, row: PackedRow) -> Tensor:
+    """Return the last hidden states ``[T, D]`` at the predicting positions."""
     hidden_ND = model.model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],

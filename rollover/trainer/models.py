@@ -79,9 +79,14 @@ def load_policy(
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         model.config.tie_word_embeddings = False  # as the weights have it, which overrule the config where they differ
     if gradient_checkpointing:
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        recompute_layers(model)
     return model.to(device or "cpu")
+
+
+def recompute_layers(model: Any) -> None:
+    """Let the backward pass compute the activations of each layer again, instead of keeping them."""
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def named_weights(model: Any) -> Mapping[str, Tensor]:

@@ -1,0 +1,144 @@
+"""The estimate of a training step's memory against what processes really take, and laws that it keeps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.trainer import memory
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.memory import TrainingMemory, training_memory
+from tests.trainer.builders import make_folder, make_model
+
+WIDE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+SHAPE_OF_WIDE = {key: value for key, value in WIDE.items() if key not in ("model_type", "head_dim")}
+RESPONSE = 256
+CONFIG = TrainerConfig(micro_batch_tokens=6 * RESPONSE, device="cpu", learning_rate=1e-4)
+CASES = {
+    "all weights": CONFIG,
+    "layers recomputed": replace(CONFIG, gradient_checkpointing=True),
+    "bfloat16": replace(CONFIG, dtype="bfloat16"),
+    "adapters": replace(CONFIG, lora=LoraConfig(rank=8)),
+}
+
+MEASURE = """
+import gc, re, sys
+from pathlib import Path
+from tests.trainer.builders import make_trajectory
+from tests.trainer.test_memory import CASES, RESPONSE
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.trainer.local import LocalTrainer
+from rollover.types import Batch, Group, Prompt, SampleId
+
+def batch(step, samples, response):
+    prompt = Prompt(prompt_id="a", token_ids=(5,), text="", source="test")
+    trajectories = tuple(
+        make_trajectory(SampleId(step, i), prompt, [7] * response, reward=float(i % 2), logprobs=[-9.0] * response)
+        for i in range(samples)
+    )
+    return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=trajectories),))
+
+def now(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+config = CASES[sys.argv[2]]
+trainer = LocalTrainer(
+    config, resolve(AlgorithmConfig(name="grpo")), sys.argv[1], temperature=1.0, max_response_tokens=RESPONSE, num_steps=9
+)
+trainer.step(batch(0, 2, 16))  # weights, gradients and moments are there from here on
+gc.collect()
+before = now("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+for step in (1, 2):
+    trainer.step(batch(step, config.micro_batch_tokens // RESPONSE, RESPONSE))
+print(now("VmHWM") - before)
+"""
+
+
+def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> TrainingMemory:
+    given: dict[str, Any] = {"max_prompt_tokens": 1, "max_response_tokens": RESPONSE, "batch_samples": 99}
+    return training_memory(
+        config, {**WIDE, "num_hidden_layers": layers}, base_dtype=torch.float32, **{**given, **changes}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(
+    case: str, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "model", **SHAPE_OF_WIDE)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), case],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back to the system at once
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    measured, estimated = int(done.stdout), estimate(CASES[case])
+    print(f"{case}: measured {measured / 2**20:.0f} MiB, estimated {estimated}")
+    assert measured == pytest.approx(estimated.activations + estimated.logits, rel=0.15)
+
+
+def test_state_is_16_bytes_per_parameter_and_a_frozen_copy_where_the_algorithm_compares_with_it() -> None:
+    alone, compared = estimate(CONFIG), estimate(CONFIG, needs_ref=True)
+    count = sum(p.numel() for p in make_model("qwen3", **SHAPE_OF_WIDE).parameters())
+    assert alone.num_parameters == count
+    assert alone.weights + alone.gradients + alone.optimizer == 16 * count
+    assert (alone.reference, compared.reference) == (0, 4 * count)
+    assert compared.total - alone.total == 4 * count
+
+
+def test_adapters_are_trained_in_float32_beside_a_base_in_its_own_format_and_need_no_copy() -> None:
+    config = replace(CONFIG, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
+    found = estimate(config, needs_ref=True, base_dtype=torch.bfloat16)
+    width, inner, layers = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["num_hidden_layers"]
+    trained = layers * 8 * (width + width + inner + width)
+    assert found.gradients == 4 * trained
+    assert found.optimizer == 8 * trained
+    assert found.weights == 2 * found.num_parameters + 4 * trained
+    assert found.reference == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_two_and_three_layers_say_what_seven_take(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, **changes)
+    carried_on = estimate(config, layers=7)
+    monkeypatch.setattr(memory, "_TRACED_LAYERS", (7, 8))
+    assert estimate(config, layers=7) == carried_on
+
+
+def test_activations_grow_with_the_row_and_recomputing_them_keeps_one_vector_per_token_and_layer() -> None:
+    short = replace(CONFIG, gradient_checkpointing=True)
+    long = replace(short, micro_batch_tokens=2 * short.micro_batch_tokens)
+    assert estimate(long).activations == pytest.approx(2 * estimate(short).activations, rel=0.02)
+    deeper = estimate(short, layers=5).activations - estimate(short, layers=4).activations
+    tokens = short.micro_batch_tokens
+    assert deeper == pytest.approx(4 * tokens * WIDE["hidden_size"], rel=0.01)
+
+
+def test_a_sample_longer_than_the_budget_has_a_row_of_its_own_and_a_small_batch_fills_none() -> None:
+    longest = estimate(CONFIG, max_prompt_tokens=1000, max_response_tokens=2000)
+    assert longest.activations > 1.8 * estimate(CONFIG).activations
+    assert estimate(CONFIG, batch_samples=1).activations < 0.2 * estimate(CONFIG).activations

@@ -15,7 +15,7 @@ from rollover.algorithms.config import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.run.config import RunConfig
 from rollover.run.engine import fitted
-from rollover.trainer.config import LoraConfig
+from rollover.trainer.config import LoraConfig, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,6 @@ def memory_lines(config: RunConfig) -> list[str]:
 def device_memory(config: RunConfig) -> list[DeviceMemory]:
     """Work out the memory of each device that trainer and embedded engine take."""
     from rollover.trainer.memory import training_memory
-    from rollover.trainer.models import pick_device
 
     model, base_dtype = _model(config)
     r = config.rollout
@@ -80,20 +79,35 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         needs_ref=resolve(config.algorithm).needs_ref,
         base_dtype=base_dtype,
     )
-    parts: dict[torch.device, dict[str, int]] = {
-        pick_device(config.trainer.device): {
-            "weights": training.weights,
-            "reference policy": training.reference,
-            "gradients": training.gradients,
-            "optimizer": training.optimizer,
-            "activations": training.activations,
-            "logits": training.logits,
-        }
+    of_trainer = {
+        "weights": training.weights,
+        "reference policy": training.reference,
+        "gradients": training.gradients,
+        "optimizer": training.optimizer,
+        "activations": training.activations,
+        "logits": training.logits,
+        "gathered weights": training.gathered,
     }
+    parts: dict[torch.device, dict[str, int]] = {}
+    for device in _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
+        held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
+        held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})
     if isinstance(config.engine, EmbeddedConfig):
         device, of_engine = _engine_parts(config, config.engine, model, training.num_parameters)
         parts.setdefault(device, {}).update(of_engine)
     return [DeviceMemory(device=str(d), capacity=_capacity(d), parts=p) for d, p in parts.items()]
+
+
+def _trainer_devices(trainer: TrainerConfig) -> list[torch.device]:
+    """Return the device of each rank."""
+    import torch
+
+    from rollover.trainer.devices import rank_devices
+    from rollover.trainer.models import pick_device
+
+    if trainer.num_devices == 1:
+        return [pick_device(trainer.device)]
+    return [torch.device(name) for name in rank_devices(trainer)]
 
 
 def _engine_parts(

@@ -27,6 +27,7 @@ from rollover.trainer.models import recompute_layers
 from rollover.trainer.packing import PackedRow, TrainingSample, pack
 
 _TRACED_LAYERS = (2, 3)
+_FLOAT32_BYTES = 4
 _MOMENT_BYTES = 8
 """Both moments of AdamW, in float32."""
 
@@ -50,10 +51,13 @@ class TrainingMemory:
     """What the layers take for the largest row: what the forward pass keeps for the backward pass, and its height."""
     logits: int
     """What log-probs over the vocabulary add to that."""
+    gathered: int
+    """Weights and gradients that are whole for a moment, where each device keeps its part of them."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.reference + self.gradients + self.optimizer + self.activations + self.logits
+        kept = self.weights + self.reference + self.gradients + self.optimizer
+        return kept + self.activations + self.logits + self.gathered
 
 
 def training_memory(
@@ -84,17 +88,18 @@ def training_memory(
     shallow, deeper = (
         _trace(config, {**model, "num_hidden_layers": depth}, row, temperature, base_dtype) for depth in _TRACED_LAYERS
     )
-    num_layers = int(model["num_hidden_layers"])
+    num_layers, size = int(model["num_hidden_layers"]), config.num_devices
     of_depth = shallow.at(num_layers, deeper)
     keeps_copy = needs_ref and config.lora is None
     return TrainingMemory(
         num_parameters=of_depth.num_parameters,
-        weights=of_depth.weights,
-        reference=of_depth.weights if keeps_copy else 0,
-        gradients=of_depth.gradients,
-        optimizer=_MOMENT_BYTES * of_depth.trained,
+        weights=of_depth.weights // size,
+        reference=of_depth.weights // size if keeps_copy else 0,
+        gradients=of_depth.gradients // size,
+        optimizer=_MOMENT_BYTES * of_depth.trained // size,
         activations=of_depth.layers,
         logits=max(0, of_depth.whole - of_depth.layers),
+        gathered=_gathered(config, shallow.num_parameters, deeper.num_parameters) if size > 1 else 0,
     )
 
 
@@ -119,7 +124,7 @@ class _Trace:
 def _trace(
     config: TrainerConfig, model: Mapping[str, Any], row: PackedRow, temperature: float, base_dtype: torch.dtype
 ) -> _Trace:
-    autocast = config.dtype == "bfloat16"
+    autocast = config.dtype == "bfloat16" and config.num_devices == 1
     with FakeTensorMode() as fake:
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
@@ -127,6 +132,7 @@ def _trace(
         for parameter in trained:  # they are there from the first row of a mini-batch on
             parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
+        num_trained = sum(p.numel() for p in trained)
         fake_row = _converted(row, fake.from_tensor)
 
         def layers_alone() -> Tensor:
@@ -140,9 +146,9 @@ def _trace(
 
         return _Trace(
             num_parameters=sum(p.numel() for p in parameters if config.lora is None or not p.requires_grad),
-            weights=_num_bytes(parameters),
-            trained=sum(p.numel() for p in trained),
-            gradients=_num_bytes(gradients),
+            weights=_FLOAT32_BYTES * num_trained + _num_bytes(p for p in parameters if not p.requires_grad),
+            trained=num_trained,
+            gradients=_FLOAT32_BYTES * num_trained,
             layers=height(layers_alone),
             whole=height(lambda: response_logprobs(network, fake_row, temperature, autocast=autocast)),
         )
@@ -154,6 +160,8 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
 
     shape = AutoConfig.for_model(**{**model, "layer_types": None})
     dtype = torch.float32 if config.lora is None else base_dtype
+    if config.dtype == "bfloat16" and config.num_devices > 1:
+        dtype = torch.bfloat16  # as weights are gathered for the passes
     with unset_fake_temporarily(), torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(  # type: ignore[misc]
             shape, attn_implementation=PACKED_ATTENTION, dtype=dtype
@@ -174,6 +182,15 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
 def _counterpart(tensor: Tensor) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _gathered(config: TrainerConfig, shallow: int, deeper: int) -> int:
+    """Work out what is whole at the height of a pass over sharded weights: all that is in no layer, with its gradient,
+    and of layers the one that computes, the next one, the buffer in which that arrives, and two gradients on their way
+    to their parts."""
+    layer = (deeper - shallow) // (_TRACED_LAYERS[1] - _TRACED_LAYERS[0])
+    rest = shallow - _TRACED_LAYERS[0] * layer
+    return (2 if config.dtype == "bfloat16" else 4) * (2 * rest + 5 * layer)
 
 
 class _Allocations(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +15,7 @@ import torch
 from rollover.trainer import memory
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.memory import TrainingMemory, training_memory
-from tests.trainer.builders import make_folder, make_model
+from tests.trainer.builders import make_model
 
 WIDE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -32,73 +32,23 @@ WIDE: dict[str, Any] = {
 SHAPE_OF_WIDE = {key: value for key, value in WIDE.items() if key not in ("model_type", "head_dim")}
 RESPONSE = 256
 CONFIG = TrainerConfig(micro_batch_tokens=6 * RESPONSE, device="cpu", learning_rate=1e-4)
-CASES = {
-    "all weights": CONFIG,
-    "layers recomputed": replace(CONFIG, gradient_checkpointing=True),
-    "bfloat16": replace(CONFIG, dtype="bfloat16"),
-    "adapters": replace(CONFIG, lora=LoraConfig(rank=8)),
-}
-
-MEASURE = """
-import gc, re, sys
-from pathlib import Path
-from tests.trainer.builders import make_trajectory
-from tests.trainer.test_memory import CASES, RESPONSE
-from rollover.algorithms import AlgorithmConfig, resolve
-from rollover.trainer.local import LocalTrainer
-from rollover.types import Batch, Group, Prompt, SampleId
-
-def batch(step, samples, response):
-    prompt = Prompt(prompt_id="a", token_ids=(5,), text="", source="test")
-    trajectories = tuple(
-        make_trajectory(SampleId(step, i), prompt, [7] * response, reward=float(i % 2), logprobs=[-9.0] * response)
-        for i in range(samples)
-    )
-    return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=trajectories),))
-
-def now(key):
-    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-config = CASES[sys.argv[2]]
-trainer = LocalTrainer(
-    config, resolve(AlgorithmConfig(name="grpo")), sys.argv[1], temperature=1.0, max_response_tokens=RESPONSE, num_steps=9
-)
-trainer.step(batch(0, 2, 16))  # weights, gradients and moments are there from here on
-gc.collect()
-before = now("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-for step in (1, 2):
-    trainer.step(batch(step, config.micro_batch_tokens // RESPONSE, RESPONSE))
-print(now("VmHWM") - before)
-"""
 
 
 def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> TrainingMemory:
-    given: dict[str, Any] = {"max_prompt_tokens": 1, "max_response_tokens": RESPONSE, "batch_samples": 99}
-    return training_memory(
-        config, {**WIDE, "num_hidden_layers": layers}, base_dtype=torch.float32, **{**given, **changes}
-    )
+    given = {"max_prompt_tokens": 1, "max_response_tokens": RESPONSE, "batch_samples": 99, "base_dtype": torch.float32}
+    return training_memory(config, {**WIDE, "num_hidden_layers": layers}, **{**given, **changes})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(
-    case: str, tmp_path: Path
-) -> None:
-    folder = make_folder(tmp_path / "model", **SHAPE_OF_WIDE)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), case],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back to the system at once
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    measured, estimated = int(done.stdout), estimate(CASES[case])
-    print(f"{case}: measured {measured / 2**20:.0f} MiB, estimated {estimated}")
-    assert measured == pytest.approx(estimated.activations + estimated.logits, rel=0.15)
+def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(tmp_path: Path) -> None:
+    script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
+    chosen = ["--shapes", "narrow, large vocabulary", "--ways", "layers recomputed", "adapters"]
+    subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=240)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["layers recomputed", "adapters"]
+    for row in rows:
+        assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row
 
 
 def test_state_is_16_bytes_per_parameter_and_a_frozen_copy_where_the_algorithm_compares_with_it() -> None:

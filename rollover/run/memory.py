@@ -1,4 +1,4 @@
-"""What a run is going to need of the memory of its devices, and what to change where that is too much.
+"""Works out what a run needs of the memory of its devices, and what to change where that is too much.
 
 Importing this module needs no torch.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def training_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """What was seen of a model of some depth; ``layers`` is the height of a pass without log-probs, ``whole`` with."""
+    """Holds what was seen of a model of some depth; ``layers`` is the height of a pass without log-probs, ``whole`` of
+    one with them."""
 
     num_parameters: int
     weights: int
@@ -163,11 +165,9 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
     if config.dtype == "bfloat16" and config.num_devices > 1:
         dtype = torch.bfloat16  # as weights are gathered for the passes
     with unset_fake_temporarily(), torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(  # type: ignore[misc]
-            shape, attn_implementation=PACKED_ATTENTION, dtype=dtype
-        )
+        network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
-            with_adapters(network, adapter_settings(network, config.lora, base=""), seed=0)
+            with_adapters(network, adapter_settings(network, config.lora, base=Path()), seed=0)
     made: dict[int, Any] = {}
     for module in network.modules():
         for tensors in (module._parameters, module._buffers):
@@ -237,7 +237,7 @@ def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples:
 
 
 def _converted(row: PackedRow, convert: Callable[[Tensor], Tensor]) -> PackedRow:
-    tensors = {f.name: convert(v) for f in fields(row) if isinstance(v := getattr(row, f.name), Tensor)}
+    tensors: dict[str, Any] = {f.name: convert(v) for f in fields(row) if isinstance(v := getattr(row, f.name), Tensor)}
     return replace(row, buckets=tuple(map(convert, row.buckets)), **tensors)
 
 

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
 
 from rollover.errors import ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
@@ -36,6 +35,7 @@ from rollover.hf.config import read_model_config
 from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_weight_infos
 from rollover.trainer.config import StepConfig
 from rollover.trainer.logprobs import OneForward
+from rollover.trainer.models import recompute_layers
 from rollover.trainer.moments import read_moments, write_moments
 from rollover.trainer.shares import fill_rows, publish_share, take_rows
 from rollover.trainer.world import World
@@ -153,8 +153,7 @@ def load_sharded(
     adapters = adapt(hf)
     names |= {name: names.get(plain, plain) for name in _parameters(hf) if (plain := without_adapter(name)) != name}
     if config.gradient_checkpointing:
-        for layer in hf.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        recompute_layers(hf)
     model = OneForward(hf)
     _shard(model, precision or MixedPrecisionPolicy(), world.mesh)
     device = torch.device(world.mesh.device_type)

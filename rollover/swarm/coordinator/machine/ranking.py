@@ -167,7 +167,7 @@ class Ranking:
         for name, member in changed.items():
             before = self._remove(name)
             after = self._insert(name, member)
-            if before is None or after is None or before.without_load != after.without_load:
+            if (before and before.without_load) != (after and after.without_load):
                 self._tokens_per_s = self._typical = None
 
     def _insert(self, name: str, member: SwarmMember) -> _Place | None:

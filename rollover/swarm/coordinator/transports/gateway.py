@@ -49,8 +49,8 @@ _KEEP = "public, max-age=31536000, immutable"
 _LAST_WORDS_S = 2.0
 """How long a worker may take to read why its connection ends."""
 _FRAMES_PER_TURN = 4
-"""Of one connection, while others wait: thousands may be there, each for some 50 µs. What arrives in a turn of the event
-loop is journaled in one transaction, so turns of few frames cost much."""
+"""Of one connection, while others wait: thousands may be there, each for some 50 µs. What arrives in a turn of the
+event loop is journaled in one transaction, so turns of few frames cost much."""
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
 """Frames of a connection that may wait before no more are read, and their size."""
 _MAX_UNWRITTEN_BYTES = 2**16

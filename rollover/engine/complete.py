@@ -42,7 +42,8 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
         try:
             async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:
-                    check_end(call.request_id, call, chunk, len(ids) + len(chunk.token_ids))
+                    tail = chunk.token_ids or ids
+                    check_end(call.request_id, call, chunk, len(ids) + len(chunk.token_ids), tail[-1] if tail else None)
                     yield chunk
                     last = chunk
                     ids += chunk.token_ids
@@ -80,18 +81,26 @@ async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> A
             await stream.aclose()  # type: ignore[attr-defined]
 
 
-def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int) -> None:
-    """Refuse a chunk that ends a call where it cannot have come to its end. ``num_tokens``: the response's, including
-    the chunk's.
+def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int, last_token: int | None) -> None:
+    """Refuse a chunk that ends a call where it cannot have come to its end. ``num_tokens`` and ``last_token`` are the
+    response's, including the chunk's.
+
+    Where a call has stop strings, its last token alone does not tell whether one is complete, so any is believed.
 
     Raises:
-        EngineError: the call ended for its length before its limit, or with a stop but without a token.
+        EngineError: the call ended for its length before its limit, or with a stop but without a token, or at one that
+            is none of the stop tokens it names.
     """
     limit = call.params.max_new_tokens
     if chunk.finish_reason is FinishReason.LENGTH and num_tokens < limit:
         raise EngineError(f"the engine ended {name} for its length after {num_tokens} tokens, asked for {limit}")
     if chunk.finish_reason is FinishReason.STOP and num_tokens == len(call.response_ids):
         raise EngineError(f"the engine says that {name} has come to its stop, without a token")
+    stops = call.params.stop_token_ids
+    if chunk.finish_reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
+        raise EngineError(
+            f"the engine says that {name} has come to its stop at token {last_token}, no stop token of it"
+        )
 
 
 def reached_end(params: SamplingParams, ids: Sequence[int]) -> FinishReason | None:

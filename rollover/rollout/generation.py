@@ -84,11 +84,12 @@ class SampleCall:
             least_version=start_version or 0,
             is_journaled=self.is_journaled,
         )
-        num_tokens = trajectory.num_tokens
+        num_tokens, last_token = trajectory.num_tokens, None
         try:
             async for chunk in self.engine.generate(request):
                 num_tokens += len(chunk.token_ids)
-                check_chunk(chunk, sample_id, request, num_tokens, start_version)
+                last_token = chunk.token_ids[-1] if chunk.token_ids else last_token
+                check_chunk(chunk, sample_id, request, num_tokens, last_token, start_version)
                 if chunk.token_ids:
                     self.on_tokens(sample_id)
                 reason = chunk.finish_reason
@@ -177,9 +178,15 @@ def generation_request(
 
 
 def check_chunk(
-    chunk: Chunk, sample_id: SampleId, request: GenerateRequest, num_tokens: int, start_version: int | None
+    chunk: Chunk,
+    sample_id: SampleId,
+    request: GenerateRequest,
+    num_tokens: int,
+    last_token: int | None,
+    start_version: int | None,
 ) -> None:
-    """Refuse a chunk that cannot be true. ``num_tokens``: response tokens including the chunk's.
+    """Refuse a chunk that cannot be true. ``num_tokens``: response tokens including the chunk's; ``last_token``: the
+    last that this call has decoded.
 
     Raises:
         EngineError: it goes beyond what was asked for, or says that the response has ended where it cannot have, or is
@@ -188,7 +195,7 @@ def check_chunk(
     limit = request.params.max_new_tokens
     if num_tokens > limit:
         raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {limit}")
-    check_end(sample_id, request, chunk, num_tokens)
+    check_end(sample_id, request, chunk, num_tokens, last_token)
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"

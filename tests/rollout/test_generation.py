@@ -17,6 +17,7 @@ from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segme
 from tests.virtual_time import VirtualClock, run
 
 FIRST = SampleId(0, 0)
+SAMPLING = SamplingParams(max_new_tokens=400)
 PROMPT = Prompt(prompt_id="toy/0@0", token_ids=(5, 6), text="", source="toy", columns={})
 
 
@@ -44,7 +45,13 @@ class Scripted:
             raise self.error
 
 
-def call_to(engine: Any, *, token_budget: int | None = None, save_every_tokens: int = 1000) -> SampleCall:
+def call_to(
+    engine: Any,
+    *,
+    token_budget: int | None = None,
+    save_every_tokens: int = 1000,
+    sampling: SamplingParams = SAMPLING,
+) -> SampleCall:
     ledger = Ledger([GroupOpened(0.0, 0, PROMPT, 1, 1), SampleStarted(0.0, FIRST, 3)])
     return SampleCall(
         request_id="a.g0.0#1.",
@@ -52,7 +59,7 @@ def call_to(engine: Any, *, token_budget: int | None = None, save_every_tokens: 
         back_off_s=0.0,
         engine=engine,
         ledger=ledger,
-        sampling=SamplingParams(max_new_tokens=400),
+        sampling=sampling,
         seed=1,
         clock=VirtualClock(),
         save_every_tokens=save_every_tokens,
@@ -112,6 +119,26 @@ def test_a_sample_at_its_token_budget_is_parked_and_at_its_limit_finished() -> N
 )
 def test_a_call_that_fails_keeps_every_token_that_was_true(engine: Scripted, num_tokens: int, message: str) -> None:
     assert shape(segments_of(call_to(engine), message)) == [(3, num_tokens, "", FinishReason.ABORT)]
+
+
+@pytest.mark.parametrize(
+    ("stops", "strings", "chunks", "is_refused"),
+    [
+        ((2,), (), [chunk(7, reason=FinishReason.STOP)], True),
+        ((2, 8), (), [chunk(7), chunk(0, reason=FinishReason.STOP)], True),
+        ((2, 9), (), [chunk(7, reason=FinishReason.STOP)], False),
+        ((2, 9), (), [chunk(7), chunk(0, reason=FinishReason.STOP)], False),
+        ((2,), ("end",), [chunk(7, reason=FinishReason.STOP)], False),  # the ids alone do not tell
+    ],
+)
+def test_a_stop_is_believed_at_a_stop_token_alone_unless_there_are_stop_strings(
+    stops: tuple[int, ...], strings: tuple[str, ...], chunks: list[Chunk], is_refused: bool
+) -> None:
+    sampling = SamplingParams(max_new_tokens=400, stop_token_ids=stops, stop_strings=strings)
+    call = call_to(Scripted(*chunks), sampling=sampling)
+    found = segments_of(call, "has come to its stop at token 9, no stop token of it" if is_refused else "")
+    assert [s.finish_reason for s in found][-1] is (FinishReason.ABORT if is_refused else FinishReason.STOP)
+    assert sum(len(s.token_ids) for s in found) == 7 or is_refused
 
 
 def test_a_failure_behind_the_end_of_the_response_is_none() -> None:

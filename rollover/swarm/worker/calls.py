@@ -273,7 +273,7 @@ class WorkerCalls:
                 async for chunk in chunks:
                     self._take(call, chunk)
                     ids += chunk.token_ids
-                    check_end(request_id, request, chunk, len(ids))
+                    check_end(request_id, request, chunk, len(ids), ids[-1] if ids else None)
                     if chunk.finish_reason is not None:
                         return chunk.finish_reason
             raise EngineError(f"the engine ended a call after {len(ids)} tokens without saying why")

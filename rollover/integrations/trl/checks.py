@@ -91,6 +91,16 @@ def check_correction(args: Any, *, is_on_policy: bool) -> None:
         )
 
 
+def check_steps(args: Any, *, max_steps: int, save_steps: float) -> None:
+    """Look at how many optimizer steps TRL makes, and after how many it saves, once it has counted both:
+    ``num_train_epochs=1.5`` may be 9 steps, and ``save_steps=0.3`` of 10 are 3.
+
+    Raises:
+        ConfigError: one of them ends amid a batch.
+    """
+    _refuse(_out_of_step(args, max_steps, save_steps))
+
+
 def _refuse(found: Iterator[str]) -> None:
     if lines := list(found):
         raise ConfigError("\n".join(lines))
@@ -142,7 +152,7 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
             f" gradient_accumulation_steps ({args.gradient_accumulation_steps}): a batch ends with an optimizer step"
         )
     else:
-        yield from _out_of_step(args, steps_per_batch(args))
+        yield from _out_of_step(args, args.max_steps, args.save_steps)
     if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
         yield (
             f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, and the loss 'vespo'"
@@ -166,12 +176,18 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
         )
 
 
-def _out_of_step(args: Any, each: int) -> Iterator[str]:
-    """Yield what would save or stop amid a batch, which has ``each`` optimizer steps."""
-    saves = args.save_strategy == "steps" and args.save_steps >= 1 and int(args.save_steps) % each
-    if saves or (args.max_steps > 0 and args.max_steps % each):
+def _out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
+    """Yield what would save or stop amid a batch. Counts that TRL has yet to make of a share or of epochs pass."""
+    each = steps_per_batch(args)
+    wrong = []
+    if args.save_strategy == "steps" and save_steps >= 1 and int(save_steps) % each:
+        asked = f", from {args.save_steps:g}" if args.save_steps < 1 else ""
+        wrong.append(f"save_steps ({save_steps:g}{asked})")
+    if max_steps > 0 and max_steps % each:
+        asked = f", from num_train_epochs {args.num_train_epochs:g}" if args.max_steps <= 0 else ""
+        wrong.append(f"max_steps ({max_steps}{asked})")
+    if wrong:
         yield (
             f"a batch is trained in {each} optimizer steps (steps_per_generation / gradient_accumulation_steps), and a"
-            f" checkpoint amid one could not be resumed: make save_steps ({args.save_steps}) and max_steps"
-            f" ({args.max_steps}) multiples of {each}"
+            f" checkpoint amid one could not be resumed: make {' and '.join(wrong)} a multiple of {each}"
         )

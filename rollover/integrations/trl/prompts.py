@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +21,8 @@ from rollover.types import Prompt
 ROW = "row"
 """The column of a prompt that says which row of the dataset it is."""
 _NUM_LOOKED_AT = 64
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where an object lies in memory, which its text may say and the next process changes."""
 
 
 class TableRows(Protocol):
@@ -77,8 +80,7 @@ class DatasetPrompts:
         """Draw prompt ``index``. Raises ``DataError`` when its row has no prompt, or one that is too long."""
         epoch, place = divmod(index, len(self._rows))
         row = self._order(epoch)[place]
-        content = _content(self._rows, row)
-        token_ids, text = self._encode(content)
+        token_ids, text = self._encode(_columns(self._rows, row)["prompt"])
         if not 0 < len(token_ids) <= self._max_prompt_tokens:
             raise DataError(
                 f"train_dataset: the prompt of row {row} has {len(token_ids)} tokens, where 1 to"
@@ -102,15 +104,27 @@ class DatasetPrompts:
 
 
 def fingerprint(rows: TableRows) -> str:
-    """Return what tells a dataset from another: the number of its rows and a hash of some prompts spread over it."""
+    """Return what tells a dataset from another: the number of its rows and a hash of some of them, with all columns,
+    spread over it.
+
+    Example: ``fingerprint([{"prompt": "1+1=", "answer": "2"}])`` is "1 rows, " and sixteen hexadecimal digits, which
+    are others for the answer "3".
+
+    Raises:
+        DataError: a row has no prompt.
+    """
     num = len(rows)
     looked_at = sorted({i * (num - 1) // max(1, _NUM_LOOKED_AT - 1) for i in range(_NUM_LOOKED_AT)}) if num else []
-    found = json.dumps([_content(rows, row) for row in looked_at], default=str, sort_keys=True)
+    found = json.dumps([_columns(rows, row) for row in looked_at], default=_as_text, sort_keys=True)
     return f"{num} rows, {hashlib.blake2b(found.encode(), digest_size=8).hexdigest()}"
 
 
-def _content(rows: TableRows, row: int) -> Any:
-    try:
-        return rows[row]["prompt"]
-    except KeyError:
-        raise DataError(f"train_dataset: row {row} has no column 'prompt', which TRL takes prompts from") from None
+def _as_text(value: Any) -> str:
+    return _ADDRESS.sub("", str(value))
+
+
+def _columns(rows: TableRows, row: int) -> dict[str, Any]:
+    columns = dict(rows[row])
+    if "prompt" not in columns:
+        raise DataError(f"train_dataset: row {row} has no column 'prompt', which TRL takes prompts from")
+    return columns

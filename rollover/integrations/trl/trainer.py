@@ -34,6 +34,7 @@ from rollover.integrations.trl.answers import Answers
 from rollover.integrations.trl.checks import (
     check_before,
     check_correction,
+    check_steps,
     check_trainer,
     check_version,
     given_by,
@@ -100,8 +101,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         """Settings of the rollouts, complete."""
         check_correction(self.args, is_on_policy=self.rollover_config.rollout.staleness_bound == 0)
-        self.args.ignore_data_skip = True  # the data loader's rows are left aside, so that a resume need not skip any
-        self.add_callback(_OnSave(self))
+        self.add_callback(_Steps(self))
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -347,11 +347,14 @@ class _Watched(dict[str, Any]):
         return super().get(key, default)
 
 
-class _OnSave(TrainerCallback):
-    """Tells the journal of each checkpoint."""
+class _Steps(TrainerCallback):
+    """Refuses steps that cannot work once TRL has counted them, and tells the journal of each checkpoint."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_steps(args, max_steps=state.max_steps, save_steps=state.save_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._saved()

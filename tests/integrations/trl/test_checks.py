@@ -40,11 +40,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ),
         (
             {"steps_per_generation": 2, "max_steps": 3},
-            r"a batch is trained in 2 optimizer steps .* max_steps \(3\) multiples of 2",
+            r"a batch is trained in 2 optimizer steps .* make max_steps \(3\) a multiple of 2",
         ),
         (
             {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3},
-            r"make save_steps \(3\) and max_steps \(4\) multiples of 2",
+            r"make save_steps \(3\) a multiple of 2",
         ),
     ],
 )
@@ -53,6 +53,36 @@ def test_settings_of_trl_that_are_in_the_way(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(tiny_model, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"max_steps": -1, "num_train_epochs": 1.5},
+            r"make max_steps \(9, from num_train_epochs 1\.5\) a multiple of 2",
+        ),
+        (
+            {"max_steps": 10, "save_strategy": "steps", "save_steps": 0.3},
+            r"make save_steps \(3, from 0\.3\) a multiple of 2",
+        ),
+    ],
+)
+def test_steps_that_trl_counts_later_are_refused_before_anything_is_decoded(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    made = trainer(
+        tiny_model,
+        tmp_path,
+        dataset=letters().select(range(12)),
+        per_device_train_batch_size=8,
+        steps_per_generation=2,
+        **changes,
+    )
+    with pytest.raises(ConfigError, match=message):
+        made.train()
+    assert made.seen == []
+    assert not (tmp_path / "out" / "rollover" / "journal.sqlite").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +186,8 @@ def test_a_dataset_is_told_from_another() -> None:
     assert fingerprint(table) == fingerprint([*table])  # type: ignore[arg-type]
     assert fingerprint(table).startswith("500 rows, ")  # type: ignore[arg-type]
     assert len({fingerprint(t) for t in (table, changed, table[:-1])}) == 3  # type: ignore[arg-type]
+    answers = [[{**row, "answer": answer, "of": object()} for row in table] for answer in ("yes", "yes", "no")]
+    assert fingerprint(answers[0]) == fingerprint(answers[1]) != fingerprint(answers[2])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="row 0 has no column 'prompt'"):
         fingerprint([{"question": "?"}])  # type: ignore[arg-type]
 

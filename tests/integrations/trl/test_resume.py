@@ -6,19 +6,78 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollover.errors import ConfigError, RunError
 from rollover.integrations.trl.trainer import whole_checkpoints
 from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
 from rollover.rollout.journal import read_events
 from tests.integrations.trl.killed import POINTS, STEPS
-from tests.integrations.trl.kit import PROMPTS, journaled, letters, trainer
+from tests.integrations.trl.kit import PROMPTS, WatchedTrainer, journaled, letters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+
+
+class Died(Exception):
+    """What a run of these tests dies of."""
+
+
+@dataclass(slots=True)
+class History:
+    """A run of two epochs of 8 rows: 2 batches an epoch, each trained in two halves."""
+
+    trainer: Any
+    epoch_ends: list[int]
+    minibatches: list[list[list[int]]]
+    """For each optimizer step, the tokens of prompt and response of each row."""
+
+    @property
+    def epochs(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["epoch"]) for row in self.trainer.state.log_history if "loss" in row]
+
+
+def history(model: Path, folder: Path, *, dies_after: int | None = None) -> History:
+    from transformers import TrainerCallback
+
+    ends: list[int] = []
+    trained: list[list[list[int]]] = []
+
+    class Kept(WatchedTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            parts = [inputs[name] * inputs[name.replace("ids", "mask")] for name in ("prompt_ids", "completion_ids")]
+            trained.append([[i for i in row if i] for row in torch.cat(parts, dim=1).tolist()])
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ends.append(state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == dies_after:
+                raise Died
+
+    made = trainer(
+        model,
+        folder,
+        asked={"rollout": {"strategy": "sync"}},
+        made_by=Kept,
+        dataset=letters().select(range(8)),
+        per_device_train_batch_size=8,
+        steps_per_generation=2,
+        max_steps=-1,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+    )
+    made.add_callback(Watch())
+    return History(made, ends, trained)
+
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
@@ -79,6 +138,28 @@ def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_mode
     other = letters().select(range(8))
     with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, now it is 8 rows"):
         trainer(tiny_model, tmp_path, max_steps=2, dataset=other).train(resume_from_checkpoint=True)
+    answered = letters().map(lambda row: {"answer": row["answer"].upper()})
+    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, now it is 16 rows"):
+        trainer(tiny_model, tmp_path, max_steps=2, dataset=answered).train(resume_from_checkpoint=True)
+
+
+def test_a_run_that_is_resumed_amid_an_epoch_goes_on_there(tiny_model: Path, tmp_path: Path) -> None:
+    straight = history(tiny_model, tmp_path / "straight")
+    straight.trainer.train()
+    assert straight.epochs == [(step, step / 4) for step in range(1, 9)]
+    assert straight.epoch_ends == [4, 8]
+
+    killed = history(tiny_model, tmp_path / "resumed", dies_after=3)
+    with pytest.raises(Died):
+        killed.trainer.train()
+    assert [step for step, _ in whole_checkpoints(tmp_path / "resumed" / "out")] == [2]
+    resumed = history(tiny_model, tmp_path / "resumed")
+    resumed.trainer.train(resume_from_checkpoint=True)
+
+    assert resumed.epochs == straight.epochs
+    assert resumed.epoch_ends == straight.epoch_ends
+    assert killed.minibatches == straight.minibatches[:3]
+    assert resumed.minibatches == straight.minibatches[2:]
 
 
 def test_there_must_be_something_to_resume(tiny_model: Path, tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mappin
     stored = read_config(path)
     meta: Mapping[str, Any] = stored.pop("meta", {})
     before = build(HostedConfig, toml.Document(name=str(path / "config.json"), data=stored))
-    for key, reason in refusals(before, config).items():
+    # A kind (the strategy's, the engine's) comes first: who chooses another changes the settings beside it as well.
+    for key, reason in sorted(refusals(before, config).items(), key=lambda found: not found[0].endswith(".kind")):
         raise RunError(
             f"{path}: {key} is not what this run began with, and {reason}: restore it, or begin a new run in another"
             " directory"

@@ -130,6 +130,15 @@ def test_a_resumed_run_keeps_what_it_has_learned_from_and_may_change_the_rest(tm
         begin(tmp_path, resume=True, dataset="9 rows")
 
 
+def test_another_strategy_is_named_before_the_settings_that_came_with_it(tmp_path: Path) -> None:
+    with begin(tmp_path, {"rollout": {"strategy": "april", "max_staleness": 2}}) as run:
+        Journal(run.journal).close()
+    with pytest.raises(RunError, match=r"rollout\.strategy\.kind is not what this run began with"):
+        begin(tmp_path, "sync", resume=True)
+    with pytest.raises(RunError, match=r"rollout\.max_staleness is not what this run began with"):
+        begin(tmp_path, {"rollout": {"strategy": "april", "max_staleness": 3}}, resume=True)
+
+
 def test_two_processes_do_not_share_a_directory(tmp_path: Path) -> None:
     with begin(tmp_path), pytest.raises(RunError, match="is in use by pid"):
         begin(tmp_path)

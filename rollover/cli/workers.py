@@ -32,6 +32,9 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
     require("msgspec", "cryptography", purpose="rollover workers")
     if not (run / "config.json").exists():
         raise RunError(f"{run} is no run directory: it has no config.json")
+    given = [f"--{key}" for key, name in (("add", add), ("revoke", revoke), ("trust", trust)) if name is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are steps of their own: give one of them at a time")
     if out is not None and add is None:
         raise ConfigError("--out is for the token of a new worker: give --add NAME as well")
     if add is not None:

@@ -24,11 +24,17 @@ def test_http_and_websocket_addresses_mean_the_same(url: str, session: str, http
     assert (address.session_url, address.blob_url) == (session, f"{http}/v1/blobs")
 
 
-@pytest.mark.parametrize("url", ["ws://10.0.0.5:8790", "http://swarm.example", "ws://0.0.0.0:1"])
+@pytest.mark.parametrize("url", ["ws://10.0.0.5:8790", "http://swarm.example:80", "ws://0.0.0.0:1"])
 def test_a_plain_connection_over_a_network_is_refused_unless_it_is_asked_for(url: str) -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         CoordinatorAddress.parse(url)
     assert CoordinatorAddress.parse(url, insecure=True).session_url.startswith("ws://")
+
+
+@pytest.mark.parametrize("url", ["ws://127.0.0.1", "http://localhost/", "ws://[::1]", "ws://127.0.0.1:"])
+def test_a_plain_address_without_a_port_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="the port is missing"):
+        CoordinatorAddress.parse(url)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,27 @@ def test_the_command_lists_adds_and_revokes(
     assert "the trainer says nothing" in listed, "it was written in 1970"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--revoke", "kitchen", "--trust", "attic"], "--revoke and --trust"),
+        (["--add", "attic", "--revoke", "kitchen"], "--add and --revoke"),
+        (["--add", "attic", "--trust", "attic"], "--add and --trust"),
+        (["--add", "attic", "--revoke", "kitchen", "--trust", "attic"], "--add and --revoke and --trust"),
+    ],
+)
+def test_two_changes_at_once_are_refused_before_either_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["workers", str(tmp_path), "--add", "kitchen"]) == 0
+    before = (tmp_path / "swarm" / "workers.json").read_bytes()
+    capsys.readouterr()
+    assert cli.main(["workers", str(tmp_path), *arguments]) == 2
+    assert f"{named} are steps of their own: give one of them at a time" in capsys.readouterr().err
+    assert (tmp_path / "swarm" / "workers.json").read_bytes() == before
+
+
 def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus, **changes: object) -> str:
     known = {"url": "ws://127.0.0.1:8790", "version": 8, "num_waiting": 0, "time_s": time.time(), "workers": workers}
     (run / "swarm").mkdir(parents=True, exist_ok=True)

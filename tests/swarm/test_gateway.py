@@ -28,7 +28,9 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.transports import gateway as gateway_module
 from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
+    MAX_FRAME_BYTES,
     SUBPROTOCOL,
     Abort,
     Beat,
@@ -40,9 +42,11 @@ from rollover.swarm.wire.messages import (
     decode_down,
     encode,
 )
+from rollover.swarm.worker.connection import Refused, open_connection
 from rollover.types import FinishReason
 from tests.swarm.certificates import make_certificate
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
+from tests.swarm.worker_kit import TOKEN
 
 DEADLINE_S = 60.0
 CONTENT = bytes(range(256)) * 40
@@ -225,6 +229,35 @@ def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], s
                     pass
             assert refused.value.response.status_code == status
             assert says in (refused.value.response.body or b"").decode()
+
+    run(law)
+
+
+def test_a_path_where_no_worker_joins_is_told_from_a_refused_token(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            assert engine.gateway is not None
+            address = CoordinatorAddress.parse(f"{engine.gateway.url}/foo")
+            with pytest.raises(Refused) as caught:
+                async with open_connection(address, TOKEN, None, timeout_s=10.0):
+                    pass
+            said = str(caught.value)
+            assert "takes no workers in at the path /foo/v1/session (HTTP 404): workers join this run at" in said
+            assert "token" not in said
+
+    run(law)
+
+
+def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Path) -> None:
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            async with dial(engine, "b") as socket:
+                with pytest.raises(websockets.ConnectionClosed):
+                    await socket.send(bytes(MAX_FRAME_BYTES + 1))
+                    told = await socket.recv()
+                    assert not told, "the connection ended with a message"
+            async with joined(engine, ModelWorker("b")):
+                pass
 
     run(law)
 

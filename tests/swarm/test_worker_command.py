@@ -246,6 +246,7 @@ def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
         ([], "Missing option '--join'"),
         (["--join", "swarm.example"], "no coordinator's address"),
         (["--join", "ws://swarm.example"], "say --insecure"),
+        (["--join", "ws://127.0.0.1"], "ws://127.0.0.1: the port is missing"),
         (["--join", "ws://127.0.0.1:1", "--token-file", "none"], "none: the worker's token cannot be read"),
         (["--join", "ws://127.0.0.1:1", "--engine.kind", "vlm"], "'vlm' is not allowed; did you mean 'vllm'?"),
         (["--join", "ws://127.0.0.1:1", "--max_held_token", "3"], "did you mean '--max_held_tokens'?"),

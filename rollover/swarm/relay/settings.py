@@ -11,6 +11,8 @@ from rollover.errors import ConfigError
 from rollover.swarm.wire.address import CoordinatorAddress, is_loopback
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+_MOST_CACHE_GB = 1e6
+"""A petabyte: more than a disk has, and what nginx can still count in bytes."""
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,253}[A-Za-z0-9])?")
 
 
@@ -51,8 +53,10 @@ class RelaySettings:
                 f"--listen {self.listen} can be reached from other machines: give a certificate and its key"
                 " (--tls-certificate, --tls-key), or say --insecure where the network itself is private"
             )
-        if self.max_cache_gb <= 0:
-            raise ConfigError(f"--max-cache-gb must be positive, got {self.max_cache_gb:g}")
+        if not 0 < self.max_cache_gb <= _MOST_CACHE_GB:  # a NaN is neither
+            raise ConfigError(
+                f"--max-cache-gb must be positive and at most {_MOST_CACHE_GB:,.0f}, got {self.max_cache_gb:g}"
+            )
         if self.trainer_name is not None and not _NAME.fullmatch(self.trainer_name):
             raise ConfigError(f"--trainer-name {self.trainer_name!r} is no name of a host")
         if self.trainer.is_encrypted and self.trainer_name is None and _is_number(self.trainer_host):

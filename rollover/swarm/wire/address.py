@@ -30,6 +30,8 @@ class CoordinatorAddress:
     def parse(cls, url: str, *, insecure: bool = False) -> CoordinatorAddress:
         """Read a URL; ``http`` means ``ws`` and ``https`` means ``wss``.
 
+        A port may be missing behind ``wss`` alone, where a proxy on the standard port is common.
+
         Raises ``ConfigError`` for what is no address, and for one whose connection others could read and change,
         unless ``insecure``.
         """
@@ -40,6 +42,8 @@ class CoordinatorAddress:
                 f"{url}: over a network, a plain connection shows the worker's token to all on the way: use wss://,"
                 " or say --insecure where the network itself is private"
             )
+        if scheme == "ws" and parts.port is None:
+            raise ConfigError(f"{url}: the port is missing; it looks like 'ws://127.0.0.1:8790'")
         return cls(scheme=scheme, netloc=parts.netloc, path=parts.path.rstrip("/").removesuffix(SESSION_PATH))
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidProxy, InvalidStatus
@@ -38,6 +39,7 @@ from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.tls_errors import certificate_refused, speaks_tls, tls_failed
 
 _REFUSALS = (401, 403)
+_NOT_FOUND = 404
 _OTHER_PROTOCOL = 426
 _MAX_REASON = 300
 SAME_VERSION = "install the same version of rollover on both sides"
@@ -165,7 +167,8 @@ async def open_connection(
         if isinstance(e, InvalidMessage) and await _is_for_tls(address, timeout_s):
             raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
         where = address if proxy is None else f"{address}, by the proxy {shown_proxy(proxy)},"
-        raise _not_opened(where, token, e, timeout_s, has_been_member=has_been_member) from e
+        path = urlsplit(address.session_url).path
+        raise _not_opened(where, path, token, e, timeout_s, has_been_member=has_been_member) from e
     try:
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
@@ -192,9 +195,10 @@ def _final(has_been_member: bool) -> type[EngineError]:
 
 
 def _not_opened(
-    address: object, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
+    address: object, path: str, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
 ) -> EngineError:
-    """Return what to tell of a connection that was not opened; ``address``: the coordinator, and the way there."""
+    """Return what to tell of a connection that was not opened; ``address``: the coordinator, and the way there;
+    ``path``: what was asked for there."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
         body = (error.response.body or b"")[:_MAX_REASON].decode(errors="replace").strip()
@@ -205,6 +209,10 @@ def _not_opened(
             )
         if status == _OTHER_PROTOCOL:
             return Refused(f"{address} does not speak this worker's protocol{said}; {SAME_VERSION}")
+        if status == _NOT_FOUND:
+            return _final(has_been_member)(
+                f"{address} takes no workers in at the path {path} (HTTP 404){said}; is the path of --join right?"
+            )
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
         return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")
     if isinstance(error, ssl.SSLCertVerificationError):

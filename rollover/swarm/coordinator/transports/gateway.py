@@ -38,6 +38,7 @@ from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedCo
 from rollover.swarm.coordinator.transports.listening import open_listener
 from rollover.swarm.coordinator.transports.ports import LibraryServer
 from rollover.swarm.publication.manifest import DIGEST
+from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ class Gateway:
         self._socket = open_listener(self._config)
         self._port = self._socket.getsockname()[1]
         routes = [
-            WebSocketRoute("/v1/session", self._session),
-            Route("/v1/blobs/{digest}", self._blob, methods=["GET"]),
+            WebSocketRoute(SESSION_PATH, self._session),
+            WebSocketRoute("/{path:path}", _no_session),  # the framework's answer is 403, as to a refused token
+            Route(f"{BLOBS_PATH}/{{digest}}", self._blob, methods=["GET"]),
         ]
         settings = uvicorn.Config(
             Starlette(routes=routes),
@@ -169,6 +171,11 @@ class Gateway:
             return PlainTextResponse("there is no such blob\n", status_code=404)
         headers = {"etag": f'"{digest}"', "cache-control": _KEEP}
         return _BlobResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+async def _no_session(websocket: WebSocket) -> None:
+    text = f"workers join this run at the path {SESSION_PATH}\n"
+    await websocket.send_denial_response(PlainTextResponse(text, status_code=404))
 
 
 async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:

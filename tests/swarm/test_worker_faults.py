@@ -34,6 +34,7 @@ from rollover.swarm.wire.messages import (
 from rollover.swarm.worker.connection import Refused
 from rollover.swarm.worker.host import EngineBroken
 from rollover.swarm.worker.updates import MAX_REFUSED
+from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, run, tokens
@@ -430,7 +431,7 @@ def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
         (401, "the token was revoked", "refuses the token of 'laptop' (HTTP 401): the token was revoked"),
         (403, "", "refuses the token of 'laptop' (HTTP 403)"),
         (426, "this run speaks v2", "does not speak this worker's protocol: this run speaks v2"),
-        (404, "", "answers HTTP 404, which no coordinator does; is the address right?"),
+        (404, "", "takes no workers in at the path /v1/session (HTTP 404); are the address and its path right?"),
     ],
 )
 def test_a_refusal_that_time_does_not_mend_ends_the_worker(
@@ -707,6 +708,37 @@ def test_a_failed_call_is_the_calls_own_matter(tmp_path: Path) -> None:
             await bench.until(lambda: len(bench.engine.requests) == 2)
             await bench.engine.tick()
             assert await link.ended("b") == "length"
+
+    run(main())
+
+
+class Hasty(FakeEngine):
+    """Says after three tokens that it has come to its stop, at a token that is none."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        yield Chunk(
+            token_ids=(5, 6, 7),
+            logprobs=(-1.0,) * 3,
+            policy_version=self.version,
+            kv_version=self.version,
+            finish_reason=FinishReason.STOP,
+        )
+
+
+def test_a_stop_at_a_token_that_is_no_stop_token_is_a_failure(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.make_engine = lambda: Hasty(length_of)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(assign("a", stop_token_ids=(2,)))
+            said = await link.ended("a")
+            assert said.startswith("failed: ") and "come to its stop at token 7, no stop token of it" in said
+            await link.send(assign("b", stop_token_ids=(2, 7)))
+            assert await link.ended("b") == "stop"
+            await link.send(assign("c", stop_token_ids=(2,), stop_strings=("end",)))
+            assert await link.ended("c") == "stop"
 
     run(main())
 

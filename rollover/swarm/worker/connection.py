@@ -211,7 +211,8 @@ def _not_opened(
             return Refused(f"{address} does not speak this worker's protocol{said}; {SAME_VERSION}")
         if status == _NOT_FOUND:
             return _final(has_been_member)(
-                f"{address} takes no workers in at the path {path} (HTTP 404){said}; is the path of --join right?"
+                f"{address} takes no workers in at the path {path} (HTTP 404){said};"
+                " are the address and its path right?"
             )
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
         return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")

@@ -64,6 +64,10 @@ class EngineTimeout(EngineError, TimeoutError):
     """An engine call that did not return within its deadline; the message names the call."""
 
 
+class CallDisplaced(EngineError):
+    """A call that was ended for a reason that is not its own: it goes on elsewhere, and this is no failed attempt."""
+
+
 class EngineMismatch(EngineError):
     """An engine whose log-probs are not those of the trainer's policy; the message holds the numbers."""
 

@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import CallDisplaced, EngineError, EngineTimeout
 from rollover.types import FinishReason, SamplingParams
 
 STALL_S = 900.0
@@ -25,7 +25,8 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
     followed after a growing time by another that goes on from its last token; ``request.request_id`` is their common
     beginning.
 
-    Raises ``EngineError`` when calls fail or are stopped four times in a row without a token, ``EngineTimeout`` when
+    Raises ``EngineError`` when calls fail or are stopped four times in a row without a token (being displaced does not
+    count), ``EngineTimeout`` when
     none has come for ``stall_s``.
     """
     name = f"{request.request_id}{secrets.token_hex(8)}"
@@ -51,11 +52,13 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
                     if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                         return
             raise EngineError(f"the engine stopped {call.request_id} after {len(ids)} tokens, which nobody asked for")
+        except CallDisplaced:
+            pass
         except EngineError:
             failures += 1
             if failures > _MAX_FAILURES:
                 raise
-        await asyncio.sleep(_FIRST_BACK_OFF_S * 2.0 ** (failures - 1))
+        await asyncio.sleep(_FIRST_BACK_OFF_S * 2.0 ** max(0, failures - 1))
 
 
 async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> AsyncGenerator[Chunk, None]:

@@ -40,7 +40,7 @@ from typing import Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import CallPlacement, Engine
-from rollover.errors import EngineError, EngineTimeout, RewardError, RolloverError
+from rollover.errors import CallDisplaced, EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
@@ -385,7 +385,7 @@ class RolloutDriver:
     def _call_failed(self, sample_id: SampleId, error: EngineError) -> None:
         """Leave the sample parked, to be tried again. After too many failures give it up, or the run when all others
         that are running fail too."""
-        if self._retries.failed(sample_id) or self._broken is not None:
+        if isinstance(error, CallDisplaced) or self._retries.failed(sample_id) or self._broken is not None:
             return
         if self._retries.all_failing(self._tasks.keys()):
             raise error

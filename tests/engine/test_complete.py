@@ -8,7 +8,7 @@ import pytest
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.complete import complete
-from rollover.errors import EngineError
+from rollover.errors import CallDisplaced, EngineError
 from rollover.types import FinishReason
 from tests.engine.contract import request, tokens
 from tests.engine.fake import FakeEngine, token_at
@@ -18,15 +18,17 @@ from tests.virtual_time import run
 class Failing(FakeEngine):
     """Each call fails after ``after`` tokens, while ``failures`` are left."""
 
-    def __init__(self, after: int, failures: int, *, length: int = 10**6) -> None:
+    def __init__(
+        self, after: int, failures: int, *, length: int = 10**6, kind: type[EngineError] = EngineError
+    ) -> None:
         super().__init__(lambda _: length, auto=True)
-        self.after, self.failures = after, failures
+        self.after, self.failures, self.kind = after, failures, kind
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         count = 0
         if self.failures and self.after == 0:
             self.failures -= 1
-            raise EngineError("dead on arrival")
+            raise self.kind("dead on arrival")
         async for chunk in super().generate(request):
             yield chunk
             count += 1
@@ -73,3 +75,7 @@ def test_an_engine_that_decodes_nothing_is_given_up() -> None:
     assert len(tokens(run(completed(Failing(after=0, failures=3))))) == 12
     with pytest.raises(EngineError, match="dead on arrival"):
         run(completed(Failing(after=0, failures=4)))
+
+
+def test_being_displaced_is_no_failure() -> None:
+    assert len(tokens(run(completed(Failing(after=0, failures=9, kind=CallDisplaced))))) == 12

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.errors import DataError, EngineError, EngineTimeout, ResourceError, RewardError, RunError
+from rollover.errors import CallDisplaced, DataError, EngineError, EngineTimeout, ResourceError, RewardError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
@@ -278,6 +278,22 @@ def test_only_failures_without_a_token_in_between_count_together() -> None:
         batches = await with_stop(rig, rig.train(1))
         assert not faults and not rig.ledger.num_failed
         assert batches[0].trajectories[0].num_resumes == 3
+
+    run(work())
+
+
+def test_being_displaced_is_no_failure() -> None:
+    async def work() -> None:
+        faults: dict[tuple[str, int], EngineError] = {
+            ("g0.0.", n): CallDisplaced("others do better") for n in range(1, 6)
+        }
+        rig = make_rig(
+            "sync",
+            engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
+            limits=Limits(max_retries=0),
+        )
+        await with_stop(rig, rig.train(1))
+        assert not faults and not rig.ledger.num_failed
 
     run(work())
 

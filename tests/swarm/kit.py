@@ -83,7 +83,9 @@ def assert_ranked(hub: Coordinator) -> None:
     assert ranking._places.keys() == able.keys()
     for name, place in ranking._places.items():
         candidate = able[name].candidate(hub.head.version, 0.0)
-        load = candidate.num_running / candidate.max_running
+        ready = able[name].ready
+        assert ready is not None
+        load = candidate.num_running / ready.max_running
         assert place.key == (-(candidate.call_tokens_per_s or 0.0), load, name)
         assert (place.version, place.is_free) == (candidate.version, candidate.room > 0)
 

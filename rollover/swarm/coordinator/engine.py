@@ -30,7 +30,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.reexecution import Dispute, Verdict
-from rollover.errors import EngineError, EngineMismatch, ResourceError
+from rollover.errors import CallDisplaced, EngineError, EngineMismatch, ResourceError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -428,8 +428,8 @@ class SwarmEngine:
                 case Deliver():
                     self._outlets.deliver(effect)
                     self.reexecutions.delivered(effect)
-                case Fail(call_id, reason):
-                    self._outlets.fail(call_id, reason)
+                case Fail(call_id, reason, is_displaced):
+                    self._outlets.fail(call_id, CallDisplaced(reason) if is_displaced else EngineError(reason))
                     self.reexecutions.ended(call_id)
                 case CheckLogprobs(name, version):
                     self._checks.begin(name, version)

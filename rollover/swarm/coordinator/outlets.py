@@ -166,10 +166,10 @@ class Outlets:
                 )
             )
 
-    def fail(self, call_id: str, reason: str) -> None:
+    def fail(self, call_id: str, error: EngineError) -> None:
         """End a call with an error."""
         if (outlet := self._open.get(call_id)) is not None:
-            outlet.put(EngineError(reason))
+            outlet.put(error)
 
     def _came_out(self, chunk: Chunk) -> None:
         self.num_decoded += len(chunk.token_ids)

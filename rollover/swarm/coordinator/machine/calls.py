@@ -83,12 +83,15 @@ class SwarmCalls:
             member.calls.discard(call_id)
             self._changed(member)
 
-    def failed(self, member: SwarmMember, reason: str, call_ids: Collection[str]) -> list[Effect]:
-        """End calls of a member with an error; those that were to be stopped anyway, with what has arrived."""
+    def failed(
+        self, member: SwarmMember, reason: str, call_ids: Collection[str], *, is_displaced: bool = False
+    ) -> list[Effect]:
+        """End calls of a member with an error; those that were to be stopped anyway, with what has arrived.
+        ``is_displaced``: others can go on with them."""
         effects: list[Effect] = []
         for call_id in sorted(call_ids):
             call = self._calls[call_id]
-            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason))
+            effects.append(self._cut(call_id, call) if call.is_aborted else Fail(call_id, reason, is_displaced))
             self.ended(call_id)
         return effects
 

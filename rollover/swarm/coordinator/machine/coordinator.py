@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.machine.blame import Blame, others_do_better
 from rollover.swarm.coordinator.machine.calls import SwarmCalls
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
@@ -107,7 +108,7 @@ class Coordinator:
         self.calls_of = self._calls.of
         self._placing = Placing(self.members, self._calls, self._ranking, self.counters, exact=exact, checks=checks)
         self._placing.newest = head.version
-        self._relief = Relief(patience_s=ttl_s)
+        self._relief, self._blame = Relief(patience_s=ttl_s), Blame()
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -216,7 +217,8 @@ class Coordinator:
             release = Release(call_ids=(found.call_id,))
             self._calls.acknowledgements.dropped(found.call_id)
             reason = f"{member.name} would have taken another {found.left_s:.0f} s, others have nothing to do"
-            effects += [*self._calls.failed(member, reason, {found.call_id}), Send(member.lease, release)]
+            moved = self._calls.failed(member, reason, {found.call_id}, is_displaced=True)
+            effects += [*moved, Send(member.lease, release)]
             self.counters.relieved_calls += 1
         return effects
 
@@ -261,10 +263,7 @@ class Coordinator:
             case Heartbeat():
                 return [*self._beaten(member, message), *self._placing.place_waiting()]
             case CallFailed(call_id=call_id, reason=reason):
-                return (
-                    self._calls.failed(member, f"{member.name}: {reason}", {call_id} & member.calls)
-                    + self._placing.place_waiting()
-                )
+                return [*self._failed_at(member, call_id, f"{member.name}: {reason}"), *self._placing.place_waiting()]
             case Ready():
                 return [*self._is_ready(member, message), *self._placing.place_waiting()]
             case Serving():
@@ -277,6 +276,19 @@ class Coordinator:
                 return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
             case Hello():
                 raise ProtocolError("a second hello on one connection")
+
+    def _failed_at(self, member: SwarmMember, call_id: str, reason: str) -> list[Effect]:
+        """A call has failed at its member. It is no failed attempt where others do better, as far as can be told."""
+        call = self._calls.get(call_id)
+        if call is None or call.member != member.name:
+            return []
+        if call.is_directed or not others_do_better(member, self._leases.values()):
+            return self._calls.failed(member, reason, {call_id})
+        effects = [] if member.num_failures else [Changed(f"{reason}; it gets one call at a time, until one succeeds")]
+        member.failed_a_call(reason, self._placing.now_s)
+        self._ranking.changed(member)
+        is_displaced = self._blame.is_members(call.request.sample_key, member.name)
+        return [*effects, *self._calls.failed(member, reason, {call_id}, is_displaced=is_displaced)]
 
     def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
         if ready.max_running < 1:
@@ -324,7 +336,11 @@ class Coordinator:
         out = call.stream.arrived(piece)
         num_new = call.stream.position - before
         self.counters.repeated_tokens += max(0, len(piece.token_ids) - num_new) if not call.stream.num_early else 0
-        member.num_decoded += num_new
+        if num_new:
+            self._blame.forget(call.request.sample_key)
+            if member.num_failures:
+                self._ranking.changed(member)
+        member.decoded_tokens(num_new)
         effects: list[Effect] = []
         for each in out:
             call.came_out(each)
@@ -349,6 +365,7 @@ class Coordinator:
             raise ProtocolError(f"a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g} calls")
         member.last_heartbeat = beat.number
         member.measured(beat.tokens_per_s, beat.mean_running)
+        member.is_resting = member.is_resting and self._placing.now_s < member.rests_until_s
         self._ranking.changed(member)
         member.num_held, member.is_full = beat.num_held, beat.is_full
         self._confirm(member, (head for head in beat.served if head.version <= self.head.version))

@@ -50,6 +50,8 @@ class Fail:
 
     call_id: str
     reason: str
+    is_displaced: bool = False
+    """The reason is its member's, and others can go on with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from rollover.swarm.coordinator.machine.dispatch import Candidate
 from rollover.swarm.coordinator.machine.reconcile import Disagreement
 from rollover.swarm.wire.messages import PROTOCOL, Decoded, FromWorker, HeldCall, Hello, Ready, Serving
 
+_FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
+"""How long a member gets no call after one has failed at it."""
 _KEPT = 0.7
 """What a measurement of a member's speed still weighs when the next one comes."""
 
@@ -83,6 +85,10 @@ class SwarmMember:
     is_revoked: bool = False
     """Its token was revoked; one that is made out anew for the same name may join again."""
     last_error: str = ""
+    num_failures: int = 0
+    """Calls that failed at it, one trial after the other, since it decoded a token."""
+    rests_until_s: float = 0.0
+    is_resting: bool = False
 
     def refusal(self, hello: Hello) -> str:
         """Return why a worker that says this of itself is refused; empty when it is not."""
@@ -117,9 +123,28 @@ class SwarmMember:
             version=self.version,
             ready_s=self._ready_s(elapsed_s) if self.version < head_version else math.inf,
             num_running=self.num_running,
-            max_running=self.ready.max_running,
+            max_running=self._num_places,
             call_tokens_per_s=self.call_tokens_per_s,
         )
+
+    @property
+    def _num_places(self) -> int:
+        """The calls that it may have at a time: one on trial, where the last ones failed."""
+        assert self.ready is not None
+        return 0 if self.is_resting else 1 if self.num_failures else self.ready.max_running
+
+    def failed_a_call(self, reason: str, now_s: float) -> None:
+        """Take note that a call has failed here, where others do better: it rests, each time for twice as long."""
+        self.last_error = reason
+        if not self.is_resting:  # else the call was given to it before
+            rest_s = min(_FIRST_REST_S * 2.0 ** min(self.num_failures, 16), _LONGEST_REST_S)
+            self.num_failures, self.rests_until_s, self.is_resting = self.num_failures + 1, now_s + rest_s, True
+
+    def decoded_tokens(self, num_tokens: int) -> None:
+        """Take note of new tokens: what it was blamed for is forgotten."""
+        self.num_decoded += num_tokens
+        if num_tokens:
+            self.num_failures, self.is_resting = 0, False
 
     def _ready_s(self, elapsed_s: float) -> float:
         """Return the time until it serves the newest version, as far as the last time tells. One that is long overdue

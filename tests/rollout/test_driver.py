@@ -285,7 +285,7 @@ def test_only_failures_without_a_token_in_between_count_together() -> None:
 def test_being_displaced_is_no_failure() -> None:
     async def work() -> None:
         faults: dict[tuple[str, int], EngineError] = {
-            ("g0.0.", n): CallDisplaced("others do better") for n in range(1, 6)
+            ("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)
         }
         rig = make_rig(
             "sync",

@@ -1,4 +1,4 @@
-"""Whose fault it is that a call failed: its member's, as far as can be told, until another member has failed it too."""
+"""Tells whose fault it is that a call failed: its member's, as far as can be told, until another has failed it too."""
 
 from __future__ import annotations
 

@@ -189,7 +189,8 @@ def _assignments(coordinator: Coordinator, member: SwarmMember) -> Iterable[Assi
 def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
         return "holds all the tokens that it may (--max_held_tokens) and stands still until they are journaled"
-    return member.distrust or ("" if state == "ready" else member.last_error)
+    is_well = state == "ready" and not member.num_failures
+    return member.distrust or ("" if is_well else member.last_error)
 
 
 def shown(text: str) -> str:

@@ -93,6 +93,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),
     "objectstore": ("obstore",),
     "nats": ("nats", "nkeys"),
+    "ray": ("ray",),
     "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
+from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -162,6 +163,8 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: WarmupConfig | None = None
     """Supervised warm-up before the first step; none when left out."""
+    cluster: Changeable[ClusterConfig | None] = None
+    """A Ray cluster on which the trainer's ranks and engine servers run; this machine alone when left out."""
     checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
     eval: Changeable[EvalConfig] = field(default_factory=EvalConfig)
     logging: Changeable[LoggingConfig] = field(default_factory=LoggingConfig)
@@ -258,6 +261,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield _lacking(config)
     if config.deterministic:
         yield from _nondeterminism(config)
+    if config.cluster is not None and config.trainer.num_devices == 1 and not config.cluster.num_engines:
+        yield (
+            "[cluster] has nothing to run: set trainer.num_devices above 1 or cluster.engines above 0, or leave the"
+            " section out"
+        )
     if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
         yield (
             f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.algorithms.config import resolve
+from rollover.errors import ConfigError, require
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
@@ -62,6 +63,9 @@ def check_devices(config: RunConfig) -> list[str]:
     Raises ``ConfigError`` for devices that are not there.
     """
     lines = []
+    if config.cluster is not None:
+        require("ray", purpose="[cluster]")
+        raise ConfigError("[cluster] cannot be used in this version: leave the section out")
     for what, section in (("warm-up", config.sft), ("trainer", config.trainer)):
         if section is None:
             continue

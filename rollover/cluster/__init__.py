@@ -1,0 +1,1 @@
+"""A Ray cluster that exists already, as the place of the trainer's ranks and of engine servers."""

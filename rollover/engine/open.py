@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine
@@ -12,19 +12,30 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.weights.base import WeightTarget
 
+if TYPE_CHECKING:
+    from rollover.engine.servers.places import ServerPlaces
+
 
 class TrainedEngine(Engine, WeightTarget, Protocol):
     """Decodes, and takes new weights."""
 
 
 async def open_engine(
-    config: EngineConfig, folder: Path, *, run: str, logs: Path, clock: Clock, lockstep: bool = False
+    config: EngineConfig,
+    folder: Path,
+    *,
+    run: str,
+    logs: Path,
+    clock: Clock,
+    lockstep: bool = False,
+    places: ServerPlaces | None = None,
 ) -> TrainedEngine:
     """An engine that serves the model in ``folder`` as version 0.
 
     Args:
         run: the run's name among all runs; its servers are labelled with it.
-        logs: where servers that are started write.
+        logs: where servers that are started on this machine write.
+        places: where servers are started, if not on this machine.
         lockstep: decode only when all consumers have come back for more; the embedded engine alone can.
 
     Raises:
@@ -35,10 +46,13 @@ async def open_engine(
 
         return EmbeddedEngine.from_folder(folder, config, lockstep=lockstep)
     assert not lockstep, "the config refuses deterministic = true with a server"
+    from rollover.engine.servers.places import ThisMachine
+
+    places = places or ThisMachine(logs)
     if isinstance(config, SGLangConfig):
         from rollover.engine.servers.sglang.open import open_sglang
 
-        return await open_sglang(config, folder, run=run, logs=logs, clock=clock)
+        return await open_sglang(config, folder, run=run, places=places, clock=clock)
     from rollover.engine.servers.vllm.open import open_vllm
 
-    return await open_vllm(config, folder, run=run, logs=logs, clock=clock)
+    return await open_vllm(config, folder, run=run, places=places, clock=clock)

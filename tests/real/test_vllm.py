@@ -21,6 +21,7 @@ from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.engine.servers.vllm.answers import Checksums
@@ -131,7 +132,11 @@ async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> As
     watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
     watchful["all_down_timeout_s"] = 600.0
     pool = await open_vllm(
-        config_of(*servers, **{**watchful, **changes}), folder, run="tests", logs=Path("unused"), clock=SystemClock()
+        config_of(*servers, **{**watchful, **changes}),
+        folder,
+        run="tests",
+        places=ThisMachine(Path("unused")),
+        clock=SystemClock(),
     )
     try:
         yield pool

@@ -83,13 +83,24 @@ class HTTPClient:
     """Makes the calls to one server, from one event loop.
 
     Args:
+        name: the server's name in messages and reports, which stays when it moves; its address when left out.
+        key: the API key, where it is not that of ``config.api_key_env``.
         transport: in place of the network (tests).
     """
 
-    def __init__(self, url: str, config: ServerConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: ServerConfig,
+        *,
+        name: str | None = None,
+        key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
+        self._name = name
         self._config = config
-        key = _api_key(config)
+        key = api_key(config) if key is None else key
         self.reader = Reader(self.url, [] if key is None else [key])
         """Through which everything that the server says is read."""
         self.last_heard_s = float("-inf")
@@ -109,7 +120,12 @@ class HTTPClient:
         )
 
     def __repr__(self) -> str:
-        return self.url
+        return self._name or self.url
+
+    def move(self, url: str) -> None:
+        """From now on the server is at another address; calls that are under way go on where they were sent."""
+        self.url = self.reader.server = url.rstrip("/")
+        self._http.base_url = httpx.URL(self.url)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -229,7 +245,8 @@ class HTTPClient:
         self.last_heard_s = asyncio.get_running_loop().time()
 
 
-def _api_key(config: ServerConfig) -> str | None:
+def api_key(config: ServerConfig) -> str | None:
+    """Return the API key of the variable that ``config`` names. Raises ``ConfigError`` when it holds none."""
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env, "")

@@ -29,8 +29,8 @@ from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.launch import ServerProcess
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.places import StartedServer
 from rollover.engine.servers.served_weights import ServedWeights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
@@ -57,7 +57,7 @@ class ServerEngine:
         dialect: Dialect,
         *,
         ownership: Ownership,
-        process: ServerProcess | None = None,
+        process: StartedServer | None = None,
     ) -> None:
         traits = dialect.traits
         self.capabilities = Capabilities(
@@ -120,7 +120,7 @@ class ServerEngine:
 
     async def revive(self) -> None:
         """Start the server again where we had started it and it has died. Raises ``EngineError``."""
-        if self._process is not None and self._process.exited:
+        if self._process is not None and await self._process.gone():
             self._served.forget(f"{self} has been started anew and has no weights of ours yet")
             await self._process.start()
 

@@ -118,9 +118,9 @@ class ServerProcess:
         return f"{' '.join(redactor.value(self._command))}\nthe end of its log {self._log}:\n{tail}"
 
 
-def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of one of this machine's addresses that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.clock import Clock
@@ -15,8 +14,8 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.places import C, ServerPlaces, ServerProgram, StartedServer
 from rollover.engine.servers.pool import EnginePool
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.sources import FolderWeights
@@ -32,30 +31,45 @@ class ServerKind:
     """The way servers of one kind are started and spoken to."""
 
     dialect: Callable[[HTTPClient], Dialect]
-    arguments: Callable[[int], list[str]]
-    """Arguments with which the command serves the model on a port of the loopback interface."""
+    arguments: Callable[[str, int], list[str]]
+    """Arguments with which the command serves the model at an address of its machine and a port."""
     env: Mapping[str, str]
     """Variables that its environment needs."""
     program: str
     """Its name in messages."""
+    key_env: str | None = None
+    """The environment variable from which the program takes an API key, where there is one."""
 
 
 async def open_servers(
-    config: ServerConfig, kind: ServerKind, model: ModelFolder, *, run: str, logs: Path, clock: Clock
+    config: C,
+    kind_for: Callable[[C], ServerKind],
+    model: ModelFolder,
+    *,
+    run: str,
+    places: ServerPlaces,
+    clock: Clock,
 ) -> EnginePool:
     """A pool of the servers of ``config``, all with the weights of ``model`` as version 0.
 
     Args:
+        kind_for: gives the kind of servers with the settings of one of them.
         run: the run's name among all runs, to which the servers belong while the pool is open.
+        places: where they are started, with ``config.launch``.
 
     Raises ``EngineError`` when one of them cannot be used; those that were started are stopped then.
     """
     async with AsyncExitStack() as stack:
         if config.launch:
-            starting = [_start(config, kind, model, number, run, logs, stack) for number in range(config.num_servers)]
+            starting = []
+            for number, own in enumerate(places.configs(config)):
+                kind = kind_for(own)
+                server = places.server(number, _program(kind, own), own)
+                stack.push_async_callback(server.stop)
+                starting.append(_start(server, kind, own, model, run))
             engines = await _all(starting)
         else:
-            engines = []
+            kind, engines = kind_for(config), []
             for url in config.urls:
                 ownership = Ownership.on_this_machine(url, run)
                 stack.callback(ownership.release)
@@ -70,22 +84,21 @@ async def open_servers(
         return pool
 
 
-async def _start(
-    config: ServerConfig, kind: ServerKind, model: ModelFolder, number: int, run: str, logs: Path, stack: AsyncExitStack
-) -> ServerEngine:
-    port = free_port()
-    client = HTTPClient(f"http://127.0.0.1:{port}", config)
-    devices = {"CUDA_VISIBLE_DEVICES": config.launch_devices[number]} if config.launch_devices else {}
-    process = ServerProcess(
-        [*config.launch_command, *kind.arguments(port), *config.launch_args],
-        env={**kind.env, **devices, **config.launch_env},
-        log=logs / f"server-{number}.log",
-        ready=lambda: client.call("GET", "/health", timeout_s=config.health_timeout_s),
-        config=config,
+def _program(kind: ServerKind, config: ServerConfig) -> ServerProgram:
+    return ServerProgram(
+        command=config.launch_command,
+        arguments=kind.arguments,
+        more=config.launch_args,
+        env=kind.env,
+        key_env=kind.key_env,
     )
-    stack.push_async_callback(process.stop)
+
+
+async def _start(
+    server: StartedServer, kind: ServerKind, config: ServerConfig, model: ModelFolder, run: str
+) -> ServerEngine:
     try:
-        await process.start()
+        await server.start()
     except EngineTimeout:
         raise
     except EngineError as e:
@@ -95,7 +108,8 @@ async def _start(
             f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
             f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
         ) from None
-    return ServerEngine(client, config, model, kind.dialect(client), process=process, ownership=Ownership(run))
+    client = server.client
+    return ServerEngine(client, config, model, kind.dialect(client), process=server, ownership=Ownership(run))
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

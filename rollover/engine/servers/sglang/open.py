@@ -15,6 +15,7 @@ from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import is_server_url
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
+from rollover.engine.servers.places import ServerPlaces
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
@@ -23,7 +24,9 @@ from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.errors import EngineError, EngineTimeout
 
 
-async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
+async def open_sglang(
+    config: SGLangConfig, folder: Path, *, run: str, places: ServerPlaces, clock: Clock
+) -> EnginePool:
     """See ``open_servers``; routers among the urls are replaced by their workers."""
     if config.urls:
         clients = [HTTPClient(url, config) for url in config.urls]
@@ -39,13 +42,16 @@ async def open_sglang(config: SGLangConfig, folder: Path, *, run: str, logs: Pat
             )
         config = replace(config, urls=workers)
     model, folders = ModelFolder.read(folder), FolderDigests()
-    kind = ServerKind(
-        dialect=lambda client: SGLangDialect(client, config, model, folders),
-        arguments=lambda port: launch_arguments(config, folder, port),
-        env={},
-        program="SGLang",
-    )
-    return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)
+
+    def kind_for(config: SGLangConfig) -> ServerKind:
+        return ServerKind(
+            dialect=lambda client: SGLangDialect(client, config, model, folders),
+            arguments=lambda host, port: launch_arguments(config, folder, port, host),
+            env={},
+            program="SGLang",
+        )
+
+    return await open_servers(config, kind_for, model, run=run, places=places, clock=clock)
 
 
 async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:
@@ -85,11 +91,11 @@ def _url(client: HTTPClient, worker: str | Worker) -> str:
     return url.rstrip("/")
 
 
-def launch_arguments(config: SGLangConfig, folder: Path, port: int) -> list[str]:
+def launch_arguments(config: SGLangConfig, folder: Path, port: int, host: str = "127.0.0.1") -> list[str]:
     """Give the arguments with which a server serves ``folder`` for training; ``launch_args`` may overrule them."""
     return [
         *("--model-path", str(folder.resolve())),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
         *("--max-running-requests", str(config.running())),
         "--incremental-streaming-output",

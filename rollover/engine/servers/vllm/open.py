@@ -9,6 +9,7 @@ from pathlib import Path
 from rollover.clock import Clock
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
+from rollover.engine.servers.places import ServerPlaces
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
@@ -20,25 +21,29 @@ _MAX_CPU_CACHE_SHARE = 0.4
 _GIB = 2**30
 
 
-async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, logs: Path, clock: Clock) -> EnginePool:
+async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, places: ServerPlaces, clock: Clock) -> EnginePool:
     """See ``open_servers``."""
     checksums, model = ChecksumRecord(), ModelFolder.read(folder)
-    kind = ServerKind(
-        dialect=lambda client: VLLMDialect(client, config, model, checksums),
-        arguments=lambda port: launch_arguments(config, folder, port),
-        env=launch_environment(config, folder),
-        program="vLLM",
-    )
-    return await open_servers(config, kind, model, run=run, logs=logs, clock=clock)
+
+    def kind_for(config: VLLMConfig) -> ServerKind:
+        return ServerKind(
+            dialect=lambda client: VLLMDialect(client, config, model, checksums),
+            arguments=lambda host, port: launch_arguments(config, folder, port, host),
+            env=launch_environment(config, folder),
+            program="vLLM",
+            key_env="VLLM_API_KEY",
+        )
+
+    return await open_servers(config, kind_for, model, run=run, places=places, clock=clock)
 
 
-def launch_arguments(config: VLLMConfig, folder: Path, port: int) -> list[str]:
+def launch_arguments(config: VLLMConfig, folder: Path, port: int, host: str = "127.0.0.1") -> list[str]:
     """Give the arguments with which a server serves ``folder`` for training; ``launch_args`` may overrule them."""
     return [
         *(() if "serve" in config.launch_command else ("--model",)),  # which the old entry point asks for
         str(folder.resolve()),
         *("--served-model-name", config.served_model or SERVED_NAME),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", ModelFolder.read(folder).dtype or "auto"),  # "auto" would halve float32
         *("--max-num-seqs", str(config.running())),
         *("--logprobs-mode", "processed_logprobs"),

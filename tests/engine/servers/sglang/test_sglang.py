@@ -13,6 +13,7 @@ import pytest
 from rollover.clock import SystemClock
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import launch_arguments, open_sglang, worker_urls
 from rollover.errors import EngineError
@@ -612,7 +613,9 @@ def test_a_pool_is_opened_from_the_url_of_a_router(folder: Path, tmp_path: Path)
             router: Any = Router({"/workers": {"workers": [{"url": f"http://127.0.0.1:{port}"}]}})
             async with serve(router) as router_port:
                 config = settings(f"http://127.0.0.1:{router_port}")
-                pool = await open_sglang(config, folder, run="ours", logs=tmp_path / "logs", clock=SystemClock())
+                pool = await open_sglang(
+                    config, folder, run="ours", places=ThisMachine(tmp_path / "logs"), clock=SystemClock()
+                )
                 try:
                     assert repr(pool) == f"http://127.0.0.1:{port}"
                     assert len(tokens(await collect(pool, request("a")))) == 12

@@ -1,0 +1,107 @@
+"""The connection of this process to a Ray cluster: made once, within a deadline, and kept until the process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollover.cluster.config import ClusterConfig
+from rollover.errors import ConfigError, require
+
+NAMESPACE = "rollover"
+"""Where the names of detached actors are looked up."""
+
+_FIND = """
+import sys
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import GcsClient
+found = canonicalize_bootstrap_address_or_die(sys.argv[1])
+GcsClient(address=found)
+print(found)
+"""
+"""Ray itself tries an address for two minutes and then ends the process; this can be ended before."""
+
+
+def connect(config: ClusterConfig) -> Any:
+    """Connect this process to the cluster, unless it is connected already, and return the module ``ray``.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+        ConfigError: no cluster answers at the address within ``placement_timeout_s``, its Ray or Python is another, or
+            this process belongs to another cluster already.
+
+    Example: ``connect(ClusterConfig(address="10.0.0.1:6379")).nodes()`` lists the nodes of that cluster.
+    """
+    require("ray", purpose="[cluster]")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # says that Ray need not warn of this change
+    import ray
+
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if config.address not in ("auto", here):
+            raise ConfigError(
+                f"cluster.address is {config.address}, but this process is connected to the Ray cluster at {here}: a"
+                " process can use one cluster only"
+            )
+        return ray
+    address = _find(config)
+    try:
+        with _own_signal_handlers():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level="error",
+            )
+    except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
+        raise ConfigError(f"cluster.address {address!r} cannot be used: {_in_one_line(str(error))}") from error
+    return ray
+
+
+def _find(config: ClusterConfig) -> str:
+    """Return the address of a cluster that answers."""
+    remedy = "start one with 'ray start --head', or correct cluster.address"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _FIND, config.address],
+            capture_output=True,
+            text=True,
+            timeout=config.placement_timeout_s,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"no Ray cluster answers at {config.address!r} (cluster.address) within {config.placement_timeout_s:g} s:"
+            f" {remedy}"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    reason = reason.partition("Error: ")[2] or reason
+    raise ConfigError(f"no Ray cluster at {config.address!r} (cluster.address): {_in_one_line(reason)}; {remedy}")
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep the handlers of this process's signals, where Ray would put its own in their place."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")

@@ -1,0 +1,140 @@
+"""The nodes of a cluster: what they have, whether what is asked of them can ever be placed, and what runs on them.
+
+That a node is there is what it answers itself; the tables of the cluster are asked for its name and resources alone.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import rollover
+from rollover.errors import ConfigError
+
+_PACKAGES = {"Ray": "ray", "PyTorch": "torch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node of the cluster with all that it has, be it free or not.
+
+    Example: ``ClusterNode(node_id="ab12", address="10.0.0.2", resources={"CPU": 16.0, "GPU": 8.0, "h100": 8.0})``
+    """
+
+    node_id: str
+    """Ray's own name."""
+    address: str
+    """IP address."""
+    resources: Mapping[str, float]
+
+    def room(self, bundle: Mapping[str, float]) -> int:
+        """Return how many times ``bundle`` fits on the node when nothing else runs there.
+
+        Example: with 16 CPUs and 8 GPUs, ``{"GPU": 1, "CPU": 4}`` fits 4 times.
+        """
+        return min((_times(self.resources.get(name, 0.0), need) for name, need in bundle.items()), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Equal bundles of resources, each of which has to lie on one node.
+
+    Example: ``Demand(what="the trainer", keys="trainer.num_devices", bundle={"GPU": 1.0}, count=8)``
+    """
+
+    what: str
+    """Who asks, for messages."""
+    keys: str
+    """The settings that say so."""
+    bundle: Mapping[str, float]
+    count: int
+
+
+def alive_nodes(ray: Any) -> list[ClusterNode]:
+    """Return the nodes that the cluster knows of and takes for alive."""
+    listed = (node for node in ray.nodes() if node["Alive"])
+    return [ClusterNode(node_id=n["NodeID"], address=n["NodeManagerAddress"], resources=n["Resources"]) for n in listed]
+
+
+def check_placeable(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
+    """Raise ``ConfigError`` when the nodes could not take all bundles even with nothing else on them."""
+    room = sum(node.room(demand.bundle) for node in nodes)
+    if room < demand.count:
+        raise ConfigError(
+            f"{demand.what} needs {demand.count} times {written(demand.bundle)} ({demand.keys}), but the Ray cluster"
+            f" has room for {room}: {'; '.join(map(_described, nodes)) or 'it has no nodes'}"
+        )
+
+
+def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) -> None:
+    """Raise ``ConfigError`` naming the first node where Python, Ray, PyTorch or Rollover is another than here, or one
+    that does not answer within ``timeout_s``."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def asked() -> dict[str, str]:  # sent by value, as all that is defined in functions is: a node may lack Rollover
+        try:
+            from rollover.cluster.nodes import versions_here as there
+        except ImportError as error:
+            return {"Rollover": f"that is missing or older ({error})"}
+        return there()
+
+    own = versions_here()
+    answers = [
+        ray.remote(num_cpus=0, max_retries=0)(asked)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False))
+        .remote()
+        for node in nodes
+    ]
+    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)
+    for node, answer in zip(nodes, answers, strict=True):
+        if answer not in ready:
+            raise ConfigError(
+                f"node {node.address} of the Ray cluster does not answer within {timeout_s:g} s"
+                " (cluster.placement_timeout_s)"
+            )
+        try:
+            theirs = ray.get(answer, timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise ConfigError(f"node {node.address} of the Ray cluster cannot run a task: {reason}") from error
+        for name, version in theirs.items():
+            if own.get(name) != version:
+                raise ConfigError(
+                    f"node {node.address} of the Ray cluster has {name} {version}, this process {own.get(name)}:"
+                    " install the same version on every node"
+                )
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions that must agree between the nodes of a cluster.
+
+    Example: ``{"Python": "3.12", "Rollover": "0.9.0", "Ray": "2.60.0", "PyTorch": "2.13.0"}``
+    """
+    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": rollover.__version__}
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def written(resources: Mapping[str, float]) -> str:
+    """Return resources as a message names them.
+
+    Example: ``{"GPU": 1.0, "h100": 0.5}`` gives "GPU 1, h100 0.5".
+    """
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items()) or "nothing"
+
+
+def _described(node: ClusterNode) -> str:
+    hidden = ("node:", "object_store_memory", "memory")
+    return f"node {node.address} has {written({k: v for k, v in node.resources.items() if not k.startswith(hidden)})}"
+
+
+def _times(have: float, need: float) -> int:
+    return math.floor(have / need + 1e-9)

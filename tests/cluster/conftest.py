@@ -1,0 +1,48 @@
+"""Lends a Ray cluster to the tests of this folder: several nodes on one machine, made once.
+
+The driver is on a node of its own with no CPU to give away; ``one`` and ``two`` are what a test's ranks and servers
+run on. A test that adds or removes nodes leaves the cluster as it found it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+"""What every node is started with."""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A ``ray.cluster_utils.Cluster`` of a head, which has no CPU, and two nodes with 4 CPUs each, of which the first
+    has 4 of the resource ``one`` and the second 4 of ``two``. ``cluster.address`` goes into ``[cluster]``."""
+    set_before = {key: os.environ.get(key) for key in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
+    try:
+        for name in ("one", "two"):
+            add_node(made, {name: 4})
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+        for key, value in set_before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def add_node(cluster: Any, resources: dict[str, float]) -> Any:
+    """Add a node with 4 CPUs and these custom resources, and return it once the cluster knows of it."""
+    return cluster.add_node(**NODE, num_cpus=4, resources=resources)

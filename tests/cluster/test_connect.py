@@ -1,0 +1,89 @@
+"""Connecting to a cluster, and what is said at once when that cannot work."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rollover
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
+from rollover.cluster.nodes import ClusterNode, Demand, alive_nodes, check_placeable, check_versions
+from rollover.errors import ConfigError, MissingExtra
+
+NODES = [
+    ClusterNode(
+        node_id="a", address="10.0.0.1", resources={"CPU": 16.0, "GPU": 8.0, "h100": 8.0, "node:10.0.0.1": 1.0}
+    ),
+    ClusterNode(node_id="b", address="10.0.0.2", resources={"CPU": 3.0, "memory": 1e9}),
+]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "room"),
+    [
+        ({"GPU": 1.0}, 8),
+        ({"CPU": 1.0}, 19),
+        ({"CPU": 2.0}, 9),
+        ({"GPU": 1.0, "CPU": 4.0}, 4),
+        ({"h100": 0.1, "GPU": 1.0}, 8),
+        ({"a10": 1.0}, 0),
+    ],
+)
+def test_what_could_ever_be_placed_is_counted_by_node(bundle: dict[str, float], room: int) -> None:
+    check_placeable(Demand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room), NODES)
+    with pytest.raises(ConfigError) as raised:
+        check_placeable(Demand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room + 1), NODES)
+    assert f"the Ray cluster has room for {room}: node 10.0.0.1 has CPU 16, GPU 8, h100 8; node 10.0.0.2 has CPU 3" in (
+        str(raised.value)
+    )
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "ray" else find(name, *args))
+    with pytest.raises(
+        MissingExtra, match=r"\[cluster\] needs ray, which is not installed: pip install 'rollover\[ray\]'"
+    ):
+        connect(ClusterConfig())
+
+
+def test_an_address_where_nothing_answers_is_named_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=rf"^no Ray cluster answers at '{address}' \(cluster\.address\) within 4 s: start"
+        ):
+            connect(ClusterConfig(address=address, placement_timeout_s=4.0))
+
+
+def test_connecting_keeps_the_signal_handlers_and_a_second_cluster_is_refused(cluster: Any) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    ray = connect(ClusterConfig(address=cluster.address))
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert connect(ClusterConfig(address=cluster.address)) is ray
+    with pytest.raises(ConfigError, match="a process can use one cluster only"):
+        connect(ClusterConfig(address="127.0.0.1:1"))
+    nodes = alive_nodes(ray)
+    assert sorted(node.room({"CPU": 1.0}) for node in nodes) == [0, 4, 4]
+    assert [sum(node.room({name: 2.0}) for node in nodes) for name in ("one", "two", "three")] == [2, 2, 0]
+
+
+def test_nodes_of_another_version_are_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = connect(ClusterConfig(address=cluster.address))
+    nodes = alive_nodes(ray)
+    check_versions(ray, nodes, timeout_s=60.0)
+    real, other = rollover.__version__, "99.0"
+    monkeypatch.setattr(rollover, "__version__", other)
+    with pytest.raises(
+        ConfigError, match=rf"^node \S+ of the Ray cluster has Rollover {real}, this process {other}: install"
+    ):
+        check_versions(ray, nodes, timeout_s=60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def connect(config: ClusterConfig) -> Any:
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 configure_logging=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
             )
     except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
         raise ConfigError(f"cluster.address {address!r} cannot be used: {_in_one_line(str(error))}") from error

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import rollover
 from rollover.errors import ConfigError
 
 _PACKAGES = {"Ray": "ray", "PyTorch": "torch"}
@@ -40,10 +40,10 @@ class ClusterNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class NodeDemand:
     """Equal bundles of resources, each of which has to lie on one node.
 
-    Example: ``Demand(what="the trainer", keys="trainer.num_devices", bundle={"GPU": 1.0}, count=8)``
+    Example: ``NodeDemand(what="the trainer", keys="trainer.num_devices", bundle={"GPU": 1.0}, count=8)``
     """
 
     what: str
@@ -60,7 +60,7 @@ def alive_nodes(ray: Any) -> list[ClusterNode]:
     return [ClusterNode(node_id=n["NodeID"], address=n["NodeManagerAddress"], resources=n["Resources"]) for n in listed]
 
 
-def check_placeable(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
+def check_placeable(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> None:
     """Raise ``ConfigError`` when the nodes could not take all bundles even with nothing else on them."""
     room = sum(node.room(demand.bundle) for node in nodes)
     if room < demand.count:
@@ -114,7 +114,7 @@ def versions_here() -> dict[str, str]:
 
     Example: ``{"Python": "3.12", "Rollover": "0.9.0", "Ray": "2.60.0", "PyTorch": "2.13.0"}``
     """
-    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": rollover.__version__}
+    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": sys.modules["rollover"].__version__}
     for name, package in _PACKAGES.items():
         try:
             found[name] = metadata.version(package)

@@ -14,7 +14,7 @@ import pytest
 import rollover
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
-from rollover.cluster.nodes import ClusterNode, Demand, alive_nodes, check_placeable, check_versions
+from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, check_versions
 from rollover.errors import ConfigError, MissingExtra
 
 NODES = [
@@ -37,9 +37,11 @@ NODES = [
     ],
 )
 def test_what_could_ever_be_placed_is_counted_by_node(bundle: dict[str, float], room: int) -> None:
-    check_placeable(Demand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room), NODES)
+    check_placeable(NodeDemand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room), NODES)
     with pytest.raises(ConfigError) as raised:
-        check_placeable(Demand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room + 1), NODES)
+        check_placeable(
+            NodeDemand(what="the trainer", keys="trainer.num_devices", bundle=bundle, count=room + 1), NODES
+        )
     assert f"the Ray cluster has room for {room}: node 10.0.0.1 has CPU 16, GPU 8, h100 8; node 10.0.0.2 has CPU 3" in (
         str(raised.value)
     )

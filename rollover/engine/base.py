@@ -97,6 +97,9 @@ class Capabilities:
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
     number_format: str = "float32"
     """Of its weights and arithmetic, by torch's name; the coarser where they differ."""
+    is_colocated: bool = False
+    """It sleeps while the trainer trains (``Sleeps``): no cache outlives a step, so what a round leaves unfinished is
+    prefilled again in the next one."""
     prefill_tokens_per_iteration: float = GPU_PREFILL_TOKENS
     """Tokens it prefills in the time of a decode iteration of few samples, to an order of magnitude; infinite where
     caches outlive new weights, so that what was stopped is not prefilled again."""
@@ -118,6 +121,17 @@ class DeclaredCapabilities:
     max_running: int | None = None
     """As in ``Capabilities``; ``None`` where it is known only once the engine is open."""
     max_context_tokens: int | None = None
+    is_colocated: bool = False
+    """As in ``Capabilities``."""
+
+
+def check_colocated(kv_on_update: str) -> None:
+    """Raise ``ValueError`` where an engine that gives its cache back is to keep it over an update."""
+    if kv_on_update == "keep":
+        raise ValueError(
+            "kv_on_update = 'keep' cannot go with colocated = true: the cache is given back while the trainer trains,"
+            " so nothing of it is left to keep; leave one of the two out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +187,25 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything; open calls end with ``abort``."""
+        ...
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can give its memory back while a trainer on the same devices trains.
+
+    Asleep it holds neither weights nor cache and samples nothing; calls that are opened meanwhile wait. It wakes when
+    it is given weights: ``pause``, ``load``, ``resume``, as ever.
+
+    Example: ``await engine.sleep()``, a step of the trainer, then ``load(7, source)``: what is sampled from now on is
+    of version 7, and every prefix is prefilled anew.
+    """
+
+    async def sleep(self) -> None:
+        """Give weights and cache back. No call is open.
+
+        Raises ``EngineError`` naming who holds memory still, after a deadline at the latest.
+        """
         ...
 
 

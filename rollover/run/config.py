@@ -24,6 +24,7 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import NumRunning
+from rollover.rollout.strategy import OnFull
 from rollover.settings import toml
 from rollover.settings.changes import Changeable, Fixed, OnResume
 from rollover.settings.schema import ByKind, build, parse_overrides
@@ -224,6 +225,8 @@ def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
     """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     if config.rollout.strategy.needs_in_flight_update and not capabilities.in_flight_update:
         raise ConfigError(_lacking(config))
+    if config.rollout.strategy.overlaps_training and capabilities.is_colocated:
+        raise ConfigError(_asleep_in_training(config))
 
 
 def _lacking(config: RunConfig) -> str:
@@ -232,6 +235,15 @@ def _lacking(config: RunConfig) -> str:
         f"rollout.strategy {config.rollout.strategy.kind!r} loads weights under running samples, which this engine"
         f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
         f" does without: {others}"
+    )
+
+
+def _asleep_in_training(config: RunConfig) -> str:
+    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full is not OnFull.KEEP)
+    return (
+        f"rollout.strategy {config.rollout.strategy.kind!r} generates while the trainer trains, but with"
+        " engine.colocated = true the engine sleeps meanwhile: choose a strategy that stops for the trainer"
+        f" ({others}), or set engine.colocated = false"
     )
 
 
@@ -259,6 +271,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if rollout.strategy.needs_in_flight_update and not can.in_flight_update:
         yield _lacking(config)
+    if rollout.strategy.overlaps_training and can.is_colocated:
+        yield _asleep_in_training(config)
     if config.deterministic:
         yield from _nondeterminism(config)
     if config.cluster is not None and config.trainer.num_devices == 1 and not config.cluster.num_engines:

@@ -13,6 +13,7 @@ from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import require
 from rollover.hf.architecture import Architecture
+from rollover.rollout.strategy import OnFull
 from rollover.run.config import RunConfig, context_needed
 from rollover.run.directory import RunDir
 from rollover.swarm.config import SwarmConfig
@@ -88,7 +89,18 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
         from rollover.engine.embedded.sizing import check
 
         check(_architecture(config), fitted(config.engine, config, _architecture(config)))
-    return []
+    return _turns(config)
+
+
+def _turns(config: RunConfig) -> list[str]:
+    """Return what it means that engine and trainer take turns on the same devices, where they do."""
+    if not config.engine.declared.is_colocated:
+        return []
+    line = "engine and trainer take turns: the engine gives weights and cache back while the trainer trains"
+    if config.rollout.strategy.builds.on_full is OnFull.PARK:
+        kind = config.rollout.strategy.kind
+        line += f", so what strategy {kind} leaves unfinished is prefilled again in the next round"
+    return [line]
 
 
 def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:

@@ -35,6 +35,9 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             if batch is None:
                 break
             await session.weights.trust.settle_disputes()
+            if session.weights.sleeper is not None:
+                with meter.timed("time/sleep_s"):
+                    await session.weights.make_room()
             with meter.timed("time/train_s"):
                 trained = await _train(session, batch)
             await session.weights.judge_engines(batch, trained)

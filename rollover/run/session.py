@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
-from rollover.engine.base import CallPlacement, Engine
+from rollover.engine.base import CallPlacement, Engine, Sleeps
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
@@ -119,6 +119,7 @@ async def open_session(
             trust=Trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
             driver=driver,
             reloads_after_check=isinstance(config.engine, EmbeddedConfig),
+            sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,
             notify=observe,
         )
         overlaps_training = config.rollout.strategy.overlaps_training

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rollover.engine.base import Sleeps
 from rollover.rollout.driver import RolloutDriver
 from rollover.run.engine_trust import Trust
 from rollover.run.observers import Notice
@@ -29,8 +30,19 @@ class WeightSync:
     reloads_after_check: bool
     """Load the weights once more after the first log-prob check, which leaves prompts in the engine's prefix cache that
     a resumed run would not find there."""
+    sleeper: Sleeps | None = None
+    """The engine, where it has the trainer's devices."""
     notify: Callable[[Notice], None]
     """Told what was dropped with an engine."""
+
+    async def make_room(self) -> None:
+        """Have an engine on the trainer's devices give its memory back, until weights are published; one on devices of
+        its own is left alone.
+
+        Raises ``EngineError`` naming who holds memory still.
+        """
+        if self.sleeper is not None:
+            await self.sleeper.sleep()
 
     async def publish(self) -> None:
         """Load the trainer's weights into the engines under the trainer's version, and check the engines' log-probs.
@@ -40,6 +52,8 @@ class WeightSync:
         version = self.trainer.version
         weights = await self.publisher.stage(await asyncio.to_thread(self.trainer.weight_source))
         await self.trust.expect(version)
+        if self.sleeper is not None:  # the last that the trainer computes before it is the engine's turn
+            await asyncio.to_thread(self.trainer.rest)
         failed: Sequence[str] = ()
 
         async def load() -> None:

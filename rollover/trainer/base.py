@@ -57,6 +57,11 @@ class Trainer(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Give back what only a step takes of the device: its gradients and what the allocator keeps. Weights and the
+        optimizer's moments stay."""
+        ...
+
     def close(self) -> None:
         """End what it has started. Nothing else may be asked of it then."""
         ...

@@ -181,6 +181,11 @@ class FleetTrainer:
             self._surely(save)
             self._checkpoint, self._since = folder, []
 
+    def rest(self) -> None:
+        """See ``Trainer.rest``."""
+        with self._turn:
+            self._surely(lambda ranks: ranks.ask(f"the rest after step {self._version - 1}", "rest"))
+
     def close(self) -> None:
         """End the ranks, also where they are at work."""
         self._is_closed = True

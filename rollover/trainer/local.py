@@ -222,6 +222,12 @@ class LocalTrainer:
         """Write this rank's part of what engines serve."""
         self._policy.publish_share(folder)
 
+    def rest(self) -> None:
+        """See ``Trainer.rest``."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """See ``Trainer.close``: there is nothing to end."""
 

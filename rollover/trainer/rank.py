@@ -65,6 +65,7 @@ class _Rank:
             "logits": self._logits,
             "publish": self._publish,
             "save": self._save,
+            "rest": self._trainer.rest,
         }
         return commands[command](**arguments)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities
+from rollover.engine.base import DeclaredCapabilities, check_colocated
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -52,6 +52,9 @@ class EmbeddedConfig:
     """How a weight update treats cached tokens. ``recompute`` drops them, so that every token is sampled
     from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
     cache."""
+    colocated: Changeable[bool] = False
+    """The trainer trains on the same device: while it does, weights and cache are given back to it. What was cached is
+    then computed again, and strategies that generate while the trainer trains cannot be used."""
     stream_interval_tokens: Inexact[int] = 16
     """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
     logprob_tolerance: Changeable[float | None] = None
@@ -65,7 +68,10 @@ class EmbeddedConfig:
     @property
     def declared(self) -> DeclaredCapabilities:
         return DeclaredCapabilities(
-            deterministic=True, max_running=self.max_running, max_context_tokens=self.max_context_tokens
+            deterministic=True,
+            max_running=self.max_running,
+            max_context_tokens=self.max_context_tokens,
+            is_colocated=self.colocated,
         )
 
     def __post_init__(self) -> None:
@@ -100,3 +106,5 @@ class EmbeddedConfig:
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, key)!r}")
+        if self.colocated:
+            check_colocated(self.kv_on_update)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.drafts import Draft, NgramDrafter
 from rollover.engine.embedded.kv_cache import Ints
-from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, RunnerSizes
+from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, differing, load_weights
@@ -90,7 +91,8 @@ class EngineCore:
         self._block_bytes = sizing.block_bytes(config, arch, cache_dtype)
         size, num_blocks = config.block_size_tokens, sizing.num_blocks(config, self._max_context, self._block_bytes)
         sizes = RunnerSizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
-        self._model_runner = make(arch, sizes, dtype, self.device)
+        self._make_model_runner = partial(make, arch, sizes, dtype, self.device)
+        self._awake: ModelRunner | None = self._make_model_runner()
         load_weights(self._model_runner.slots, weights, tied_embeddings=arch.tied_embeddings)
         self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, size),
@@ -112,7 +114,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open)
+        return bool(self._open) and self._awake is not None
+
+    @property
+    def _model_runner(self) -> ModelRunner:
+        if self._awake is None:
+            raise EngineError("the embedded engine sleeps: it has given its weights and its cache back")
+        return self._awake
 
     @property
     def capabilities(self) -> Capabilities:
@@ -123,6 +131,7 @@ class EngineCore:
             in_flight_update=True,
             seeded=True,
             number_format=str(sizing.dtype_of(self._config)).removeprefix("torch."),
+            is_colocated=self._config.colocated,
             prefill_tokens_per_iteration=self._prefill_tokens_per_iteration,
         )
 
@@ -167,16 +176,28 @@ class EngineCore:
         self._model_runner.kv.zero_()
         return ids
 
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache, until the next ``load``. Raises ``EngineError``, and changes
+        nothing, when a call is open."""
+        if self._open:
+            raise EngineError(f"the embedded engine cannot sleep: {len(self._open)} calls are open")
+        self.scheduler.reset()
+        self._awake = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def load(self, policy_version: int, source: WeightSource) -> list[Output]:
-        """Take new weights, and give the chunks that end at this boundary. Raises ``EngineError`` and changes
-        nothing when the version goes back or the weights do not fit."""
+        """Take new weights, awake from now on, and give the chunks that end at this boundary. Raises ``EngineError``
+        and changes nothing when the version goes back or the weights do not fit."""
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
         source.manifest.require_full(policy_version, "the embedded engine")
+        runner = self._awake or self._make_model_runner()
         try:
-            load_weights(self._model_runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
+            load_weights(runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
+        self._awake = runner
         outputs = [
             Output(request_id, sequence.flush(self.policy_version))
             for request_id, sequence in self._open.items()

@@ -8,7 +8,8 @@ Each open call has a stream that the runner's deliveries fill and its ``generate
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
@@ -43,6 +44,7 @@ class EmbeddedEngine:
 
     def __init__(self, core: EngineCore, config: EmbeddedConfig, *, lockstep: bool = False) -> None:
         self._core = core
+        self._config = config
         self._timeout_s = config.command_timeout_s
         self._streams: dict[str, _Stream] = {}
         self._closed = False
@@ -55,14 +57,8 @@ class EmbeddedEngine:
     ) -> EmbeddedEngine:
         """Serve the model in a Hugging Face folder. Raises ``ModelError`` and ``ConfigError`` as
         ``EngineCore`` does, and ``ResourceError`` when it does not fit into memory."""
-        try:
+        with _fitting(config):
             core = EngineCore(folder, config, policy_version=policy_version, isolate_prompts=lockstep)
-        except (RuntimeError, MemoryError) as error:
-            if not isinstance(failure(error), ResourceError):
-                raise
-            raise ResourceError(
-                f"the cache does not fit into memory: lower engine.kv_cache_bytes (now {config.kv_cache_bytes})"
-            ) from error
         return cls(core, config, lockstep=lockstep)
 
     def __repr__(self) -> str:
@@ -105,7 +101,18 @@ class EmbeddedEngine:
         await self._set_paused(False)
 
     async def load(self, version: int, source: WeightSource) -> None:
-        await self._do("load", lambda core: core.load(version, source))
+        """See ``WeightTarget.load``. Raises ``ResourceError`` when it wakes and its memory is not to be had again."""
+        with _fitting(self._config):
+            await self._do("load", lambda core: core.load(version, source))
+
+    async def sleep(self) -> None:
+        """See ``Sleeps.sleep``."""
+
+        def command(core: EngineCore) -> list[Output]:
+            core.sleep()
+            return []
+
+        await self._do("give its memory back", command)
 
     async def differing(self, source: WeightSource) -> list[str]:
         """See ``ReadsBack.differing``."""
@@ -162,3 +169,16 @@ class EmbeddedEngine:
             if stream := self._streams.get(request_id):
                 stream.finished = True
                 stream.queue.put_nowait(error)
+
+
+@contextmanager
+def _fitting(config: EmbeddedConfig) -> Iterator[None]:
+    """Name the setting that helps where weights and cache do not fit into memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RolloverError) or not isinstance(failure(error), ResourceError):
+            raise
+        raise ResourceError(
+            f"the cache does not fit into memory: lower engine.kv_cache_bytes (now {config.kv_cache_bytes})"
+        ) from error

@@ -43,6 +43,7 @@ class GraphModelRunner(TorchModelRunner):
         width = -(-sizes.max_context // sizes.block_size)
         self._inputs = _Inputs(bucket(self._most, self._most), width, sizes.num_blocks, device)
         self._recordings: dict[int, _Recording] = {}
+        self._shared = _SharedMemory()
         self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
 
     def decode(
@@ -53,8 +54,9 @@ class GraphModelRunner(TorchModelRunner):
         self._inputs.set(tokens, params, uniforms_B, size)
         recording = self._recordings.get(size)
         if recording is None:
-            recording = self._recordings[size] = _Recording(lambda: self._iteration(size), self._device)
-        logits_BV, drawn_2B = recording.replay()
+            recording = _Recording(lambda: self._iteration(size), self._device, self._shared)
+            self._recordings[size] = recording
+        logits_BV, drawn_2B = recording.replay(lambda: self._iteration(size))
         if any(map(is_cut, params)):
             ids_B, logprobs_B = sample(logits_BV[:num_seqs], params, uniforms_B)
             drawn_2B = torch.stack([ids_B.double(), logprobs_B.double()])
@@ -130,14 +132,19 @@ class _Inputs:
         self.drawing.copy_(self._host_drawing, non_blocking=True)
 
 
+class _SharedMemory:
+    """The memory that all recordings of a runner use in turn. It is gone when the last of them is."""
+
+    pool: Any = None
+
+
 class _Recording:
     """A computation on fixed places in memory: recorded on a GPU, simply done on a CPU."""
 
-    _pool: Any = None
-    """Memory that all recordings use in turn."""
-
-    def __init__(self, compute: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
-        self._compute, self._graph = compute, None
+    def __init__(
+        self, compute: Callable[[], tuple[Tensor, Tensor]], device: torch.device, shared: _SharedMemory
+    ) -> None:
+        self._graph = None
         if device.type != "cuda":
             return
         stream = torch.cuda.Stream()
@@ -146,14 +153,15 @@ class _Recording:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=_Recording._pool):
+        with torch.cuda.graph(self._graph, pool=shared.pool):
             self._outputs = compute()
-        _Recording._pool = self._graph.pool()
+        shared.pool = self._graph.pool()
 
-    def replay(self) -> tuple[Tensor, Tensor]:
-        """Compute, into places that the next replay overwrites."""
+    def replay(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Compute, into places that the next replay overwrites; by ``compute`` where nothing is recorded. It is not
+        kept: recordings that refer to their runner would keep its memory when it is dropped."""
         if self._graph is None:
-            return self._compute()
+            return compute()
         self._graph.replay()
         return self._outputs
 

@@ -1,0 +1,152 @@
+"""The embedded engine gives its memory back for a step of the trainer, and wakes with the next weights."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.engine.base import Sleeps
+from rollover.engine.embedded.core import EngineCore
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.graphs import GraphModelRunner
+from rollover.errors import EngineError, ResourceError
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import DEADLINE_S, collect, request, tokens
+from tests.engine.embedded.harness import CONFIG, Calls, core_of
+from tests.engine.models import saved, tiny_model
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Memory is to be given back at once, not when Python looks for cycles."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, kernels: Any) -> None:
+    core = core_of(folder, kv_cache_bytes=2**28, cpu_kernels=kernels)
+    core._model_runner.kv._keys.add_(1)  # a page that nobody has written takes no memory
+    core._model_runner.kv._values.add_(1)
+    runner, cache = weakref.ref(core._model_runner), weakref.ref(core._model_runner.kv)
+    before = resident_bytes()
+    core.sleep()
+    assert runner() is None and cache() is None
+    assert before - resident_bytes() > 0.95 * 2**28
+    core.load(1, FolderWeights(1, folder))
+    assert len(tokens(Calls(core, [request("a")]).finish()["a#0"])) == 12
+
+
+def test_what_it_samples_after_its_sleep_is_what_it_would_have_sampled_without_and_nothing_is_found_in_a_cache(
+    folder: Path,
+) -> None:
+    drawn, cached = [], []
+    for sleeps in (False, True):
+        core = core_of(folder)
+        calls = Calls(core, [request(f"r{i}", seed=i) for i in range(3)])
+        calls.step(4)
+        calls.abort(*calls.chunks)
+        heads = {name: tokens(chunks) for name, chunks in calls.chunks.items()}
+        if sleeps:
+            core.sleep()
+        calls.take(core.load(1, FolderWeights(1, folder)))
+        again = [
+            request(name.partition("#")[0], seed=i, response_ids=heads[name], call=1) for i, name in enumerate(heads)
+        ]
+        calls.add(*again)
+        calls.finish()
+        drawn.append([tokens(calls.chunks[r.request_id]) for r in again])
+        cached.append(core.stats().cached_tokens)
+        assert {c.policy_version for r in again for c in calls.chunks[r.request_id]} == {1}
+        assert core.stats().reprefilled_tokens > 0
+    assert drawn[0] == drawn[1]
+    assert cached[0] == cached[1]
+
+
+def test_recordings_do_not_keep_a_runner_alive(folder: Path) -> None:
+    core = EngineCore(folder, CONFIG, make_model_runner=GraphModelRunner)
+    Calls(core, [request("a")]).finish()
+    runner = weakref.ref(core._model_runner)
+    core.sleep()
+    assert runner() is None
+    core.load(1, FolderWeights(1, folder))
+    assert len(tokens(Calls(core, [request("b")]).finish()["b#0"])) == 12
+
+
+def test_it_does_not_sleep_over_open_calls(folder: Path) -> None:
+    core = core_of(folder)
+    calls = Calls(core, [request("a")])
+    with pytest.raises(EngineError, match="cannot sleep: 1 calls are open"):
+        core.sleep()
+    assert len(tokens(calls.finish()["a#0"])) == 12
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True), lockstep=lockstep)
+        assert isinstance(engine, Sleeps) and engine.capabilities.is_colocated
+        try:
+            await engine.sleep()
+            call = asyncio.create_task(collect(engine, request("a")))
+            await engine.pause()
+            await engine.resume()
+            assert not call.done()
+            with pytest.raises(EngineError, match="sleeps"):
+                await engine.differing(FolderWeights(0, folder))
+            await engine.load(3, FolderWeights(3, folder))
+            async with asyncio.timeout(DEADLINE_S):
+                assert {chunk.policy_version for chunk in await call} == {3}
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def test_weights_that_do_not_fit_leave_it_asleep_and_memory_that_is_not_to_be_had_names_the_setting(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
+
+    async def main() -> None:
+        engine = EmbeddedEngine.from_folder(folder, CONFIG)
+        try:
+            await engine.sleep()
+            with pytest.raises(EngineError, match="do not fit"):
+                await engine.load(1, FolderWeights(1, other))
+            with pytest.raises(EngineError, match="sleeps"):
+                await engine.differing(FolderWeights(0, folder))
+
+            def no_room() -> Any:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
+
+            make, engine._core._make_model_runner = engine._core._make_model_runner, no_room  # type: ignore[assignment]
+            with pytest.raises(ResourceError, match=r"lower engine\.kv_cache_bytes"):
+                await engine.load(1, FolderWeights(1, folder))
+            engine._core._make_model_runner = make
+            await engine.load(1, FolderWeights(1, folder))
+            assert not await engine.differing(FolderWeights(1, folder))
+        finally:
+            await engine.close()
+
+    asyncio.run(main())

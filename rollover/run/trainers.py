@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
 from rollover.errors import ConfigError, require
+from rollover.hf.config import read_model_config
+from rollover.hf.hub import resolve_model
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.trainer.checks import check_suits
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
@@ -60,8 +64,9 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 def check_devices(config: RunConfig) -> list[str]:
     """Return what a user should know of the trainer's devices. This loads nothing, and so comes before the warm-up.
 
-    Raises ``ConfigError`` for devices that are not there.
+    Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model.
     """
+    model = _shape(config)
     lines = []
     if config.cluster is not None:
         require("ray", purpose="[cluster]")
@@ -69,6 +74,7 @@ def check_devices(config: RunConfig) -> list[str]:
     for what, section in (("warm-up", config.sft), ("trainer", config.trainer)):
         if section is None:
             continue
+        check_suits(section, model)
         if section.num_devices == 1:
             if section.device not in ("auto", "cpu"):
                 from rollover.trainer.models import pick_device
@@ -79,4 +85,14 @@ def check_devices(config: RunConfig) -> list[str]:
 
         devices = rank_devices(section)
         lines.append(f"{what}: sharded over {len(devices)} devices ({', '.join(devices)}), a process each")
+        if (size := section.context_parallel) > 1:
+            lines.append(f"{what}: each pass is shared by {size} devices, along the sequence")
     return lines
+
+
+def _shape(config: RunConfig) -> Mapping[str, Any]:
+    """Return what is in the ``config.json`` of the run's model, or will be."""
+    if config.model.scratch is not None:
+        return config.model.scratch.model_config(config.model.scratch.vocab_size)
+    assert config.model.path is not None
+    return read_model_config(resolve_model(config.model.path, weights=False), weights=False)

@@ -7,6 +7,7 @@ length are gathered into blocks ``[S, L]``, attended causally without any mask, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend within samples. ``query [1, H, N, D]``, ``key`` and ``value [1, K, N, D]``; returns ``[1, N, H,
-    D]``."""
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    D]``. Where several ranks share the row, N are the positions of this one."""
+    rows: Sequence[Tensor] = [x[0].transpose(0, 1) for x in (query, key, value)]
+    share = packed_row.share
+    if share is not None:
+        rows = share.whole_rows(rows)
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for positions_SL in packed_row.buckets:
@@ -47,7 +51,8 @@ def packed_attention(
             enable_gqa=grouped,
         )
         outputs.append(block_SHLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed_row.unpad_N)[None], None
+    output_NHD = torch.cat(outputs).index_select(0, packed_row.unpad_N)
+    return (output_NHD if share is None else share.own_positions(output_NHD))[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -70,6 +70,12 @@ class StepConfig:
                 raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
 
 
+def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
+    each, num = config.context_parallel, config.num_devices
+    _require(each >= 1, "context_parallel", each, "at least 1")
+    _require(num % each == 0, "context_parallel", each, f"a divisor of num_devices ({num})")
+
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """All matrices of the layers that are supported."""
 
@@ -108,6 +114,10 @@ class TrainerConfig(StepConfig):
     num_devices: Inexact[int] = 1
     """Devices of this machine over which weights, gradients and optimizer state are sharded (FSDP2), each with a
     process of its own: the first so many GPUs, or as many processes on the CPU. 1 trains in the process of the run."""
+    context_parallel: Inexact[int] = 1
+    """Devices that share each pass along the sequence, for contexts that one cannot hold: activations of
+    ``micro_batch_tokens`` are split over so many, and all-to-all exchanges surround attention (Ulysses, arXiv
+    2309.14509). Divides ``num_devices`` and the attention heads and key-value heads of the model."""
     max_restarts: Changeable[int] = 3
     """With several devices: how often in a row their processes are started again from the last checkpoint, after one of
     them was lost, before the run gives up. Every step that is new begins the count anew."""
@@ -119,6 +129,7 @@ class TrainerConfig(StepConfig):
         StepConfig.__post_init__(self)
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
         _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
+        _check_context_parallel(self)
         _require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "at least 0")
         _require(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "above 0")
 
@@ -142,10 +153,13 @@ class SFTConfig(StepConfig):
     """Examples per optimizer step."""
     num_devices: Inexact[int] = 1
     """Devices of this machine over which the warm-up is sharded, as ``trainer.num_devices`` is for what follows."""
+    context_parallel: Inexact[int] = 1
+    """Devices that share each pass along the sequence, as in ``trainer.context_parallel``."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
         _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
+        _check_context_parallel(self)
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
 

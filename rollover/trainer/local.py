@@ -25,10 +25,13 @@ from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import RolloverError
 from rollover.hf.companions import read_companions
+from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.checkpoint import read_manifest, write_manifest
+from rollover.trainer.checks import check_suits
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.context import open_context
 from rollover.trainer.dealing import attention_share
 from rollover.trainer.drift import measured_drift
 from rollover.trainer.gathering import gathered_distances, gathered_losses, of_nothing
@@ -37,7 +40,7 @@ from rollover.trainer.logprobs import all_logprobs, response_logits, response_lo
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, deal, split
 from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from rollover.trainer.packing import PackedRow, TrainingSample, pack
+from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
 from rollover.trainer.policy import open_policy
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
@@ -91,6 +94,10 @@ class LocalTrainer:
         self._is_whole = True
         """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
+        check_suits(config, read_model_config(initial, weights=False))
+        self._context = open_context(world, config.context_parallel)
+        self._counts = self._context is None or self._context.place == 0
+        """Of the ranks that share a row, one says what was found of it."""
         self._companions = read_companions(initial)
         if resume_from is not None and world.size > 1:
             self._version = read_manifest(resume_from).version
@@ -151,6 +158,7 @@ class LocalTrainer:
                 budget=config.micro_batch_tokens,
                 max_response_tokens=self._setup.max_response_tokens,
                 world=world,
+                context=self._context,
                 quadratic=attention_share(self._model.config.hidden_size),
             )
             constants = self._constants(data, minis)
@@ -194,7 +202,7 @@ class LocalTrainer:
         logits = np.empty((len(prompts), self.vocab_size), dtype=np.float32)
         with reporting_out_of_memory(self._config), torch.no_grad():
             for row in rows:
-                logits_TV = response_logits(self._model, row, autocast=self._autocast)
+                logits_TV = response_logits(self._model, shared(row, self._context), autocast=self._autocast)
                 logits[row.token_T.tolist()] = logits_TV.float().cpu().numpy()
         return logits
 
@@ -243,13 +251,15 @@ class LocalTrainer:
         late = minis if in_reward else minis[1:] if self._algorithm.needs_proximal else ()
 
         def forward(model: Any, chosen: tuple[MiniBatch, ...], what: str) -> Tensor:
+            rows = [row for mini in chosen for row in mini.rows]
+            padding = [row for mini in chosen for row in mini.padding]
             logprobs_T = all_logprobs(
                 model,
-                [row for mini in chosen for row in mini.rows],
+                rows if self._counts else (),
                 self._setup.temperature,
                 num_tokens=data.num_tokens,
                 autocast=self._autocast,
-                padding=[row for mini in chosen for row in mini.padding],
+                padding=padding if self._counts else rows + padding,
                 on_pass=self._world.tick,
             )
             return self._world.sum(logprobs_T, what) if chosen else logprobs_T
@@ -288,7 +298,7 @@ class LocalTrainer:
         for row in mini.rows:
             logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
             tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
-            if is_first or needs_proximal:  # else the weights have moved since the step began
+            if self._counts and (is_first or needs_proximal):  # else the weights have moved since the step began
                 distance_T[row.token_T] = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).abs().double()
             try:
                 loss, row_metrics = self._loss(data, mini, row, tokens)
@@ -297,8 +307,9 @@ class LocalTrainer:
                     raise
                 refused, loss = refused or error, logprobs_T.sum()  # the other ranks wait for this pass
             else:
-                losses.append(loss.detach())
-                parts.append(row_metrics)
+                if self._counts:
+                    losses.append(loss.detach())
+                parts.append(row_metrics if self._counts else of_nothing(row_metrics))
             loss.backward()
             self._world.tick()
         for row in mini.padding:

@@ -56,24 +56,11 @@ def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocas
     if isinstance(model, OneForward):
         inner: Tensor = model(lambda hf: response_logprobs(hf, row, temperature, autocast=autocast))
         return inner
+    own = row.share or row
     with _autocast(row.input_ids_N.device, autocast):
         hidden_TD = response_hidden(model, row)
-        chunk = max(1, LOGITS_PER_CHUNK // model.lm_head.out_features)
-        if len(hidden_TD) <= chunk:
-            return _token_logprobs(model.lm_head, hidden_TD, row.target_T, temperature)
-        parts = [
-            checkpoint(
-                _token_logprobs,
-                model.lm_head,
-                h,
-                t,
-                temperature,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for h, t in zip(hidden_TD.split(chunk), row.target_T.split(chunk), strict=True)
-        ]
-        return torch.cat(parts)
+        logprobs_T = _head_logprobs(model.lm_head, hidden_TD, own.target_T, temperature)
+    return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
 
 def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:
@@ -84,7 +71,7 @@ def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Te
         return inner
     with _autocast(row.input_ids_N.device, autocast):
         logits_TV: Tensor = model.lm_head(response_hidden(model, row))
-        return logits_TV
+    return logits_TV if row.share is None else row.share.gathered(logits_TV)
 
 
 def all_logprobs(
@@ -117,15 +104,28 @@ def all_logprobs(
 
 
 def response_hidden(model: Any, row: PackedRow) -> Tensor:
-    """Return the last hidden states ``[T, D]`` at the predicting positions."""
+    """Return the last hidden states ``[T, D]`` at the predicting positions; those of this rank, where several share the
+    row."""
+    own = row.share or row
     hidden_ND = model.model(
-        input_ids=row.input_ids_N[None],
-        position_ids=row.position_ids_N[None],
+        input_ids=own.input_ids_N[None],
+        position_ids=own.position_ids_N[None],
         use_cache=False,
         packed_row=row,
     ).last_hidden_state[0]
-    hidden_TD: Tensor = hidden_ND.index_select(0, row.predict_T)
+    hidden_TD: Tensor = hidden_ND.index_select(0, own.predict_T)
     return hidden_TD
+
+
+def _head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+    chunk = max(1, LOGITS_PER_CHUNK // head.out_features)
+    if len(hidden_TD) <= chunk:
+        return _token_logprobs(head, hidden_TD, target_T, temperature)
+    parts = [
+        checkpoint(_token_logprobs, head, h, t, temperature, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden_TD.split(chunk), target_T.split(chunk), strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _token_logprobs(head: nn.Module, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:

@@ -24,6 +24,7 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
+from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.models import load_policy, save_weights
 from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
@@ -139,9 +140,7 @@ def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
     from peft import LoraConfig as PeftConfig
 
     matrices = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if unknown := [name for name in config.targets if name not in matrices]:
-        known = ", ".join(dict.fromkeys(matrices))
-        raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}, which the model has not; its matrices: {known}")
+    check_targets(config.targets, matrices)
     if "lm_head" in config.targets and model.lm_head.weight is model.model.embed_tokens.weight:
         raise ConfigError("trainer.lora.targets names 'lm_head', which is the model's embedding too and has to stay it")
     return PeftConfig(

@@ -16,8 +16,9 @@ from torch import Tensor
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ConfigError
+from rollover.trainer.context import ContextGroup
 from rollover.trainer.dealing import deal_rows
-from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of
+from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of, shared
 from rollover.trainer.world import ALONE, World
 from rollover.types import Group, SampleId
 
@@ -146,10 +147,12 @@ def split(
     budget: int,
     max_response_tokens: int,
     world: World = ALONE,
+    context: ContextGroup | None = None,
     quadratic: float = 0.0,
 ) -> tuple[MiniBatch, ...]:
     """``num`` mini-batches of whole groups, as equal in groups as can be, packed into rows of ``budget``
-    tokens, of which each rank of ``world`` gets its own. ``quadratic``: see ``dealing.family_cost``."""
+    tokens, of which each rank of ``world`` gets its own, and the ranks of a ``context`` the same.
+    ``quadratic``: see ``dealing.family_cost``."""
     sizes = np.array(data.samples_per_group)
     ends = np.cumsum(sizes)
     lengths_B = np.array([len(s.response_ids) for s in data.samples])
@@ -158,7 +161,13 @@ def split(
         members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))
         per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
         rows, padding, positions = rows_of_rank(
-            data.samples, members, budget=budget, world=world, quadratic=quadratic, device=data.group_B.device
+            data.samples,
+            members,
+            budget=budget,
+            world=world,
+            context=context,
+            quadratic=quadratic,
+            device=data.group_B.device,
         )
         minis.append(
             MiniBatch(
@@ -184,15 +193,21 @@ def rows_of_rank(
     *,
     budget: int,
     world: World,
+    context: ContextGroup | None,
     quadratic: float,
     device: torch.device,
 ) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
-    """Return this rank's rows, its padding, and the input positions of all ranks. See ``dealing``."""
+    """Return this rank's rows, its padding, and the input positions of all ranks. See ``dealing``. Ranks that share
+    rows have the same ones."""
     if world.size == 1:
         rows = pack(samples, budget, members=members, device=device)
         return rows, (), sum(len(row.input_ids_N) for row in rows)
-    dealt = deal_rows(samples, members, budget=budget, num_ranks=world.size, quadratic=quadratic)
-    own = dealt[world.rank]
+    number, each = (world.rank, 1) if context is None else (context.number, context.size)
+    dealt = deal_rows(samples, members, budget=budget, num_ranks=world.size // each, quadratic=quadratic)
+    own = dealt[number]
     positions = sum(num_positions(samples, part) for rank in dealt for row in rank.rows for part in row)
-    padding = rows_of(samples, [own.padding], device=device) * own.num_padding
-    return rows_of(samples, own.rows, device=device), padding, positions
+    rows, padding = (
+        tuple(shared(row, context) for row in rows_of(samples, chosen, device=device))
+        for chosen in (own.rows, [own.padding])
+    )
+    return rows, padding * own.num_padding, positions

@@ -8,12 +8,14 @@ tensors on the model's device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rollover.trainer.context import Context, RowShare
 
 Ints = NDArray[np.int64]
 
@@ -58,6 +60,8 @@ class PackedRow:
     look."""
     unpad_N: Tensor
     """Where each input position stands in the flattened, concatenated blocks."""
+    share: RowShare | None = None
+    """What this rank has of the row, where several share it; what is said above is the whole row's."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
@@ -128,6 +132,20 @@ def rows_of(
     """Rows that hold these families each."""
     first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
     return tuple(_row(samples, parts, first_token_B, device) for parts in rows)
+
+
+def shared(row: PackedRow, context: Context | None) -> PackedRow:
+    """Return the row with this rank's share of it, where several ranks share rows."""
+    if context is None:
+        return row
+    share = RowShare.of(
+        context,
+        input_ids_N=row.input_ids_N,
+        position_ids_N=row.position_ids_N,
+        predict_T=row.predict_T,
+        target_T=row.target_T,
+    )
+    return replace(row, share=share)
 
 
 def num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:

@@ -130,7 +130,7 @@ def serve(connection: Connection) -> NoReturn:
     with _telling(connection):
         mesh = _meet(task)
         progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
-        world = World(task.rank, task.size, progress=progress, mesh=mesh)
+        world = World(task.rank, task.size, progress=progress, mesh=mesh, timeout_s=task.timeout_s)
         rank = (_WarmupRank if isinstance(task.setup, SFTSetup) else _Rank)(task, world)
         world.tick()
         connection.send(Done(rank.facts()))

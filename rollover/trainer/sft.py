@@ -15,9 +15,12 @@ import torch
 
 from rollover.errors import DataError
 from rollover.hf.companions import read_companions
+from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
+from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig
+from rollover.trainer.context import open_context
 from rollover.trainer.dealing import attention_share
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import response_logprobs
@@ -66,6 +69,8 @@ class SFTTrainer:
     def __init__(self, setup: SFTSetup, folder: Path, *, world: World = ALONE, device: str | None = None) -> None:
         self._setup = setup
         self._world = world
+        check_suits(setup.config, read_model_config(folder))
+        self._context = open_context(world, setup.config.context_parallel)
         self._device = pick_device(device or setup.config.device)
         self._companions = read_companions(folder)
         with reporting_out_of_memory(setup.config):
@@ -90,15 +95,16 @@ class SFTTrainer:
                 range(len(samples)),
                 budget=config.micro_batch_tokens,
                 world=world,
+                context=self._context,
                 quadratic=attention_share(model.config.hidden_size),
                 device=self._device,
             )
-            loss = 0.0
+            loss, counts = 0.0, self._context is None or self._context.place == 0
             for row, weight in [*((row, -1 / num_tokens) for row in rows), *((row, 0.0) for row in padding)]:
                 logprobs_T = response_logprobs(model, row, 1.0, autocast=self._policy.autocast)
                 share = weight * logprobs_T.sum()
                 share.backward()
-                loss += float(share.detach())
+                loss += float(share.detach()) if counts else 0.0
                 world.tick()
             grad_norm = apply_gradients(self._optimizer, config, learning_rate(config, step, config.num_steps))
             loss = float(world.sum(torch.tensor(loss, dtype=torch.float64, device=self._device), "losses"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class World:
     Args:
         progress: how much each rank has done, ``[size]``; this one counts its own entry up.
         mesh: the devices of all ranks, in one dimension.
+        timeout_s: the deadline of collectives among a part of the ranks; that of all ranks is their process group's.
 
     Example: on rank 1 of 2, ``world.sum(torch.tensor([1.0]), "ones")`` returns 2 on both.
     """
@@ -45,12 +47,15 @@ class World:
         *,
         progress: NDArray[np.uint64] | None = None,
         mesh: DeviceMesh | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         assert 0 <= rank < size, f"there is no rank {rank} of {size}"
         self.rank = rank
         self.size = size
         self.mesh = mesh
         self._progress = progress
+        self._timeout_s = timeout_s
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
@@ -63,7 +68,7 @@ class World:
     def sum(self, values: Tensor, what: str) -> Tensor:
         """Return the sum of the tensors of all ranks; the same bits on each of them. It may be ``values`` itself."""
         if self.size > 1:
-            self._together(what, lambda: dist.all_reduce(values))
+            self.together(what, lambda: dist.all_reduce(values))
         return values
 
     def gather(self, values_K: Tensor, what: str) -> Tensor:
@@ -71,7 +76,7 @@ class World:
         if self.size == 1:
             return values_K[None]
         parts = [torch.empty_like(values_K) for _ in range(self.size)]
-        self._together(what, lambda: dist.all_gather(parts, values_K))
+        self.together(what, lambda: dist.all_gather(parts, values_K))
         return torch.stack(parts)
 
     def failed(self, here: bool, what: str) -> Sequence[int]:
@@ -82,21 +87,36 @@ class World:
         flags_W = self.gather(torch.tensor([float(here)], device=device), what)[:, 0]
         return [rank for rank, flag in enumerate(flags_W.tolist()) if flag]
 
-    def _together(self, what: str, collective: Callable[[], Any]) -> None:
+    def neighbours(self, size: int) -> dist.ProcessGroup:
+        """Return the process group of this rank among groups of ``size`` ranks that follow each other. All ranks call
+        it; ``size`` divides their number."""
+        if size not in self._neighbours:
+            timeout = timedelta(seconds=self._timeout_s)
+            for first in range(0, self.size, size):  # each group is made by all ranks, also by those outside it
+                group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+                if first <= self.rank < first + size:
+                    self._neighbours[size] = group
+        return self._neighbours[size]
+
+    def together(self, what: str, collective: Callable[[], Any], *, among: Sequence[int] | None = None) -> None:
+        """Do what needs other ranks too: all of them, or those of ``among``.
+
+        Raises ``PeerLost`` naming whom this rank has waited for, when it does not come about.
+        """
         self.tick()
         started_s = time.monotonic()
         try:
             collective()
         except RuntimeError as error:  # gloo's errors and NCCL's are of this kind
             waited_s = time.monotonic() - started_s
-            names = " and ".join(f"rank {rank}" for rank in self._behind())
+            names = " and ".join(f"rank {rank}" for rank in self._behind(among or range(self.size)))
             reason = (str(error).splitlines() or [""])[0]
             raise PeerLost(f"{self} waited {waited_s:.0f} s for {names} ({what}): {reason}") from error
         self.tick()
 
-    def _behind(self) -> list[int]:
+    def _behind(self, among: Sequence[int]) -> list[int]:
         """Return the ranks that have done less than this one, or all others when none has."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in among if rank != self.rank]
         if self._progress is None:
             return others
         own = self._progress[self.rank]

@@ -90,6 +90,24 @@ def killing_at(version: int, as_ever: Callable[[FleetTrainer, Batch], Any]) -> C
         (("--trainer.num_devices", "999"), "trainer.num_devices is 999, but on the CPU of this machine at most"),
         (("--sft.num_devices", "999"), "sft.num_devices is 999, but on the CPU of this machine at most"),
         ((*TWO, "--trainer.device", "cuda"), "trainer.num_devices is 2, but 0 GPUs can be seen: lower it"),
+        (
+            ("--trainer.num_devices", "4", "--trainer.context_parallel", "4"),
+            "trainer.context_parallel is 4, but the model has 4 attention heads and 2 key-value heads, which are dealt"
+            " to so many devices: set it to a divisor of both (1, 2)",
+        ),
+        (
+            ("--sft.num_devices", "4", "--sft.context_parallel", "4"),
+            "sft.context_parallel is 4, but the model has 4 attention heads and 2 key-value heads",
+        ),
+        (
+            ("--trainer.num_devices", "3", "--trainer.context_parallel", "2"),
+            "trainer.context_parallel must be a divisor of num_devices (3), got 2",
+        ),
+        (
+            ("--trainer.lora.targets", '["q_proj", "query"]'),
+            "trainer.lora.targets names 'query', which the model has not; its matrices: q_proj, k_proj, v_proj, o_proj,"
+            " gate_proj, up_proj, down_proj, lm_head",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_begun(
@@ -105,3 +123,5 @@ def test_what_cannot_be_done_is_said_before_anything_is_begun(
 def test_a_dry_run_says_where_the_trainer_is(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = done("train", "run.toml", "--dry-run", "--trainer.device", "cpu", *TWO, capsys=capsys)
     assert "trainer: sharded over 2 devices (cpu, cpu), a process each" in " ".join(said.split())
+    said = done("train", "run.toml", "--dry-run", *TWO, "--trainer.context_parallel", "2", capsys=capsys)
+    assert "trainer: each pass is shared by 2 devices, along the sequence" in " ".join(said.split())

@@ -21,3 +21,10 @@ def three() -> Iterator[RankPool]:
     pool = RankPool(3)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -104,6 +104,14 @@ def test_ranks_warm_up_as_one_process_does(
             assert all((tensor - weights[name]).abs().max() < 1e-6 for name, tensor in alone[1].items())
 
 
+def test_ranks_that_share_rows_warm_up_as_one_process_does(folder: Path, two: RankPool) -> None:
+    settings = {"num_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 24, "max_grad_norm": 0.5}
+    alone = warmed(None, folder=folder, **settings)
+    for figures, weights in two.call(warmed, folder=folder, **settings, num_devices=2, context_parallel=2):
+        assert figures == pytest.approx(alone[0], rel=1e-5)
+        assert all((tensor - weights[name]).abs().max() < 1e-6 for name, tensor in alone[1].items())
+
+
 def warmed(world: World | None, *, folder: Path, **settings: object) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and norms of gradients, and the weights after them."""
     own = config(**settings)

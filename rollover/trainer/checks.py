@@ -1,0 +1,50 @@
+"""Says whether settings suit a model, by its ``config.json``, before anything of it is loaded. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollover.errors import ConfigError
+from rollover.hf.architecture import Architecture
+from rollover.trainer.config import LORA_TARGETS, SFTConfig, TrainerConfig
+
+
+def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> None:
+    """Check that a model can be trained as ``config`` says.
+
+    Args:
+        model: what its ``config.json`` holds.
+
+    Raises ``ConfigError`` when rows cannot be shared as ``context_parallel`` says, and when adapters are asked for
+    beside matrices that the model has not.
+
+    Example: of a model with 14 heads and 2 key-value heads each row can be shared by 2 devices.
+    """
+    if config.context_parallel > 1:
+        shape = Architecture.from_config(model)
+        check_heads(config, shape.num_heads, shape.num_kv_heads)
+    if isinstance(config, TrainerConfig) and config.lora is not None:
+        check_targets(config.lora.targets, (*LORA_TARGETS, "lm_head"))
+
+
+def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads: int) -> None:
+    """Raise ``ConfigError`` when the heads cannot be dealt to the devices that share a row, as many to each."""
+    size, both = config.context_parallel, math.gcd(num_heads, num_kv_heads)
+    if both % size:
+        divisors = ", ".join(str(n) for n in range(1, both + 1) if both % n == 0)
+        raise ConfigError(
+            f"{config.section}.context_parallel is {size}, but the model has {num_heads} attention heads and"
+            f" {num_kv_heads} key-value heads, which are dealt to so many devices: set it to a divisor of both"
+            f" ({divisors})"
+        )
+
+
+def check_targets(targets: Iterable[str], matrices: Iterable[str]) -> None:
+    """Raise ``ConfigError`` naming the first of ``targets`` that is none of the ``matrices``, and those."""
+    known = list(dict.fromkeys(matrices))
+    if unknown := [name for name in targets if name not in known]:
+        raise ConfigError(
+            f"trainer.lora.targets names {unknown[0]!r}, which the model has not; its matrices: {', '.join(known)}"
+        )

@@ -1,0 +1,193 @@
+"""Lets several ranks share a row along the sequence, for contexts that one device cannot hold.
+
+Each of C ranks has the same number of a row's positions, and does for them alone all that goes token by token. Around
+attention two exchanges turn that into all positions of 1 / C of the heads, and back (Ulysses, arXiv 2309.14509). The
+log-probs of all ranks are put together at the end: each computes the whole row's loss, in which a sequence on several
+ranks is one, and takes the gradient of its own log-probs alone. The sum over ranks is then that of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollover.trainer.world import World
+
+
+class Context(Protocol):
+    """Stands for the ranks that share a row, as one of them sees them.
+
+    Example: on 4 ranks with ``context_parallel = 2``, rank 3 is at ``place`` 1 of ``size`` 2, beside rank 2.
+    """
+
+    @property
+    def size(self) -> int:
+        """Return how many share a row."""
+        ...
+
+    @property
+    def place(self) -> int:
+        """Return which part of each row this rank has, from 0."""
+        ...
+
+    def exchange(self, parts_C: Tensor) -> Tensor:
+        """Send ``parts_C[c]`` to the rank at place ``c``, and return what the others have sent, by their places."""
+        ...
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values of all, ``[C, ...]``, which have the same shape."""
+        ...
+
+
+class ContextGroup:
+    """Holds ``size`` neighbours among the ranks of a world. Implements ``Context``.
+
+    Example: ``ContextGroup(world, 2).gather(x)`` on ranks 2 and 3 of 4 is ``[x of rank 2, x of rank 3]``.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        self.size = size
+        self.place = world.rank % size
+        self.number = world.rank // size
+        """Which of the groups this is."""
+        self._world = world
+        self._group = world.neighbours(size)
+        first = self.number * size
+        self._ranks = range(first, first + size)
+
+    def exchange(self, parts_C: Tensor) -> Tensor:
+        parts_C = parts_C.contiguous()
+        out_C = torch.empty_like(parts_C)
+        self._world.together(
+            "exchange of a row",
+            lambda: dist.all_to_all_single(out_C, parts_C, group=self._group),
+            among=self._ranks,
+        )
+        return out_C
+
+    def gather(self, values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        self._world.together(
+            "log-probs of a row",
+            lambda: dist.all_gather(parts, values.contiguous(), group=self._group),
+            among=self._ranks,
+        )
+        return torch.stack(parts)
+
+
+def open_context(world: World, size: int) -> ContextGroup | None:
+    """Return the group of this rank where ``size`` ranks share each row; ``None`` where none does. All ranks call it.
+
+    ``size`` divides the number of ranks.
+    """
+    return None if size == 1 else ContextGroup(world, size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShare:
+    """Holds what one of C ranks has of a row of N positions with T targets: ``n = ceil(N / C)`` positions, of which
+    those past the end are padding that nothing looks at, and the ``t`` targets that these predict.
+
+    Example: of 5 positions on 2 ranks, the second has positions 3 and 4 and one of padding.
+    """
+
+    context: Context
+    input_ids_N: Tensor
+    """Those of this rank, ``[n]``."""
+    position_ids_N: Tensor
+    """Those of this rank, ``[n]``."""
+    predict_T: Tensor
+    """Which of the n positions predicts each of the t targets."""
+    target_T: Tensor
+    """The t targets of this rank."""
+    own_T: Tensor
+    """Which of the row's T targets the t are."""
+    found_T: Tensor
+    """Where each of the row's T targets stands among those of all ranks, when each fills its own up to ``width``."""
+    width: int
+    """The most targets that a rank has."""
+    num_padding: int
+    """Positions of padding on all ranks."""
+
+    @classmethod
+    def of(
+        cls, context: Context, *, input_ids_N: Tensor, position_ids_N: Tensor, predict_T: Tensor, target_T: Tensor
+    ) -> RowShare:
+        """Take this rank's share of a row; see ``PackedRow`` for its tensors."""
+        num, size, place = len(input_ids_N), context.size, context.place
+        each = -(-num // size)
+        num_padding = each * size - num
+        own = slice(place * each, (place + 1) * each)
+        place_T = predict_T // each
+        counts_C = torch.bincount(place_T, minlength=size)
+        # Numbers the targets of each rank, in the order in which the row has them.
+        order_T = torch.argsort(place_T, stable=True)
+        within_T = torch.empty_like(order_T)
+        within_T[order_T] = (
+            torch.arange(len(order_T), device=order_T.device) - (counts_C.cumsum(0) - counts_C)[place_T[order_T]]
+        )
+        width = int(counts_C.max())
+        own_T = (place_T == place).nonzero()[:, 0]
+        return cls(
+            context=context,
+            input_ids_N=F.pad(input_ids_N, (0, num_padding))[own],
+            position_ids_N=F.pad(position_ids_N, (0, num_padding))[own],
+            predict_T=predict_T[own_T] - place * each,
+            target_T=target_T[own_T],
+            own_T=own_T,
+            found_T=place_T * width + within_T,
+            width=width,
+            num_padding=num_padding,
+        )
+
+    def whole_rows(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Give heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H``."""
+        size = self.context.size
+        parts_CnhD = torch.cat([x.unflatten(1, (size, -1)) for x in own], dim=2).transpose(0, 1)
+        rows: Tensor = _Exchange.apply(self.context, parts_CnhD)
+        return rows.flatten(0, 1).split([x.shape[1] // size for x in own], dim=1)
+
+    def own_positions(self, row: Tensor) -> Tensor:
+        """Give positions for heads: ``[N, H / C, D]`` becomes ``[n, H, D]``."""
+        row = torch.cat([row, row[:1].expand(self.num_padding, -1, -1)])
+        parts: Tensor = _Exchange.apply(self.context, row.unflatten(0, (self.context.size, -1)))
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def gathered(self, values_T: Tensor) -> Tensor:
+        """Put the values of each rank's targets, ``[t, ...]``, together to ``[T, ...]``."""
+        whole: Tensor = _Gather.apply(self, values_T)
+        return whole
+
+
+class _Exchange(torch.autograd.Function):
+    """``Context.exchange`` with its gradient, which goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, parts_C: Tensor) -> Tensor:
+        ctx.context = context
+        return context.exchange(parts_C)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.context.exchange(grads[0])
+
+
+class _Gather(torch.autograd.Function):
+    """``RowShare.gathered``. All ranks go on alike with the result, so each has the gradient of its own already."""
+
+    @staticmethod
+    def forward(ctx: Any, share: RowShare, values_T: Tensor) -> Tensor:
+        ctx.share = share
+        padded = values_T.new_zeros((share.width, *values_T.shape[1:]))
+        padded[: len(values_T)] = values_T
+        return share.context.gather(padded).flatten(0, 1)[share.found_T]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0][ctx.share.own_T]

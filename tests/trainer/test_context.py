@@ -1,0 +1,295 @@
+"""Ranks that share rows along the sequence compute what one process computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
+from rollover.errors import ConfigError, RolloverError
+from rollover.trainer import logprobs
+from rollover.trainer.checkpoint import write_manifest
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.context import ContextGroup
+from rollover.trainer.minibatch import BatchTensors, split
+from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
+from rollover.trainer.shares import write_index
+from rollover.trainer.world import PeerLost, World
+from tests.trainer.builders import make_batch, make_folder, make_samples, make_trainer, untrainable
+from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_sharded import BUDGET, Trained, assert_alike, batches, refused, train
+
+ON_TWO = {"num_devices": 2, "context_parallel": 2}
+ON_FOUR = {"num_devices": 4, "context_parallel": 2}
+SETTINGS: dict[str, Any] = {"micro_batch_tokens": BUDGET, "adam_epsilon": 1e-6}
+"""A first gradient of 1e-8 is little but rounding, and by the usual epsilon Adam makes a step of it: there one process
+that packs its rows in another way is further than 1e-6 from itself."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Model folders, with one matrix for input and output and with two."""
+    root = tmp_path_factory.mktemp("models")
+    return {tied: make_folder(root / f"tied-{tied}", tie_word_embeddings=tied) for tied in (True, False)}
+
+
+@cache
+def alone(folder: Path, algorithm: str, minis: int) -> Trained:
+    return train(None, folder=folder, given=batches(), algorithm=algorithm, mini_batches=minis, **SETTINGS)
+
+
+@pytest.mark.parametrize("minis", [1, 2])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_ranks_that_share_rows_compute_what_one_process_does(
+    two: RankPool, four: RankPool, folders: dict[bool, Path], algorithm: str, minis: int
+) -> None:
+    folder = folders[minis == 1]
+    settings = {"algorithm": algorithm, "mini_batches": minis, **SETTINGS}
+    expected = alone(folder, algorithm, minis)
+    for pool, devices in ((two, ON_TWO), (four, ON_FOUR)):
+        first, *others = pool.call(train, folder=folder, given=batches(), **settings, **devices)
+        assert_alike(first, expected)
+        for other in others:
+            assert_alike(other, first, weights=1e-12, metrics=1e-12)
+
+
+def test_the_batches_of_these_tests_have_what_is_difficult() -> None:
+    """Samples on both sides of a seam, rows of odd length, ranks without any target, and rows made for nothing."""
+    found = {"a sample on two ranks": 0, "padding of positions": 0, "passes for nothing": 0}
+    for batch in batches():
+        data = BatchTensors.of(batch.groups, resolve(AlgorithmConfig()), step=batch.step, device=torch.device("cpu"))
+        for rank in range(4):
+            world = World(rank, 4)
+            context = ContextGroup.__new__(ContextGroup)
+            context.size, context.place, context.number = 2, rank % 2, rank // 2
+            for mini in split(data, 1, budget=BUDGET, max_response_tokens=25, world=world, context=context):
+                found["passes for nothing"] += len(mini.padding)
+                for row in mini.rows:
+                    share = row.share
+                    assert share is not None
+                    found["padding of positions"] += share.num_padding
+                    own, whole = row.sample_T[share.own_T].unique(), row.sample_T
+                    found["a sample on two ranks"] += sum(
+                        int((whole[share.own_T] == s).sum() < (whole == s).sum()) for s in own
+                    )
+    assert all(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [
+        (True, {"algorithm": "gspo", "gradient_checkpointing": True, "mini_batches": 2}),
+        (False, {"algorithm": resolve(AlgorithmConfig(name="grpo", kl_coef=0.1))}),
+        (True, {"algorithm": "gspo", "micro_batch_tokens": 10**6}),
+        (True, {"algorithm": "dapo", "mini_batches": 2, "micro_batch_tokens": 1}),
+    ],
+    ids=["checkpointed", "with a reference", "one row", "a row for each sample"],
+)
+def test_whatever_else_is_set(four: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]) -> None:
+    given, settings = batches(), {"folder": folders[tied], **SETTINGS, **settings}
+    expected = train(None, given=given, **settings)
+    found = four.call(train, given=given, **settings, **ON_FOUR)[0]
+    for one, other in zip(expected.metrics, found.metrics, strict=True):
+        if settings["micro_batch_tokens"] != BUDGET:
+            one["tokens/forward"] = other["tokens/forward"]  # prompts are shared within a row alone
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_checkpointing": True}, {"algorithm": resolve(AlgorithmConfig(name="gspo", kl_coef=0.1))}],
+    ids=["checkpointed", "with a reference"],
+)
+def test_adapters_are_trained_alike(two: RankPool, folders: dict[bool, Path], settings: dict[str, Any]) -> None:
+    given = batches()
+    settings = {"lora": LoraConfig(rank=4, alpha=8.0), "learning_rate": 1e-2, **SETTINGS, **settings}
+    expected = train(None, folder=folders[True], given=given, **settings)
+    found = two.call(train, folder=folders[True], given=given, **settings, **ON_TWO)[0]
+    assert_alike(found, expected, weights=5e-6)  # the learning rate is ten times that of full weights
+
+
+def in_chunks(world: World | None, **arguments: Any) -> Trained:
+    """Trains with so little room for logits that the output matrix runs in many pieces."""
+    before = logprobs.LOGITS_PER_CHUNK
+    logprobs.LOGITS_PER_CHUNK = 4 * 40
+    try:
+        return train(world, **arguments)
+    finally:
+        logprobs.LOGITS_PER_CHUNK = before
+
+
+def test_the_output_matrix_runs_in_pieces_on_each_rank(two: RankPool, folders: dict[bool, Path]) -> None:
+    expected = alone(folders[True], "grpo", 1)
+    arguments = {"folder": folders[True], "given": batches(), **SETTINGS}
+    assert_alike(two.call(in_chunks, **arguments, **ON_TWO)[0], expected)
+
+
+def test_bfloat16_is_as_far_from_float32_as_it_is_without_sharing(two: RankPool, folders: dict[bool, Path]) -> None:
+    settings = {"folder": folders[True], "given": batches()[:1], "micro_batch_tokens": BUDGET}
+    exact = train(None, **settings).metrics[0]["grad_norm"]
+    found = [
+        two.call(train, **settings, **devices, dtype="bfloat16")[0].metrics[0]["grad_norm"]
+        for devices in ({"num_devices": 2}, ON_TWO)
+    ]
+    assert all(value != exact and abs(value - exact) < 0.05 * exact for value in found)
+
+
+def logits(world: World | None, *, folder: Path, prompts: Sequence[Sequence[int]], **settings: Any) -> Any:
+    own = {} if world is None else {"world": world}
+    return make_trainer(folder, micro_batch_tokens=12, **settings, **own).next_logits(prompts)
+
+
+def test_logits_after_prompts_are_those_of_one_process(two: RankPool, folders: dict[bool, Path]) -> None:
+    prompts = [[3], [5, 6, 7, 8, 9], list(range(2, 33)), [4, 4]]
+    expected = logits(None, folder=folders[True], prompts=prompts)
+    for found in two.call(logits, folder=folders[True], prompts=prompts, **ON_TWO):
+        assert abs(found - expected).max() < 1e-5
+
+
+def test_a_rank_without_any_target_takes_part(two: RankPool, folders: dict[bool, Path]) -> None:
+    sample = TrainingSample(prompt_ids=tuple(range(2, 32)), response_ids=(4, 5))
+    (row,) = pack([sample], 100)
+    assert len(shared(row, _Alone(2, 0)).share.own_T) == 0
+    expected = with_gradient(None, folder=folders[False], samples=[sample])
+    for values, gradients in two.call(with_gradient, folder=folders[False], samples=[sample]):
+        assert torch.allclose(values, expected[0], atol=1e-6)
+        for name, gradient in expected[1].items():
+            assert (gradients[name] - gradient).abs().max() < 1e-5, name
+
+
+def with_gradient(
+    world: World | None, *, folder: Path, samples: list[TrainingSample]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of the row of all samples, and the gradient of their sum."""
+    settings = {} if world is None else {"world": world, **ON_TWO}
+    trainer = make_trainer(folder, **settings)
+    (row,) = pack(samples, 10**6)
+    values = logprobs.response_logprobs(trainer._model, shared(row, trainer._context), 0.8)
+    values.sum().backward()
+    gradients = {
+        name.removeprefix("hf."): p.grad.full_tensor() if world is not None else p.grad
+        for name, p in trainer._model.named_parameters()
+    }
+    return values.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def test_a_sample_that_cannot_be_trained_is_named_and_no_rank_goes_on(
+    four: RankPool, folders: dict[bool, Path]
+) -> None:
+    batch = untrainable(make_batch(num_groups=4))
+    found = four.call(refused, folder=folders[True], given=[batch], micro_batch_tokens=BUDGET, **ON_FOUR)
+    assert sorted(kind for kind, _ in found) == ["PeerLost", "PeerLost", RolloverError.__name__, RolloverError.__name__]
+    assert sum(message.startswith("sample g2.1 cannot be trained on: ") for _, message in found) == 2
+    given = batches()  # and the ranks can train another
+    trained = four.call(train, folder=folders[True], given=given, **SETTINGS, **ON_FOUR)[0]
+    assert_alike(trained, alone(folders[True], "grpo", 1))
+
+
+def begun(world: World, *, folder: Path, saved: Path) -> None:
+    trainer = make_trainer(folder, world=world, **SETTINGS, **ON_TWO)
+    for batch in batches()[:2]:
+        trainer.step(batch)
+    trainer.write_share(saved)
+
+
+def test_checkpoints_know_nothing_of_who_shares_rows(
+    two: RankPool, four: RankPool, folders: dict[bool, Path], tmp_path: Path
+) -> None:
+    folder, given, saved = folders[True], batches(), tmp_path / "step_2"
+    saved.mkdir()
+    two.call(begun, folder=folder, saved=saved)
+    write_index(saved)
+    manifest = make_trainer(folder, **SETTINGS)._setup.manifest
+    write_manifest(saved, manifest(2, num_threads=1, num_ranks=2))
+    straight = alone(folder, "grpo", 1)
+    straight = Trained(*(part[2:] if isinstance(part, list) else part for part in straight))
+    arguments = {"folder": folder, "given": given[2:], "resume_from": saved, **SETTINGS}
+    assert_alike(train(None, **arguments), straight)
+    for pool, settings in ((two, {"num_devices": 2}), (two, ON_TWO), (four, ON_FOUR)):
+        assert_alike(pool.call(train, **arguments, **settings)[0], straight)
+
+
+def left_waiting(world: World) -> str:
+    """The last rank does not come to an exchange."""
+    own = World(world.rank, world.size, mesh=world.mesh, timeout_s=0.5)
+    context = ContextGroup(own, 2)
+    if world.rank == world.size - 1:
+        return ""
+    try:
+        return str(context.exchange(torch.zeros(2, 1)).tolist())
+    except PeerLost as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(four: RankPool) -> None:
+    first, second, third, _ = four.call(left_waiting)
+    assert first == second == str([[0.0], [0.0]])
+    assert re.match(r"rank 2 of 4 waited \d s for rank 3 \(exchange of a row\): ", third), third
+
+
+def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.context_parallel is 4, but the model has 4 attention heads and 2"
+    ):
+        make_trainer(folder, num_devices=4, context_parallel=4)
+    with pytest.raises(ValueError, match=r"^context_parallel must be a divisor of num_devices \(4\), got 3"):
+        TrainerConfig(num_devices=4, context_parallel=3)
+
+
+# -- shares, without any other process --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Alone:
+    """A rank whose neighbours are played by the test."""
+
+    size: int
+    place: int
+    given: list[Tensor] = field(default_factory=list)
+
+    def exchange(self, parts_C: Tensor) -> Tensor:
+        raise AssertionError("nothing is exchanged")
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.stack(self.given)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("budget", [1, 40, 10**6])
+def test_shares_hold_each_position_and_each_target_once(size: int, budget: int) -> None:
+    for row in pack(make_samples(12), budget):
+        contexts = [_Alone(size, place) for place in range(size)]
+        parts = [share_of(row, context) for context in contexts]
+        for name in ("input_ids_N", "position_ids_N"):
+            tensors = [getattr(part, name) for part in parts]
+            assert len({len(tensor) for tensor in tensors}) == 1
+            whole = getattr(row, name)
+            assert torch.equal(torch.cat(tensors)[: len(whole)], whole)
+            assert 0 <= len(torch.cat(tensors)) - len(whole) == parts[0].num_padding < size
+        each = len(parts[0].input_ids_N)
+        values_T = torch.randn(len(row.target_T))
+        for place, part in enumerate(parts):
+            assert torch.equal(part.predict_T + place * each, row.predict_T[part.own_T])
+            assert torch.equal(part.target_T, row.target_T[part.own_T])
+        assert torch.cat([part.own_T for part in parts]).sort().values.tolist() == list(range(len(values_T)))
+        for context, part in zip(contexts, parts, strict=True):
+            for other in parts:
+                padded = torch.full((other.width,), torch.nan)
+                padded[: len(other.own_T)] = values_T[other.own_T]
+                context.given.append(padded)
+            assert torch.equal(part.gathered(values_T[part.own_T]), values_T)
+
+
+def share_of(row: PackedRow, context: _Alone) -> Any:
+    share = shared(row, context).share
+    assert share is not None
+    return share

@@ -1,6 +1,7 @@
-"""The trainer on several devices of one machine, as the run sees it: it holds no rank, and leads those that do.
+"""The trainer on several devices, as the run sees it: it holds no rank, and leads those that do.
 
-Ranks are processes of their own (``ranks``, ``rank``), which shard the model by FSDP2. When one is lost, all are ended
+Ranks are processes of their own (``rank``), on this machine (``ranks``) or wherever a ``RankLauncher`` starts them
+(``leading``), which shard the model by FSDP2. When one is lost, all are ended
 and started again from the last checkpoint, and are given the batches since then once more: the same ones, so nothing is
 decoded twice, and engines go on meanwhile with weights that remain those of their version.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollover.algorithms.registry import Algorithm
@@ -23,9 +23,9 @@ from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.config import TrainerConfig
-from rollover.trainer.devices import rank_devices
-from rollover.trainer.messages import RankTask
-from rollover.trainer.ranks import RankLost, Ranks, collective_timeout_s
+from rollover.trainer.leading import Given, LedRanks, RankLauncher, RankLost, Written, collective_timeout_s
+from rollover.trainer.messages import LOGITS, RankTask
+from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
@@ -41,7 +41,7 @@ _LOST_OR_FULL = (RankLost, ResourceError)
 
 
 class FleetTrainer:
-    """Implements ``Trainer`` on ``config.num_devices`` devices of this machine, with a process for each.
+    """Implements ``Trainer`` on ``config.num_devices`` devices, with a process for each.
 
     Args:
         model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs one.
@@ -49,6 +49,7 @@ class FleetTrainer:
         resume_from: a checkpoint to go on from, written by any number of devices.
         fallback: where values are passed on when shared memory is too small for them.
         logs: the folder for the output of each rank.
+        launcher: starts the ranks; without, they are processes of this machine.
         notify: shows the user that ranks were lost and started again.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint that does not match, ``ConfigError``
@@ -72,6 +73,7 @@ class FleetTrainer:
         deterministic: bool = False,
         resume_from: Path | None = None,
         logs: Path | None = None,
+        launcher: RankLauncher | None = None,
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._setup = TrainingSetup(
@@ -84,11 +86,11 @@ class FleetTrainer:
             deterministic=deterministic,
         )
         self._config = config
-        self._devices = rank_devices(config)
-        self._num_threads = max(1, torch.get_num_threads() // len(self._devices))
+        self._launcher = launcher or LocalLauncher(config, timeout_s=config.rank_timeout_s, logs=logs)
+        self._devices = self._launcher.devices
+        self._num_threads = self._launcher.num_threads
         self._model = resolve_model(model)
         self._checkpoint = resume_from
-        self._logs = logs
         self._notify = notify
         self._since: list[tuple[Way, Batch]] = []
         """What was trained or skipped since the checkpoint: to be done again when ranks are lost."""
@@ -104,7 +106,7 @@ class FleetTrainer:
         # Two versions of the weights in float32 and one that is being written, and a batch.
         num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
         self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback)
-        self._ranks: Ranks | None = None
+        self._ranks: LedRanks | None = None
         try:
             self._vocab_size = self._surely(lambda ranks: int(ranks.facts["vocab_size"]))
         except BaseException:
@@ -137,12 +139,12 @@ class FleetTrainer:
         return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
 
     def weight_source(self) -> WeightSource:
-        """See ``Trainer.weight_source``. Each rank writes the tensors that it owns into shared memory: none has all
-        of them. Blocks while they do."""
+        """See ``Trainer.weight_source``. Each rank writes the tensors that it owns: none has all of them. Blocks
+        while they do, and while the files are brought into shared memory here."""
 
-        def publish(ranks: Ranks) -> Path:
+        def publish(ranks: LedRanks) -> Path:
             folder = self._staging.publication(self._version)
-            ranks.ask(f"the publication of version {self._version}", "publish", folder=folder)
+            ranks.ask(f"the publication of version {self._version}", "publish", folder=Written(folder))
             return folder
 
         with self._turn:
@@ -152,11 +154,11 @@ class FleetTrainer:
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """See ``Trainer.next_logits``."""
 
-        def compute(ranks: Ranks) -> NDArray[np.float32]:
-            asked = self._staging.put("prompts", [tuple(ids) for ids in prompts])
-            answer = self._staging.path / "logits.npy"
-            ranks.ask("the log-prob check", "logits", prompts=asked, answer=answer)
-            logits_PV: NDArray[np.float32] = np.load(answer)
+        def compute(ranks: LedRanks) -> NDArray[np.float32]:
+            folder = self._staging.path
+            asked = Given([tuple(ids) for ids in prompts])
+            ranks.ask("the log-prob check", "logits", prompts=asked, folder=Written(folder))
+            logits_PV: NDArray[np.float32] = np.load(folder / LOGITS)
             return logits_PV
 
         with self._turn:
@@ -168,9 +170,9 @@ class FleetTrainer:
             self._version, num_threads=self._num_threads, num_ranks=len(self._devices), extra=extra
         )
 
-        def save(ranks: Ranks) -> None:
+        def save(ranks: LedRanks) -> None:
             def write(partial: Path) -> None:
-                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=partial)
+                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=Written(partial))
                 if self._config.lora is None:
                     write_index(partial)
                 write_manifest(partial, manifest, {name: value for own in sums for name, value in own.items()})
@@ -201,10 +203,10 @@ class FleetTrainer:
             self._num_lost = 0
         return done
 
-    def _once(self, ranks: Ranks, way: Way, batch: Batch) -> Any:
-        return ranks.ask(f"step {batch.step}", way, batch=self._staging.put("batch", batch))
+    def _once(self, ranks: LedRanks, way: Way, batch: Batch) -> Any:
+        return ranks.ask(f"step {batch.step}", way, batch=Given(batch))
 
-    def _surely(self, work: Callable[[Ranks], T], *, retried: tuple[type[RolloverError], ...] = (RankLost,)) -> T:
+    def _surely(self, work: Callable[[LedRanks], T], *, retried: tuple[type[RolloverError], ...] = (RankLost,)) -> T:
         """Do ``work`` with ranks that are at ``version``; with new ones after an error that is ``retried``, as often as
         is allowed."""
         while True:
@@ -227,7 +229,7 @@ class FleetTrainer:
                 self._end_ranks()
                 raise
 
-    def _open_ranks(self) -> Ranks:
+    def _open_ranks(self) -> LedRanks:
         """Return ranks at ``version``: those that are there, or new ones that have gone through the same steps."""
         assert not self._is_closed, "the trainer is closed"
         if self._ranks is None:
@@ -242,7 +244,7 @@ class FleetTrainer:
                 model=self._model,
                 resume_from=self._checkpoint,
             )
-            self._ranks = Ranks(task, self._devices, timeout_s=self._config.rank_timeout_s, logs=self._logs)
+            self._ranks = self._launcher.launch(task)
             for way, batch in self._since:
                 self._once(self._ranks, way, batch)
         return self._ranks

@@ -11,6 +11,25 @@ from rollover.trainer.setup import SFTSetup, TrainingSetup
 PROGRESS = "progress"
 """The file in the folder of the ranks that says how much each has done."""
 
+LOGITS = "logits.npy"
+"""The file that rank 0 writes its logits into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkMeeting:
+    """Where ranks meet that are on several machines.
+
+    Example: rank 1 on 10.0.0.2 meets the others by ``NetworkMeeting(host="10.0.0.1", port=40123, own="10.0.0.2")``.
+    """
+
+    host: str
+    """Address of the machine of rank 0."""
+    port: int
+    own: str
+    """Address of the rank's own machine, by which the others reach it."""
+    descriptor: int | None = None
+    """Rank 0 has the socket that listens there, under this number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
@@ -25,13 +44,15 @@ class RankTask:
     """As PyTorch names it."""
     num_threads: int
     folder: Path
-    """Where ranks meet, and where large values go."""
+    """Where ranks of one machine meet and large values go."""
     timeout_s: float
     """Deadline of each collective."""
     setup: TrainingSetup | SFTSetup
     model: Path
     """The model that the run began with."""
     resume_from: Path | None
+    meeting: NetworkMeeting | None = None
+    """Where ranks of several machines meet."""
 
 
 @dataclass(frozen=True, slots=True)

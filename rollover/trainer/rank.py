@@ -1,4 +1,5 @@
-"""One rank of a sharded trainer: ``python -m rollover.trainer.rank DESCRIPTOR``, started by ``ranks``.
+"""One rank of a sharded trainer: ``python -m rollover.trainer.rank DESCRIPTOR``, started by ``ranks``
+or, on a node of a cluster, by its host there.
 
 It speaks with the process of the run over the socket ``DESCRIPTOR``: a task, then commands, each with one answer. All
 ranks are given the same commands in the same order. Whatever goes wrong is told in an answer, and the process ends: the
@@ -15,21 +16,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from rollover import errors
 from rollover.errors import RolloverError, is_full
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
-from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
+from rollover.trainer.meeting import meet
+from rollover.trainer.messages import LOGITS, PROGRESS, Done, Failed, RankTask
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
 from rollover.trainer.world import PeerLost, World
@@ -80,10 +79,10 @@ class _Rank:
     def _skip(self, batch: Path) -> Any:
         return self._trainer.skip(_unpickled(batch))
 
-    def _logits(self, prompts: Path, answer: Path) -> None:
+    def _logits(self, prompts: Path, folder: Path) -> None:
         logits_PV = self._trainer.next_logits(_unpickled(prompts))
         if self._world.rank == 0:
-            np.save(answer, logits_PV)
+            np.save(folder / LOGITS, logits_PV)
 
     def _publish(self, folder: Path) -> None:
         """Write this rank's share of the weights that engines serve."""
@@ -125,10 +124,9 @@ def serve(connection: Connection) -> NoReturn:
     """Be the rank that the other end of ``connection`` asks for, until it is closed."""
     task: RankTask = connection.recv()
     _end_with(os.getppid())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one machine
     torch.set_num_threads(task.num_threads)
     with _telling(connection):
-        mesh = _meet(task)
+        mesh = meet(task)
         progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
         world = World(task.rank, task.size, progress=progress, mesh=mesh, timeout_s=task.timeout_s)
         rank = (_WarmupRank if isinstance(task.setup, SFTSetup) else _Rank)(task, world)
@@ -174,21 +172,6 @@ def _refused(error: BaseException) -> Failed:
         at_s=time.monotonic(),
         is_secondary=isinstance(error, PeerLost),
     )
-
-
-def _meet(task: RankTask) -> Any:
-    """Return the mesh of all ranks. Blocks until they are there."""
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=(task.folder / "meeting").as_uri(),
-        rank=task.rank,
-        world_size=task.size,
-        timeout=timedelta(seconds=task.timeout_s),
-    )
-    return init_device_mesh(device.type, (task.size,))
 
 
 def _unpickled(path: Path) -> Any:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from rollover.trainer.devices import rank_devices
+from rollover.trainer.leading import Given, Written, collective_timeout_s
 from rollover.trainer.messages import RankTask
 from rollover.trainer.packing import TrainingSample
-from rollover.trainer.ranks import Ranks, collective_timeout_s
+from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import SFTSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
@@ -25,41 +23,41 @@ class SFTRanks:
     """Leads the ranks; has the surface of ``SFTTrainer``.
 
     Args:
-        timeout_s, logs: see ``Ranks``.
+        timeout_s, logs: see ``LocalLauncher``.
         fallback: where examples are passed on when shared memory is too small for them.
 
     Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, ...).step(0, samples)``
     """
 
     def __init__(self, setup: SFTSetup, folder: Path, *, timeout_s: float, logs: Path | None, fallback: Path) -> None:
-        devices = rank_devices(setup.config)
+        launcher = LocalLauncher(setup.config, timeout_s=timeout_s, logs=logs)
         self._staging = Staging(_BATCH_BYTES, fallback=fallback)
         try:
             task = RankTask(
                 rank=0,
-                size=len(devices),
-                device=devices[0],
-                num_threads=max(1, torch.get_num_threads() // len(devices)),
+                size=len(launcher.devices),
+                device=launcher.devices[0],
+                num_threads=launcher.num_threads,
                 folder=self._staging.meeting(),
                 timeout_s=collective_timeout_s(timeout_s),
                 setup=setup,
                 model=folder,
                 resume_from=None,
             )
-            self._ranks = Ranks(task, devices, timeout_s=timeout_s, logs=logs)
+            self._ranks = launcher.launch(task)
         except BaseException:
             self._staging.close()
             raise
 
     def step(self, step: int, samples: Sequence[TrainingSample]) -> tuple[float, float]:
         """See ``SFTTrainer.step``."""
-        batch = self._staging.put("batch", (step, list(samples)))
+        batch = Given((step, list(samples)))
         loss, grad_norm = self._ranks.ask(f"step {step} of the warm-up", "step", batch=batch)[0]
         return loss, grad_norm
 
     def save(self, folder: Path) -> None:
         """Have each rank write its part of the model."""
-        self._ranks.ask("writing the model", "save", folder=folder)
+        self._ranks.ask("writing the model", "save", folder=Written(folder))
         write_index(folder)
 
     def close(self) -> None:

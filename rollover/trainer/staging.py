@@ -41,13 +41,6 @@ class Staging:
         self._published: list[Path] = []
         self._num_folders = 0
 
-    def put(self, name: str, value: Any) -> Path:
-        """Write a value for the ranks to read, in place of the one before it."""
-        path = self.path / name
-        with path.open("wb") as file:
-            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
-        return path
-
     def meeting(self) -> Path:
         """Return an empty folder where ranks can meet that have not met before."""
         return self._folder("ranks")
@@ -68,6 +61,13 @@ class Staging:
         folder = self.path / f"{name}-{self._num_folders}"
         folder.mkdir()
         return folder
+
+
+def lay_down(path: Path, value: Any) -> Path:
+    """Write a value into a file for ranks to read, in place of the one before it, and return its path."""
+    with path.open("wb") as file:
+        pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+    return path
 
 
 def _clear_left_behind(root: Path) -> None:

@@ -24,7 +24,7 @@ from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
-from rollover.trainer.ranks import RankLost
+from rollover.trainer.leading import RankLost
 from rollover.trainer.staging import Staging
 from rollover.types import WasteCause
 from tests.trainer import forked_ranks
@@ -137,7 +137,7 @@ def test_a_fleet_trains_publishes_and_saves_what_one_process_would(
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (2, 2, {"journal": 17})
     one = make_trainer(folder, resume_from=after_all.saved)
     assert_close(dict(one.weights()), dict(expected.weights()))
-    assert (undisturbed._logs / "trainer-rank-1.log").exists()
+    assert (undisturbed._launcher._logs / "trainer-rank-1.log").exists()
 
 
 def test_a_batch_is_counted_without_training_it(undisturbed: FleetTrainer, after_all: Undisturbed) -> None:

@@ -280,6 +280,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             "[cluster] has nothing to run: set trainer.num_devices above 1 or cluster.engines above 0, or leave the"
             " section out"
         )
+    if config.trainer.lora is not None and config.trainer.lora.publish == "adapter":
+        yield from _no_adapters(config)
     if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
         yield (
             f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
@@ -301,6 +303,17 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield from _too_long(config, can.max_context_tokens, "engine.max_context_tokens")
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+
+
+def _no_adapters(config: RunConfig) -> Iterator[str]:
+    """Yield why the engine cannot be given adapters alone."""
+    if isinstance(config.engine, SwarmConfig):
+        yield (
+            "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters alone by itself,"
+            " where they are smaller; leave the key out"
+        )
+    elif not isinstance(config.engine, EmbeddedConfig):
+        yield "trainer.lora.publish 'adapter' needs engine.kind 'embedded'"
 
 
 def _nondeterminism(config: RunConfig) -> Iterator[str]:

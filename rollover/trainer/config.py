@@ -76,6 +76,8 @@ def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
     _require(num % each == 0, "context_parallel", each, f"a divisor of num_devices ({num})")
 
 
+Publish = Literal["merged", "adapter"]
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """All matrices of the layers that are supported."""
 
@@ -95,11 +97,17 @@ class LoraConfig:
     targets: tuple[str, ...] = LORA_TARGETS
     """The matrices that get one, by the last part of their names. All of the layers when left out: adapters beside
     attention alone learn less."""
+    publish: Changeable[Publish] = "merged"
+    """How engines get them. ``merged``: as full weights, which every engine takes and serves at full speed.
+    ``adapter``: alone, a hundredth of the bytes, to an engine that has the model: the embedded one merges them itself;
+    vLLM and SGLang compute them beside it, and have to be started for it."""
 
     def __post_init__(self) -> None:
         _require(self.rank >= 1, "rank", self.rank, "at least 1")
         _require(self.alpha > 0, "alpha", self.alpha, "above 0")
         _require(len(self.targets) > 0, "targets", list(self.targets), "one matrix at least")
+        if self.publish not in get_args(Publish):
+            raise ValueError(f"publish {self.publish!r} is unknown{nearest(self.publish, get_args(Publish))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +143,17 @@ class TrainerConfig(StepConfig):
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
-        hints = get_type_hints(type(self), include_extras=True)
-        kept = {f.name for f in fields(self) if said_by(hints[f.name]) is None}
-        return {name: value for name, value in asdict(self).items() if name in kept}
+        kept = _fixed(self)
+        if self.lora is not None:
+            kept["lora"] = _fixed(self.lora)
+        return kept
+
+
+def _fixed(settings: Any) -> dict[str, Any]:
+    """Return the settings of a record that say nothing of a resumed run."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    kept = {f.name for f in fields(settings) if said_by(hints[f.name]) is None}
+    return {name: value for name, value in asdict(settings).items() if name in kept}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

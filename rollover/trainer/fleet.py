@@ -30,6 +30,7 @@ from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
 from rollover.types import Batch, TrainedStep, WasteCause
+from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 
@@ -149,6 +150,8 @@ class FleetTrainer:
 
         with self._turn:
             folder = self._surely(publish)
+        if self._config.lora is not None and self._config.lora.publish == "adapter":
+            return AdapterSource.read(self._version, folder)
         return _StagedWeights(self._version, folder)
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -27,14 +27,12 @@ from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_sta
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.models import load_policy, save_weights
-from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
+from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, AdapterWeights, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""peft's name for the file."""
 _ADAPTER = "default"
 """peft's name for the only adapter of a model."""
 _PREFIX = "base_model.model."
@@ -64,6 +62,7 @@ class LoraPolicy:
         require("peft", purpose="[trainer.lora]")
         assert config.lora is not None
         self.autocast = config.dtype == "bfloat16"
+        self._publishes_adapters = config.lora.publish == "adapter"
         model = load_policy(
             base, dtype=number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
@@ -76,7 +75,10 @@ class LoraPolicy:
         return merged_weights(self.model)
 
     def source(self, version: int) -> WeightSource:
-        return AdapterWeights(version, merged_weights(self.model))
+        weights = merged_weights(self.model)
+        if self._publishes_adapters:
+            return AdapterSource(version, weights.adapters)
+        return AdapterWeights(version, weights)
 
     @contextmanager
     def reference(self) -> Iterator[Any]:

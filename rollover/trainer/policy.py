@@ -21,11 +21,9 @@ from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_sta
 from rollover.trainer.config import StepConfig, TrainerConfig
 from rollover.trainer.models import load_policy, named_weights, save_model
 from rollover.trainer.world import ALONE, World
+from rollover.weights.adapters import holds_adapters
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""In a checkpoint of adapters, by peft's name; a checkpoint of full weights has none."""
 
 
 class Policy(Protocol):
@@ -159,14 +157,14 @@ def open_policy(
 def check_kind(config: TrainerConfig, checkpoint: Path, initial: Path) -> None:
     """Raise ``ModelError`` when a checkpoint holds something else than ``config`` trains, or is not of the model
     ``initial``."""
-    holds_adapters = (checkpoint / ADAPTER_CONFIG).is_file()
-    if holds_adapters != (config.lora is not None):
-        found, wanted = ("adapters", "not set") if holds_adapters else ("full weights", "set")
+    has_adapters = holds_adapters(checkpoint)
+    if has_adapters != (config.lora is not None):
+        found, wanted = ("adapters", "not set") if has_adapters else ("full weights", "set")
         raise ModelError(
             f"checkpoint {str(checkpoint)!r} holds {found}, but [trainer.lora] is {wanted}: restore the setting, or"
             " start a new run"
         )
-    if holds_adapters:
+    if has_adapters:
         return
     try:
         read_model_config(checkpoint)

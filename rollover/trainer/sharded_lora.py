@@ -21,7 +21,6 @@ from rollover.errors import require
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.lora import (
-    ADAPTER_WEIGHTS,
     adapter_settings,
     adapters_off,
     merged_weights,
@@ -35,6 +34,7 @@ from rollover.trainer.moments import read_moments, trained_parameters, write_mom
 from rollover.trainer.sharded import load_sharded
 from rollover.trainer.shares import own_tensors, publish_share
 from rollover.trainer.world import World
+from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, LowRank
 from rollover.weights.base import WeightSource
 
 
@@ -56,6 +56,7 @@ class ShardedLoraPolicy:
         lora = config.lora
         assert lora is not None
         self.autocast = config.dtype == "bfloat16"
+        self._publishes_adapters = lora.publish == "adapter"
         self._world = world
 
         def adapt(hf: Any) -> Mapping[str, Tensor]:
@@ -91,7 +92,18 @@ class ShardedLoraPolicy:
 
     def publish_share(self, folder: Path) -> None:
         merged = merged_weights(self.model.hf)
+        if self._publishes_adapters:
+            self._publish_adapters(merged.adapters, folder)
+            return
         publish_share(self._world, merged, merged.base, folder)
+
+    def _publish_adapters(self, adapters: Mapping[str, LowRank], folder: Path) -> None:
+        """Gather the adapters on the first rank, which writes them."""
+        source = AdapterSource(0, adapters)
+        tensors = dict(source.tensors())
+        whole = own_tensors(self._world, tensors, dict.fromkeys(tensors, 0))
+        if self._world.rank == 0:
+            source.write(folder, whole)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_moments(self._world, folder, self.model.hf, optimizer)

@@ -1,17 +1,40 @@
-"""Weights with low-rank adapters: what stays, what was trained beside it, and the sum of both that engines serve."""
+"""Weights with low-rank adapters: what stays, what was trained beside it, and the sum of both.
+
+``AdapterWeights`` are full weights, merged as they are read. ``AdapterSource`` is the adapters alone, which an engine
+that holds the base applies itself; ``AppliedAdapters`` merges them for one that reads full weights.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollover.weights.base import Manifest, TensorSpec
+from rollover.errors import ModelError
+from rollover.weights.base import Manifest, TensorSpec, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of adapters, by peft's names."""
+_PREFIX = "base_model.model."
+"""How names begin in peft's files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """The adapters that engines must have room for.
+
+    Example: ``AdapterShape(rank=16, targets=("q_proj", "v_proj"))``
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    """The matrices that have one, by the last part of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +47,12 @@ class LowRank:
     a_RI: Tensor
     b_OR: Tensor
     scale: float
+
+    def merged_with(self, weight_OI: Tensor) -> Tensor:
+        """Return ``W + scale B A`` in the number format of ``W``, computed in float32 where the adapter is."""
+        weight_OI = weight_OI.to(self.a_RI.device)
+        product = self.b_OR.float() @ self.a_RI.float()
+        return product.mul_(self.scale).add_(weight_OI).to(weight_OI.dtype)
 
 
 class MergedWeights(Mapping[str, "Tensor"]):
@@ -38,10 +67,7 @@ class MergedWeights(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight, adapter = self.base[name], self.adapters.get(name)
-        if adapter is None:
-            return weight
-        product = adapter.b_OR.float() @ adapter.a_RI.float()
-        return product.mul_(adapter.scale).add_(weight).to(weight.dtype)
+        return weight if adapter is None else adapter.merged_with(weight)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)
@@ -75,3 +101,136 @@ class AdapterWeights:
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.weights[name]) for name in (self.weights if names is None else names))
+
+
+class AdapterSource:
+    """Adapters of ``version`` alone, to be put beside the full weights of ``base_version``; a ``WeightSource``.
+
+    Example: of rank 16 beside all matrices of a model of 0.6 B parameters they take 40 MB, in float32, where the full
+    weights take 1.2 GB in bfloat16.
+
+    Args:
+        adapters: by the name of the weight that each is beside, all of one rank and one scale.
+        folder: holds them in peft's format, for targets that need one.
+    """
+
+    def __init__(
+        self, version: int, adapters: Mapping[str, LowRank], *, base_version: int = 0, folder: Path | None = None
+    ) -> None:
+        self.adapters = adapters
+        self.folder = folder
+        self._tensors = {
+            name_in_file(name, part): tensor
+            for name, adapter in adapters.items()
+            for part, tensor in (("A", adapter.a_RI), ("B", adapter.b_OR))
+        }
+        specs = (
+            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for name, t in self._tensors.items()
+        )
+        self.manifest = Manifest(version=version, base_version=base_version, kind="adapter", tensors=tuple(specs))
+
+    @classmethod
+    def read(cls, version: int, folder: Path) -> AdapterSource:
+        """Read what ``write`` has written. Raises ``ModelError`` when it cannot be read."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            tensors = load_file(folder / ADAPTER_WEIGHTS)
+            scale = settings["lora_alpha"] / settings["r"]
+            ends = ".lora_A.weight"
+            weights = [f"{n.removeprefix(_PREFIX).removesuffix(ends)}.weight" for n in tensors if n.endswith(ends)]
+            adapters = {
+                weight: LowRank(
+                    a_RI=tensors[name_in_file(weight, "A")], b_OR=tensors[name_in_file(weight, "B")], scale=scale
+                )
+                for weight in weights
+            }
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+            raise ModelError(f"the adapters in {folder} cannot be read: {type(e).__name__}: {e}") from e
+        return cls(version, adapters)
+
+    def write(self, folder: Path, gathered: Mapping[str, Tensor] | None = None) -> None:
+        """Write them as peft does. Raises ``OSError``.
+
+        Args:
+            gathered: all of its tensors, where those that it has are sharded over ranks.
+        """
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (gathered or self._tensors).items()}
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+    def _settings(self) -> dict[str, Any]:
+        shape, first = self.shape, next(iter(self.adapters.values()))
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+            "r": shape.rank,
+            "lora_alpha": first.scale * shape.rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "target_modules": list(shape.targets),
+        }
+
+    @property
+    def shape(self) -> AdapterShape:
+        """The rank, and the matrices that have an adapter."""
+        targets = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.adapters)
+        first = next(iter(self.adapters.values()))
+        return AdapterShape(rank=first.a_RI.shape[0], targets=tuple(targets))
+
+    def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ``ModelError`` naming the first adapter that has no place beside weights of these shapes."""
+        for name, adapter in self.adapters.items():
+            product = (adapter.b_OR.shape[0], adapter.a_RI.shape[1])
+            if shapes.get(name) != product or adapter.a_RI.shape[0] != adapter.b_OR.shape[1]:
+                found = list(shapes[name]) if name in shapes else "absent"
+                raise ModelError(
+                    f"an adapter of {list(adapter.b_OR.shape)} times {list(adapter.a_RI.shape)} is meant for weight"
+                    f" {name!r}, which is {found} in the model"
+                )
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._tensors[name]) for name in (self._tensors if names is None else names))
+
+
+class AppliedAdapters:
+    """Full weights, a ``WeightSource``: those of ``base``, with adapters merged as they are read.
+
+    Example: ``AppliedAdapters(FolderWeights(0, model), source)`` has the version of ``source``.
+
+    Raises ``ModelError`` for adapters that do not fit.
+    """
+
+    folder: Path | None = None
+
+    def __init__(self, base: WeightSource, source: AdapterSource) -> None:
+        source.check_fits({spec.name: spec.shape for spec in base.manifest.tensors})
+        self.manifest = replace(base.manifest, version=source.manifest.version)
+        self._base, self._adapters = base, source.adapters
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._base.tensors(names):
+            adapter = self._adapters.get(name)
+            yield name, weight if adapter is None else adapter.merged_with(weight)
+
+
+def name_in_file(weight: str, part: str) -> str:
+    """Return the name that a part, ``"A"`` or ``"B"``, of the adapter beside a weight has in peft's files.
+
+    Example: ``name_in_file("model.layers.0.mlp.up_proj.weight", "A")`` is
+    ``"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"``.
+    """
+    return f"{_PREFIX}{weight.removesuffix('.weight')}.lora_{part}.weight"
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Say whether a folder holds adapters, and not full weights."""
+    return (folder / ADAPTER_CONFIG).is_file()

@@ -86,8 +86,7 @@ class Manifest:
 
         Every target that cannot apply a delta, an adapter or a shard calls this before it loads anything.
         """
-        if self.version != version:
-            raise EngineError(f"{target} was asked to load weights version {version}, but was given {self.version}")
+        self._require_version(version, target)
         if self.kind != "full":
             raise EngineError(
                 f"{target} loads full weights only, but version {version} is given as {self.kind} of version"
@@ -99,6 +98,20 @@ class Manifest:
                     f"{target} loads whole tensors only, but of {spec.name!r} it was given rows {shard.start} to"
                     f" {shard.stop} of dimension {shard.dim} alone; gather the shards first"
                 )
+
+    def require_adapter(self, version: int, target: object, *, base_version: int) -> None:
+        """Raise ``EngineError`` unless these are adapters of ``version`` for full weights of ``base_version``, which
+        ``target`` has at hand."""
+        self._require_version(version, target)
+        if self.kind != "adapter" or self.base_version != base_version:
+            raise EngineError(
+                f"{target} has weights version {base_version} to put adapters beside, but version {version} is given as"
+                f" {self.kind} of version {self.base_version}; publish the full weights"
+            )
+
+    def _require_version(self, version: int, target: object) -> None:
+        if self.version != version:
+            raise EngineError(f"{target} was asked to load weights version {version}, but was given {self.version}")
 
 
 class WeightSource(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from rollover.hf.config import read_config
 from rollover.hf.folder import PARTIAL, write_folder
 from rollover.hf.raw_tensors import read_raw_tensors, write_raw_tensors
 from rollover.hf.weights import EMBEDDING, HEAD
+from rollover.weights.adapters import AdapterSource
 from rollover.weights.formats import ServedFormats
 
 if TYPE_CHECKING:
@@ -46,9 +47,16 @@ class WeightFolders:
 
         Raises ``ResourceError`` when the disk is full; earlier folders are then intact.
         """
+        return self._place(version, lambda partial: self._fill(partial, weights))
+
+    def write_adapters(self, source: AdapterSource) -> Path:
+        """Write adapters alone, in peft's format, in place of a model folder. See ``write``."""
+        return self._place(source.manifest.version, source.write)
+
+    def _place(self, version: int, fill: Callable[[Path], None]) -> Path:
         folder = self._root / f"v{version}"
         mend = "make room, or set engine.weights_dir to a place on another disk"
-        write_folder(folder, lambda partial: self._fill(partial, weights), mend=mend, durable=False)
+        write_folder(folder, fill, mend=mend, durable=False)
         self._written = [*(f for f in self._written if f != folder), folder][-_KEPT:]
         self._prune()
         return folder

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
 from rollover.weights.sources import MemoryWeights
@@ -65,6 +66,9 @@ class Publisher:
         if self._folders is None:
             needy = ", ".join(repr(target) for target in self._targets if target.needs_folder)
             raise EngineError(f"{needy} loads weights from a folder, but the publisher has no place to write one")
+        if isinstance(source, AdapterSource):
+            folder = await asyncio.to_thread(self._folders.write_adapters, source)
+            return AdapterSource(source.manifest.version, source.adapters, folder=folder)
         version, tensors = source.manifest.version, dict(source.tensors())
         folder = await asyncio.to_thread(self._folders.write, version, tensors)
         return MemoryWeights(version, tensors, folder=folder)

@@ -50,6 +50,25 @@ def test_engines_sample_from_the_merged_weights(experiment: Path, strategy: str)
         assert float(distance_T.max()) < 1e-4, version
 
 
+def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experiment: Path) -> None:
+    """Bit for bit, also from where it was stopped, on the way that it was not begun on."""
+    exact = (*LORA, "--deterministic", "true", "--rollout.strategy", "sync")
+    alone = ("--trainer.lora.publish", "adapter")
+    assert train("run.toml", "--run-dir", "merged", *exact, "--steps", "4") == 0
+    assert train("run.toml", "--run-dir", "alone", *exact, *alone, "--steps", "4") == 0
+    assert train("run.toml", "--run-dir", "stopped", *exact, "--steps", "2") == 0
+    assert train("--resume", "stopped", *alone, "--steps", "4") == 0
+    sampled = [
+        [(t.token_ids, t.rollout_logprobs) for batch in runs.batches(Path(run)) for t in batch.trajectories]
+        for run in ("merged", "alone", "stopped")
+    ]
+    assert sampled[0] == sampled[1] == sampled[2]
+    for run in ("merged", "alone", "stopped"):
+        export(Path(run), Path(f"{run}-model"))
+    ours, *others = (weights(Path(f"{run}-model")) for run in ("merged", "alone", "stopped"))
+    assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
+
+
 def test_a_resumed_run_ends_with_the_same_adapters(experiment: Path) -> None:
     exact = (*LORA, "--deterministic", "true", "--rollout.strategy", "sync")
     assert train("run.toml", "--run-dir", "straight", *exact, "--steps", "4") == 0

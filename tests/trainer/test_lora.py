@@ -19,6 +19,8 @@ from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.lora import merge
 from rollover.trainer.models import load_policy
+from rollover.weights.adapters import AdapterShape, AdapterSource, AppliedAdapters
+from rollover.weights.sources import FolderWeights
 from tests.trainer.builders import (
     gradients,
     make_batch,
@@ -59,6 +61,27 @@ def test_training_begins_with_the_model_itself(folder: Path) -> None:
     expected = make_trainer(folder).weights()
     assert list(published) == list(expected)
     assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+
+
+def test_adapters_alone_are_published_where_the_config_says_so(folder: Path) -> None:
+    """With the bytes of the merged weights in the end, and a fraction of them on the way."""
+    settings = {"lora": LoraConfig(rank=4, alpha=8.0, publish="adapter")}
+    source, whole = (trained(folder, **s).weight_source() for s in (settings, {}))
+    assert isinstance(source, AdapterSource)
+    assert source.manifest.version == 3
+    assert source.shape == AdapterShape(rank=4, targets=LORA.targets)
+    ours, theirs = dict(AppliedAdapters(FolderWeights(0, folder), source).tensors()), dict(whole.tensors())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_how_adapters_are_published_is_not_what_is_learned(folder: Path, tmp_path: Path) -> None:
+    trained(folder).save(tmp_path / "step_3")
+    lora = LoraConfig(rank=4, alpha=8.0, publish="adapter")
+    resumed = lora_trainer(folder, lora=lora, resume_from=tmp_path / "step_3")
+    assert resumed.weight_source().manifest.kind == "adapter"
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        lora_trainer(folder, lora=LoraConfig(rank=8, alpha=8.0), resume_from=tmp_path / "step_3")
 
 
 def test_the_base_stays_and_every_adapted_matrix_moves(folder: Path) -> None:

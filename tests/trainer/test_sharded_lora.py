@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from rollover.trainer.checkpoint import read_manifest, verify_files, write_manif
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.world import World
+from rollover.weights.adapters import AdapterSource, AppliedAdapters
+from rollover.weights.sources import FolderWeights
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
 from tests.trainer.rank_pool import RankPool
@@ -182,3 +185,21 @@ def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
         fleet(folder, tmp_path, resume_from=tmp_path / "step_2", learning_rate=1e-2, deterministic=False),
     ):
         pass
+
+
+def test_a_fleet_publishes_adapters_alone(folders: dict[bool, Path], tmp_path: Path) -> None:
+    """No rank gathers more than they are, and merged they are the weights that it publishes otherwise."""
+    one = {"learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
+    with fleet(folders[True], tmp_path / "alone", lora=replace(LORA, publish="adapter"), **one) as trainer:
+        trainer.step(batches()[0])
+        source = trainer.weight_source()
+        assert isinstance(source, AdapterSource)
+        assert (source.manifest.version, source.manifest.base_version) == (1, 0)
+        shared = sum(path.stat().st_size for path in (trainer._staging.path).rglob("*.safetensors"))
+        assert shared < 2 * sum(spec.num_bytes for spec in source.manifest.tensors)
+    with fleet(folders[True], tmp_path / "merged", lora=LORA, **one) as trainer:
+        trainer.step(batches()[0])
+        merged = published(trainer)
+    applied = dict(AppliedAdapters(FolderWeights(0, folders[True]), source).tensors())
+    assert applied.keys() == merged.keys()
+    assert all(torch.equal(applied[name], merged[name]) for name in merged)

@@ -36,10 +36,11 @@ from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.drafts import Draft, NgramDrafter
 from rollover.engine.embedded.kv_cache import Ints
+from rollover.engine.embedded.loaded import LoadedWeights
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.weights import are_tied, differing, load_weights
+from rollover.engine.embedded.weights import are_tied
 from rollover.engine.noise import uniforms
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, ModelError
@@ -93,7 +94,7 @@ class EngineCore:
         sizes = RunnerSizes(num_blocks, size, self._max_context, config.max_running, config.prefill_chunk_tokens)
         self._make_model_runner = partial(make, arch, sizes, dtype, self.device)
         self._awake: ModelRunner | None = self._make_model_runner()
-        load_weights(self._model_runner.slots, weights, tied_embeddings=arch.tied_embeddings)
+        self._weights = LoadedWeights(self._model_runner.slots, weights, tied_embeddings=arch.tied_embeddings)
         self.scheduler = SequenceScheduler(
             BlockManager(num_blocks, size),
             max_running=config.max_running,
@@ -183,6 +184,7 @@ class EngineCore:
             raise EngineError(f"the embedded engine cannot sleep: {len(self._open)} calls are open")
         self.scheduler.reset()
         self._awake = None
+        self._weights.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -191,10 +193,9 @@ class EngineCore:
         and changes nothing when the version goes back or the weights do not fit."""
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
-        source.manifest.require_full(policy_version, "the embedded engine")
         runner = self._awake or self._make_model_runner()
         try:
-            load_weights(runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
+            self._weights.load(runner.slots, policy_version, source)
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
         self._awake = runner
@@ -208,7 +209,7 @@ class EngineCore:
 
     def differing(self, source: WeightSource) -> list[str]:
         """Return the names of the weights of ``source`` that are not those in use, bit for bit."""
-        return differing(self._model_runner.slots, source, tied_embeddings=self._arch.tied_embeddings)
+        return self._weights.differing(self._model_runner.slots, source)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

@@ -9,7 +9,7 @@ them: a config that ties them is not followed where they are two and differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -26,11 +26,15 @@ def are_tied(source: WeightSource, *, asked: bool) -> bool:
     return asked and (not {EMBEDDING, HEAD} <= _shapes(source).keys() or _same(source))
 
 
-def load_weights(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> None:
-    """Fill ``slots`` from ``source``. Raises ``ModelError`` naming the first parameter that does not fit."""
+def load_weights(
+    slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool, names: Collection[str] | None = None
+) -> None:
+    """Fill ``slots`` from ``source``; those of ``names`` alone, where others have what they need. Raises ``ModelError``
+    naming the first parameter that does not fit."""
     stored = _stored(slots, source, tied_embeddings=tied_embeddings)
+    chosen = [(slot, name) for slot, name in zip(slots.values(), stored, strict=True) if names is None or name in names]
     with torch.inference_mode():
-        for slot, (_, tensor) in zip(slots.values(), source.tensors(stored), strict=True):
+        for (slot, _), (_, tensor) in zip(chosen, source.tensors([name for _, name in chosen]), strict=True):
             slot.fill(tensor)
 
 

@@ -1,0 +1,144 @@
+"""Adapters as weights of their own: what a folder of them holds, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from rollover.errors import EngineError, ModelError
+from rollover.weights.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterSource,
+    AdapterWeights,
+    AppliedAdapters,
+    LowRank,
+    MergedWeights,
+)
+from rollover.weights.folders import WeightFolders
+from rollover.weights.publisher import Publisher
+from rollover.weights.sources import FolderWeights, MemoryWeights
+from tests.engine.models import saved, tiny_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def low_rank(rows: int, columns: int, *, rank: int = 4, seed: int = 0) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+    a_RI = torch.randn(rank, columns, generator=generator)
+    return LowRank(a_RI=a_RI, b_OR=torch.randn(rows, rank, generator=generator), scale=0.5)
+
+
+def adapters(*, seed: int = 0) -> dict[str, LowRank]:
+    """For the model of ``tiny_model``: beside two matrices of each of its two layers."""
+    made = {}
+    for layer in (0, 1):
+        made[f"model.layers.{layer}.self_attn.q_proj.weight"] = low_rank(64, 32, seed=4 * seed + layer)
+        made[f"model.layers.{layer}.mlp.down_proj.weight"] = low_rank(32, 48, seed=4 * seed + 2 + layer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_model(), tmp_path_factory.mktemp("model"))
+
+
+def test_the_manifest_names_the_adapters_and_the_weights_that_they_are_for() -> None:
+    manifest = AdapterSource(7, adapters()).manifest
+    assert (manifest.version, manifest.base_version, manifest.kind) == (7, 0, "adapter")
+    shapes = {spec.name: spec.shape for spec in manifest.tensors}
+    assert shapes["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, 32)
+    assert shapes["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"] == (64, 4)
+    assert sum(spec.num_bytes for spec in manifest.tensors) == 2 * 4 * 4 * (32 + 64 + 48 + 32)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
+def test_peft_opens_what_is_written_and_computes_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+    AdapterSource(7, adapters()).write(tmp_path / "v7")
+    peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "v7")
+    theirs = peft.merge_and_unload().state_dict()
+    ours = dict(AppliedAdapters(FolderWeights(0, folder), AdapterSource(7, adapters())).tensors())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+    base = dict(FolderWeights(0, folder).tensors())
+    assert {name for name in base if not torch.equal(base[name], ours[name])} == adapters().keys()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    source = AdapterSource(7, adapters())
+    source.write(tmp_path)
+    read = AdapterSource.read(7, tmp_path)
+    assert {*read.manifest.tensors} == {*source.manifest.tensors}
+    for name, adapter in source.adapters.items():
+        assert torch.equal(read.adapters[name].a_RI, adapter.a_RI)
+        assert torch.equal(read.adapters[name].b_OR, adapter.b_OR)
+        assert read.adapters[name].scale == adapter.scale
+
+
+@pytest.mark.parametrize("damage", ["config", "weights", "half"])
+def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
+    AdapterSource(7, adapters()).write(tmp_path)
+    match damage:
+        case "config":
+            (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"r": 4}))
+        case "weights":
+            (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"nothing")
+        case "half":
+            (tmp_path / ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=f"the adapters in {tmp_path} cannot be read"):
+        AdapterSource.read(7, tmp_path)
+
+
+def test_applied_adapters_are_the_merged_weights_to_the_bit(folder: Path) -> None:
+    base = dict(FolderWeights(0, folder).tensors())
+    for kind in (torch.float32, torch.bfloat16):
+        rounded = {name: tensor.to(kind) for name, tensor in base.items()}
+        merged = dict(AdapterWeights(7, MergedWeights(rounded, adapters())).tensors())
+        applied = AppliedAdapters(MemoryWeights(0, rounded), AdapterSource(7, adapters()))
+        assert applied.manifest == AdapterWeights(7, MergedWeights(rounded, adapters())).manifest
+        assert all(torch.equal(tensor, merged[name]) for name, tensor in applied.tensors())
+
+
+@pytest.mark.parametrize(
+    ("misfit", "message"),
+    [
+        ({"model.layers.9.mlp.up_proj.weight": low_rank(48, 32)}, "up_proj.weight', which is absent in the model"),
+        ({Q_PROJ: low_rank(64, 48)}, r"\[64, 4\] times \[4, 48\] is meant for weight .* which is \[64, 32\]"),
+    ],
+)
+def test_adapters_that_fit_nothing_are_refused(folder: Path, misfit: dict[str, LowRank], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        AppliedAdapters(FolderWeights(0, folder), AdapterSource(7, misfit))
+
+
+def test_who_loads_full_weights_only_says_so() -> None:
+    with pytest.raises(EngineError, match="loads full weights only, but version 7 is given as adapter of version 0"):
+        AdapterSource(7, adapters()).manifest.require_full(7, "the engine")
+    manifest = AdapterSource(7, adapters(), base_version=3).manifest
+    manifest.require_adapter(7, "the engine", base_version=3)
+    with pytest.raises(EngineError, match=r"has weights version 0 to put adapters beside, .* adapter of version 3"):
+        manifest.require_adapter(7, "the engine", base_version=0)
+    with pytest.raises(EngineError, match="was asked to load weights version 8, but was given 7"):
+        manifest.require_adapter(8, "the engine", base_version=3)
+
+
+class _NeedsFolder:
+    needs_folder = True
+
+
+def test_targets_that_need_a_folder_get_one_of_adapters_alone(folder: Path, tmp_path: Path) -> None:
+    """Of three versions the two newest stay."""
+    publisher = Publisher([_NeedsFolder()], folders=WeightFolders(tmp_path, like=folder))  # type: ignore[list-item]
+    for version in (1, 2, 3):
+        staged = asyncio.run(publisher.stage(AdapterSource(version, adapters(seed=version))))
+        assert staged.folder == tmp_path / f"v{version}"
+        assert staged.manifest.kind == "adapter"
+        assert {path.name for path in staged.folder.iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    assert {path.name for path in tmp_path.iterdir()} == {"v2", "v3"}

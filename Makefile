@@ -1,5 +1,5 @@
 # make train    learn something in minutes: the quickstart experiment (ARGS is passed on)
-# make test     every CPU test (ARGS is passed on to pytest)
+# make test     every CPU test, files of them in $(JOBS) processes at a time (ARGS is passed on to pytest)
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
@@ -17,6 +17,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 SLIME ?=
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: help train test test-vllm test-sglang test-slime test-wheel test-resolver check format docs clean
 
@@ -41,7 +42,7 @@ train: $(VENV)/installed
 	$(BIN)/rollover train $(if $(ARGS),$(ARGS),quickstart)
 
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(VENV)/installed-test
 	tests/real/vllm_env.sh $(VLLM_VENV)

@@ -135,7 +135,7 @@ def open_policy(
         DamagedCheckpoint: the checkpoint is not what was written.
     """
     if config.lora is not None:
-        if world.size > 1:
+        if world.mesh is not None:
             from rollover.trainer.sharded_lora import ShardedLoraPolicy
 
             return ShardedLoraPolicy(config, initial, checkpoint=checkpoint, world=world, seed=seed)
@@ -143,7 +143,7 @@ def open_policy(
 
         return LoraPolicy(config, initial, checkpoint=checkpoint, device=device, seed=seed)
     try:
-        if world.size > 1:
+        if world.mesh is not None:
             from rollover.trainer.sharded import ShardedPolicy
 
             return ShardedPolicy(config, checkpoint or initial, initial=initial, needs_ref=needs_ref, world=world)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.base import Chunk
+from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers import supervisor
@@ -93,6 +93,12 @@ def assert_of(model: Path, before: tuple[int, ...], chunks: list[Chunk]) -> None
     assert reported == pytest.approx(logprobs(model, PROMPT + before, tokens(chunks), 1.0), abs=TOLERANCE)
 
 
+async def gather_into(chunks: list[Chunk], engine: SwarmEngine, call: GenerateRequest) -> None:
+    """What has come of the call so far can be looked at."""
+    async for chunk in engine.generate(call):
+        chunks.append(chunk)
+
+
 async def update(engine: SwarmEngine, version: int, model: Path) -> None:
     await engine.pause()
     try:
@@ -139,11 +145,12 @@ async def check_updates(engine: SwarmEngine, models: list[Path]) -> None:
 
 async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None:
     """A prefix that was parked goes on with another member, another engine, and comes back."""
-    call = asyncio.create_task(collect(engine, request("parked", prompt_ids=PROMPT, max_new_tokens=400)))
-    before = engine.stats().decoded_tokens
-    await until(lambda: engine.stats().decoded_tokens > before + 20, "the call is under way")
-    await engine.abort(["parked#0"])
-    first = await call
+    first: list[Chunk] = []
+    parked = request("parked", prompt_ids=PROMPT, max_new_tokens=400)
+    call = asyncio.create_task(gather_into(first, engine, parked))
+    await until(lambda: len(tokens(first)) > 20, "the call is under way")
+    await engine.abort([parked.request_id])
+    await call
     assert first[-1].finish_reason == "abort" and engines_of(first) == {"server"}
     prefix = tokens(first)
     assert_of(model, (), first)
@@ -165,9 +172,10 @@ async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None
 
 async def check_death(engine: SwarmEngine, model: Path, root: Path, server: int) -> None:
     """A server that dies costs no token that had come; its worker starts another and gives it the weights."""
-    call = asyncio.create_task(collect(engine, request("dying", prompt_ids=PROMPT, max_new_tokens=400)))
-    before = engine.stats().decoded_tokens
-    await until(lambda: engine.stats().decoded_tokens > before + 20, "the call is under way")
+    begun: list[Chunk] = []
+    dying = request("dying", prompt_ids=PROMPT, max_new_tokens=400)
+    call = asyncio.create_task(gather_into(begun, engine, dying))
+    await until(lambda: len(tokens(begun)) > 20, "the call is under way")
     os.killpg(server, signal.SIGKILL)
     with pytest.raises(EngineError):
         await call

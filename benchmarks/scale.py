@@ -1,0 +1,244 @@
+"""What it costs to shard the trainer, and what it gives: time and memory of a step, and how evenly batches are dealt.
+
+    python benchmarks/scale.py --out benchmarks/results/scale-DATE.json    # some ten minutes on two idle cores
+
+* **Step.** The same steps of GRPO by the trainer of one process, by FSDP2 over one rank (what sharding costs where
+  there is nothing to share), and over two ranks (gloo). All ranks have one thread, and the three take turns. *Held* are
+  the bytes of weights, gradients and moments; *peak* is resident memory at its height beyond what there was before the
+  trainer was opened.
+* **Dealing.** The batches of a real run of ``quickstart`` and of recorded lengths of responses (``lengths.json``),
+  dealt to 2, 4 and 8 ranks: the cost of the busiest rank over the mean, passes for nothing included, beside what
+  dealing families in turn makes of the same batches.
+
+Publications have a script of their own, ``publication.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # memory that is freed goes back at once
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+
+from engine import machine  # noqa: E402
+from memory import make_batch, memory_now  # noqa: E402
+
+from rollover.trainer.dealing import Row, attention_share, deal_rows, family_cost  # noqa: E402
+from rollover.trainer.packing import TrainingSample, families  # noqa: E402
+
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6, "vocab_size": 4096,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "eos_token_id": 1,
+}  # fmt: skip
+SAMPLES, RESPONSE, BUDGET = 16, 192, 1024
+"""Of a batch: responses, their tokens, and input positions of a row; four rows, two for each of two ranks."""
+GROUPS = 4
+WAYS = {"one process": (1, False), "FSDP2 over 1 rank": (1, True), "FSDP2 over 2 ranks": (2, True)}
+RANKS = (2, 4, 8)
+
+_kept: dict[str, Any] = {}
+"""A rank's trainer, from one call to the next."""
+
+
+def open_trainer(world: Any, folder: str, is_sharded: bool) -> dict[str, int]:
+    """Open the trainer of a rank and take the first step, which makes the moments."""
+    from rollover.algorithms import AlgorithmConfig, resolve
+    from rollover.trainer.config import TrainerConfig
+    from rollover.trainer.local import LocalTrainer
+    from rollover.trainer.world import ALONE
+
+    Path("/proc/self/clear_refs").write_text("5")  # the height of memory is measured from now on
+    before = memory_now("VmRSS")
+    trainer = LocalTrainer(
+        TrainerConfig(micro_batch_tokens=BUDGET, device="cpu", learning_rate=1e-4),
+        resolve(AlgorithmConfig()),
+        folder,
+        temperature=1.0,
+        max_response_tokens=RESPONSE,
+        num_steps=1000,
+        world=world if is_sharded else ALONE,
+    )
+    _kept["trainer"] = trainer
+    trainer.step(batch(0))
+    return {"held": _held(trainer), "peak": memory_now("VmHWM") - before}
+
+
+def take_steps(world: Any, num: int) -> float:
+    """Return the seconds that each of ``num`` steps took on this rank."""
+    trainer = _kept["trainer"]
+    started_s = time.perf_counter()
+    for _ in range(num):
+        trainer.step(batch(trainer.version))
+    return (time.perf_counter() - started_s) / num
+
+
+def batch(step: int) -> Any:
+    """Groups of one prompt each, so that all ranks get as much."""
+    one = make_batch(step, SAMPLES // GROUPS, RESPONSE)
+    return replace(one, groups=tuple(_numbered(one.groups[0], GROUPS * step + n) for n in range(GROUPS)))
+
+
+def _numbered(group: Any, number: int) -> Any:
+    trajectories = (replace(t, sample_id=t.sample_id._replace(group=number)) for t in group.trajectories)
+    return replace(group, group_id=number, trajectories=tuple(trajectories))
+
+
+def _held(trainer: Any) -> int:
+    """Weights, gradients (as many bytes) and moments, of which DTensors hold their rows alone."""
+
+    def size(tensor: Any) -> int:
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return int(own.numel() * own.element_size())
+
+    weights = sum(size(p) for p in trainer._model.parameters())
+    moments = sum(size(v) for state in trainer._optimizer.state.values() for v in state.values() if v.dim())
+    return 2 * weights + moments
+
+
+def step_times(rounds: int, num: int) -> dict[str, Any]:
+    """Open the three trainers and let them take turns."""
+    import torch
+    import transformers
+
+    from tests.trainer.rank_pool import RankPool
+
+    torch.manual_seed(0)
+    pools = {way: RankPool(size) for way, (size, _) in WAYS.items()}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            config = transformers.AutoConfig.for_model(**SHAPE)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            memory = {
+                way: pool.call(open_trainer, folder=folder, is_sharded=WAYS[way][1]) for way, pool in pools.items()
+            }
+        times: dict[str, list[float]] = {way: [] for way in pools}
+        for _ in range(rounds):
+            for way, pool in pools.items():
+                times[way].append(max(pool.call(take_steps, num=num)))
+    finally:
+        for pool in pools.values():
+            pool.close()
+    plain_s = statistics.median(times["one process"])
+    found = {}
+    for way in pools:
+        median_s = statistics.median(times[way])
+        found[way] = {
+            "seconds": [round(t, 4) for t in times[way]],
+            "median_s": round(median_s, 4),
+            "of_one_process": round(median_s / plain_s, 3),
+            "held_mib": [round(m["held"] / 2**20, 1) for m in memory[way]],
+            "peak_mib": [round(m["peak"] / 2**20, 1) for m in memory[way]],
+        }
+        print(
+            f"{way:20} {median_s:7.3f} s a step, {found[way]['of_one_process']:.2f} of one process; held"
+            f" {found[way]['held_mib'][0]:.0f} MiB, peak {found[way]['peak_mib'][0]:.0f} MiB",
+            flush=True,
+        )
+    return found
+
+
+def in_turn(samples: Sequence[TrainingSample], budget: int, num_ranks: int, quadratic: float) -> list[float]:
+    """Deal families to ranks one after the other, as they come, and return the cost of each rank's rows."""
+    parts = families(samples, range(len(samples)), budget)
+    return [sum(family_cost(samples, part, quadratic) for part in parts[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def by_us(samples: Sequence[TrainingSample], budget: int, num_ranks: int, quadratic: float) -> list[float]:
+    """Return the cost of each rank's rows as the trainer deals them, with the passes that it makes for nothing."""
+    dealt = deal_rows(samples, range(len(samples)), budget=budget, num_ranks=num_ranks, quadratic=quadratic)
+
+    def cost(row: Row) -> float:
+        return sum(family_cost(samples, part, quadratic) for part in row)
+
+    return [sum(map(cost, d.rows)) + d.num_padding * cost(d.padding) for d in dealt]
+
+
+def recorded_batches() -> list[list[TrainingSample]]:
+    """Batches of 16 prompts with the recorded lengths; a prompt has 100 tokens."""
+    lengths = json.loads((ROOT / "benchmarks/lengths.json").read_text())
+    groups = [
+        [TrainingSample(prompt_ids=(group,) * 100, response_ids=(1,) * n) for n in each]
+        for group, each in enumerate(lengths)
+    ]
+    return [[s for group in groups[at : at + 16] for s in group] for at in range(0, len(groups) - 15, 16)]
+
+
+def run_batches(steps: int) -> list[list[TrainingSample]]:
+    """Train quickstart for some steps and return what it trained on."""
+    from tests.runs import batches
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [
+            sys.executable,
+            "-m",
+            "rollover",
+            "train",
+            "quickstart",
+            "--run-dir",
+            str(run),
+            "--steps",
+            str(steps),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [
+            [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in made.trajectories]
+            for made in batches(run)
+        ]
+
+
+def balance(batches: list[list[TrainingSample]], budget: int, width: int) -> dict[str, Any]:
+    quadratic = attention_share(width)
+    found: dict[str, Any] = {}
+    for ranks in RANKS:
+        ours, turns = [], []
+        for samples in batches:
+            for costs, kept in (
+                (by_us(samples, budget, ranks, quadratic), ours),
+                (in_turn(samples, budget, ranks, quadratic), turns),
+            ):
+                kept.append(max(costs) / statistics.mean(costs))
+        found[str(ranks)] = {
+            "busiest_over_mean": round(statistics.mean(ours), 4),
+            "worst": round(max(ours), 4),
+            "in_turn": round(statistics.mean(turns), 4),
+            "in_turn_worst": round(max(turns), 4),
+        }
+        print(f"  {ranks} ranks: {found[str(ranks)]}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="of each trainer in a round")
+    parser.add_argument("--run-steps", type=int, default=12, help="of the quickstart whose batches are dealt")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "shape": SHAPE, "step": step_times(args.rounds, args.steps)}
+    print("dealing, recorded lengths (16 prompts x 8), rows of 8,192:")
+    result["dealing_recorded"] = balance(recorded_batches(), 8192, 1024)
+    if args.run_steps:
+        print("dealing, batches of quickstart, its own rows:")
+        result["dealing_quickstart"] = balance(run_batches(args.run_steps), 8192, 96)
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -125,6 +125,11 @@ class FakeEngine:
 
     needs_folder = False
 
+    async def sleep(self) -> None:
+        assert not self._calls, "a call is open"
+        self._parked.clear()
+        self.events.append(("sleep", self.version))
+
     async def pause(self) -> None:
         self._paused = True
         self.events.append(("pause", self.version))

@@ -30,6 +30,13 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 T = TypeVar("T", bound=BaseModel)
 
 
+class Unreachable(EngineError):
+    """A server to which no connection can be made: there is none at its address.
+
+    Example: ``http://10.0.0.5:8000 cannot be reached for GET /health: connection refused``
+    """
+
+
 class Patience:
     """The deadline of one streaming call: moved on by each sign of life, suspended while the server is
     paused.
@@ -236,7 +243,7 @@ class HTTPClient:
         except httpx.ConnectTimeout:
             raise EngineTimeout(f"{self.url} did not accept a connection for {what} in time") from None
         except httpx.ConnectError as e:
-            raise EngineError(f"{self.url} cannot be reached for {what}: {self.reader.shown(str(e))}") from None
+            raise Unreachable(f"{self.url} cannot be reached for {what}: {self.reader.shown(str(e))}") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as e:
             reason = self.reader.shown(str(e)) or type(e).__name__  # it may quote the server
             raise EngineError(f"{self.url} broke off {what}: {reason}") from None

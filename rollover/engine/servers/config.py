@@ -62,6 +62,9 @@ class ServerConfig:
     weights_dir: Changeable[str | None] = None
     """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
     run directory when left out."""
+    colocated: Changeable[bool] = False
+    """The trainer trains on the servers' devices: while it does, they give weights and cache back to it. What was
+    cached is then computed again, and strategies that generate while the trainer trains cannot be used."""
     connect_timeout_s: Changeable[float] = 10.0
     """Longest wait for a connection."""
     first_token_timeout_s: Changeable[float] = 300.0
@@ -76,7 +79,7 @@ class ServerConfig:
     """How long a server may take to hand over stopped calls. After half of it all its calls are stopped, after all
     of it their connections are closed."""
     load_timeout_s: Changeable[float] = 300.0
-    """Longest wait for weights to load."""
+    """Longest wait for weights to load, and, with `colocated`, for memory to be given back or taken again."""
     read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
     """When the digests that a server computes of its tensors are compared with the weights that it was given: `always`
     after each load; `auto` after each load of a model up to 1 GiB, and after the first of a larger one, since it takes
@@ -104,8 +107,14 @@ class ServerConfig:
     @property
     def install_timeout_s(self) -> float:
         """Longest that such a server takes to have new weights: calls stopped, weights loaded, cache emptied, label set
-        and read back."""
-        return self.abort_timeout_s + self.load_timeout_s + 3 * self.control_timeout_s
+        and read back; before and after it, where ``colocated``, memory taken."""
+        taken_s = 2 * self.load_timeout_s * self.colocated
+        return self.abort_timeout_s + self.load_timeout_s + taken_s + 3 * self.control_timeout_s
+
+    @property
+    def sleep_timeout_s(self) -> float:
+        """Longest that a server which keeps its deadlines takes to give its memory back."""
+        return self.abort_timeout_s + self.load_timeout_s + 4 * self.control_timeout_s
 
     @property
     def update_timeout_s(self) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.ownership import Part
 from rollover.errors import EngineError, EngineTimeout
 
 
@@ -53,6 +54,26 @@ class WeightEndpoint(Protocol):
 
     async def set_label(self, label: str) -> None:
         """Change the label; the weights stay."""
+        ...
+
+
+class MemoryEndpoint(Protocol):
+    """The calls by which a server gives memory back and takes it again. Each method raises ``EngineError``.
+
+    Example: ``await memory.release()``; then ``await memory.take("weights")``, weights are loaded, and ``await
+    memory.take("cache")``.
+    """
+
+    async def check(self) -> None:
+        """See that the server was started so that it can do this; the message of an ``EngineError`` says how to."""
+        ...
+
+    async def release(self) -> None:
+        """Give back the memory of weights and cache. The server stands still and has no calls."""
+        ...
+
+    async def take(self, part: Part) -> None:
+        """Take the memory of a part again, the weights before the cache. What was in it is lost."""
         ...
 
 
@@ -109,6 +130,17 @@ class Dialect(Protocol):
     async def check_health(self, *, decode: bool, timeout_s: float) -> None:
         """Raise ``EngineError`` unless the server answers and, with ``decode``, samples a token in time."""
         ...
+
+
+@runtime_checkable
+class SleepingDialect(Protocol):
+    """A dialect of servers that can give their memory back.
+
+    Example: ``await dialect.memory.release()`` sends ``POST /sleep?level=2`` to vLLM.
+    """
+
+    @property
+    def memory(self) -> MemoryEndpoint: ...
 
 
 async def check_vocabulary(server: str, model: ModelFolder, take: Callable[[int], Awaitable[object]]) -> None:

@@ -23,12 +23,13 @@ from pathlib import Path
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.servers.abort import Aborter
 from rollover.engine.servers.answer import ServerBusy
-from rollover.engine.servers.background import BackgroundTasks, attempt
+from rollover.engine.servers.background import BackgroundTasks, attempt, within
 from rollover.engine.servers.calls import OpenCalls
-from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.client import HTTPClient, Unreachable
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dialect import Dialect
+from rollover.engine.servers.dialect import Dialect, SleepingDialect
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.memory import MemoryHeld, ServerMemory
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.places import StartedServer
 from rollover.engine.servers.served_weights import ServedWeights
@@ -64,6 +65,7 @@ class ServerEngine:
             max_running=config.running(client.url),
             max_context_tokens=model.max_context_tokens,
             in_flight_update=traits.keeps_calls,
+            is_colocated=config.colocated,
             number_format=model.dtype or "unknown",
             prefill_tokens_per_iteration=math.inf if traits.keeps_kv else GPU_PREFILL_TOKENS,
         )
@@ -74,6 +76,8 @@ class ServerEngine:
         self._process = process
         self._tasks = BackgroundTasks()
         self._served = ServedWeights(dialect.weights, client, ownership, model.path)
+        memory = dialect.memory if isinstance(dialect, SleepingDialect) else None
+        self._memory = ServerMemory(repr(client), memory, self._served)
         self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
         self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
@@ -94,6 +98,11 @@ class ServerEngine:
         """
         await self._dialect.identify()
         await self._served.refuse_when_taken()
+        if self._config.colocated:
+            await self._memory.check()
+        await self._memory.find()  # a run that was killed in a step may have left it asleep
+        if self._memory.is_released:
+            await self._memory.take(self._served.version, self._served.source)
         await self._thaw()  # a run that was killed in an update may have left it paused
         context = min(self._model.max_context_tokens, await self._dialect.check_model())
         self._calls.max_context_tokens = context
@@ -142,8 +151,9 @@ class ServerEngine:
         self._served.release()
 
     async def _give_back(self) -> None:
-        """Thaw the server where we had frozen it, and say that it is free; unless it is another run's by now."""
-        if self._may_be_frozen and await self._served.is_ours():
+        """Thaw the server where we had frozen it, and say that it is free; unless it is another run's by now. One that
+        has given its memory back is left so: it has no weights to sample from, and the next run finds it asleep."""
+        if self._may_be_frozen and not self._memory.is_released and await self._served.is_ours():
             await self._thaw()
         await self._served.give_back()
 
@@ -197,12 +207,38 @@ class ServerEngine:
     def stats(self) -> EngineStats:
         return self._calls.stats()
 
+    # -- Sleeps ----------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """See ``Sleeps.sleep``. One that we have started is stopped where it does not do so, and started again when it
+        is its turn.
+
+        Raises ``EngineError`` when it is gone, ``MemoryHeld`` when it may hold its memory still.
+        """
+        self._refuse_when_closed("give its memory back")
+        self._calls.gate.clear()
+        limit_s = self._config.sleep_timeout_s
+        try:
+            async with within(limit_s, f"{self} did not give its memory back within {limit_s:g} s"):
+                await self._aborter.abort(self._calls.sent)
+                await self._freeze()
+                await self._memory.release()
+        except EngineError as e:
+            if self._process is None and not isinstance(e, Unreachable):
+                raise MemoryHeld(f"the trainer needs the memory of {self}, which may hold it still: {e}") from e
+            if self._process is not None:
+                await self._process.stop()
+            raise
+
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     needs_folder = True
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
+        if self._memory.is_released:  # it stands still, where it is still there
+            await self._served.refuse_when_taken()
+            return
         await self._served.refuse_when_taken()
         self._calls.gate.clear()
         try:
@@ -226,6 +262,9 @@ class ServerEngine:
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
         self._model.check_fits(folder)
         source.manifest.require_full(version, self)
+        if self._memory.is_released:
+            await self._memory.take(version, folder)
+            return
         if not self._dialect.traits.keeps_calls:
             await self._aborter.abort(self._calls.sent)
         before = self._served.version, self._served.source

@@ -3,8 +3,10 @@
 A server's weights carry a label that clients set and read. Ours names the run and the version, and says when the run
 has given the server back::
 
-    rollover:RUN:VERSION          in use, or left by a run that was killed
-    rollover:RUN:VERSION:free     given back
+    rollover:RUN:VERSION              in use, or left by a run that was killed
+    rollover:RUN:VERSION:free         given back
+    rollover:RUN:VERSION:asleep       without the memory of weights and cache, which the trainer has
+    rollover:RUN:VERSION:cacheless    without that of the cache; either may be followed by ":free"
 
 What it keeps true: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
 on this machine is alive while it holds the lock on the server's address (flock: it ends with the process, however that
@@ -21,12 +23,17 @@ import os
 import re
 import socket
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rollover.errors import EngineError
 
-_LABEL = re.compile(r"rollover:([^:]+):(\d{1,15})(:free)?")
+Part = Literal["weights", "cache"]
+"""What takes memory in a server."""
+
+_LABEL = re.compile(r"rollover:([^:]+):(\d{1,15})(:asleep|:cacheless)?(:free)?")
+_ASLEEP: dict[tuple[Part, ...], str] = {(): "", ("cache",): ":cacheless", ("weights", "cache"): ":asleep"}
 _MAX_NOTE_BYTES = 1000
 
 
@@ -71,9 +78,16 @@ class Ownership:
         _write(descriptor, {"run": run, "by": f"pid {os.getpid()} on {socket.gethostname()}"})
         return cls(run, predecessor=str(held.get("run", "")), lock=descriptor)
 
-    def label(self, version: int, *, free: bool = False) -> str:
-        """Label our weights of a version."""
-        return f"rollover:{self.run}:{version}" + ":free" * free
+    def label(self, version: int, *, asleep: Collection[Part] = (), free: bool = False) -> str:
+        """Label our weights of a version, on a server that has given back the memory of what is ``asleep``."""
+        return f"rollover:{self.run}:{version}{_ASLEEP[tuple(asleep)]}" + ":free" * free
+
+    @staticmethod
+    def asleep(label: str) -> tuple[Part, ...]:
+        """Read what a server with this label has given back, whichever run has asked it to."""
+        found = _LABEL.fullmatch(label)
+        suffix = (found and found[3]) or ""
+        return next(parts for parts, written in _ASLEEP.items() if written == suffix)
 
     def version(self, label: str) -> int | None:
         """Read the version of our weights from a label; ``None`` when they are not ours."""
@@ -83,7 +97,7 @@ class Ownership:
     def owner(self, label: str) -> str | None:
         """Name the other run that a server with this label belongs to; ``None`` when it is free or ours."""
         found = _LABEL.fullmatch(label)
-        if found is None or found[3] or found[1] in (self.run, self._predecessor):
+        if found is None or found[4] or found[1] in (self.run, self._predecessor):
             return None
         return found[1]
 

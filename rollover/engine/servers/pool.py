@@ -9,6 +9,7 @@ task                  waits for                   is unblocked by
 ``Watch``, a member   the next probe              time; a failed call
 ``abort``             the members concerned       their own deadlines; the member taken out
 ``pause``, ``load``   all members concerned       ... and ours for each, past which a member is taken out
+``sleep``             all members                 their own deadlines
 ====================  ==========================  =========================================================
 
 What it keeps true: a member gets calls only while it is well and serves the version of the pool; a call whose member
@@ -99,6 +100,7 @@ class EnginePool:
             keeps_kv_on_abort=len(each) == 1 and each[0].keeps_kv_on_abort,
             in_flight_update=all(c.in_flight_update for c in each),
             seeded=all(c.seeded for c in each),
+            is_colocated=any(c.is_colocated for c in each),
             number_format=each[0].number_format,  # one model, one config
             prefill_tokens_per_iteration=sum(c.prefill_tokens_per_iteration for c in each),
         )
@@ -165,6 +167,14 @@ class EnginePool:
             await self._members.until_one_is_up(call.aborted)
         return None
 
+    # -- Sleeps ----------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """See ``PoolUpdates.sleep``. Until the next ``pause`` no member is probed, revived or given weights."""
+        self._refuse_when_closed()
+        await self._watch.stop()
+        await self._updates.sleep()
+
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     needs_folder = True  # a member that comes back is given weights that may have changed in memory
@@ -172,6 +182,8 @@ class EnginePool:
     async def pause(self) -> None:
         """See ``PoolUpdates.pause``."""
         self._refuse_when_closed()
+        if self._updates.is_asleep:
+            self._watch.start()
         await self._updates.pause()
 
     async def load(self, version: int, source: WeightSource) -> None:

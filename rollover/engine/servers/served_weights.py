@@ -6,12 +6,12 @@ know gets no call; no weights are loaded into a server that another run uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.dialect import WeightEndpoint
-from rollover.engine.servers.ownership import Ownership, how_to_free
+from rollover.engine.servers.ownership import Ownership, Part, how_to_free
 from rollover.errors import EngineError
 
 
@@ -60,13 +60,25 @@ class ServedWeights:
         """From now on we do not know its weights."""
         self._unknown = reason
 
-    async def install(self, version: int, source: Path, *, keeps_kv: bool) -> None:
-        """Have the server load ``source`` as ``version``. After an ``EngineError`` we do not know its weights."""
+    async def install(self, version: int, source: Path, *, keeps_kv: bool, asleep: Collection[Part] = ()) -> None:
+        """Have the server load ``source`` as ``version``. After an ``EngineError`` we do not know its weights.
+
+        Args:
+            asleep: what has been given back of its memory, beside that of the weights.
+        """
         self._unknown = f"{self._client} failed while its weights were replaced; it has none that are known"
         self._num_installs += 1
-        await self._endpoint.send(self._ownership.label(version), source, keeps_kv=keeps_kv)
+        await self._endpoint.send(self._ownership.label(version, asleep=asleep), source, keeps_kv=keeps_kv)
         self.version, self.source, self._unknown = version, source, None
         self._compare(await self._endpoint.label())
+
+    async def mark(self, asleep: Collection[Part]) -> None:
+        """Write on the server what has been given back of its memory."""
+        await self._endpoint.set_label(self._ownership.label(self.version, asleep=asleep))
+
+    async def parts_asleep(self) -> Collection[Part]:
+        """Ask the server what has been given back of its memory, by whichever run."""
+        return self._ownership.asleep(await self._endpoint.label())
 
     async def check(self, still: Callable[[], bool]) -> None:
         """Raise ``EngineError`` when the server has other weights than it was given. An answer that a load has
@@ -97,8 +109,10 @@ class ServedWeights:
 
     async def give_back(self) -> None:
         """Say on the server that it is free, unless it has other weights than ours by now."""
-        if self._num_installs and (version := self._ownership.version(await self._endpoint.label())) is not None:
-            await self._endpoint.set_label(self._ownership.label(version, free=True))
+        label = await self._endpoint.label() if self._num_installs else ""
+        if (version := self._ownership.version(label)) is not None:
+            asleep = self._ownership.asleep(label)
+            await self._endpoint.set_label(self._ownership.label(version, asleep=asleep, free=True))
 
     def release(self) -> None:
         """Let other runs of this machine have the server."""

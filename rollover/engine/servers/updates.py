@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from rollover.engine.base import Sleeps
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.members import Member, Members
+from rollover.engine.servers.memory import MemoryHeld
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource
 
@@ -27,6 +29,8 @@ class PoolUpdates:
 
     def __init__(self, members: Members, source: WeightSource, config: ServerConfig) -> None:
         self.version = 0
+        self.is_asleep = False
+        """The members have given their memory back, and none may take it before the next pause."""
         self._source = source
         self._members = members
         self._switch_timeout_s = config.switch_timeout_s
@@ -38,8 +42,27 @@ class PoolUpdates:
         self._resumed = asyncio.Event()
         self._resumed.set()
 
+    async def sleep(self) -> None:
+        """Have all members give their memory back, also those that are out, which may hold some. One that is gone is
+        taken out. Nobody brings members back meanwhile.
+
+        Raises ``MemoryHeld`` naming those that may hold memory still.
+        """
+        self.is_asleep = True
+        self._resumed.clear()
+        members = self._members.all
+        found = await asyncio.gather(*map(_put_to_sleep, members))
+        failed = {member: error for member, error in zip(members, found, strict=True) if error is not None}
+        self._members.take_out(failed)
+        if held := [str(error) for error in failed.values() if isinstance(error, MemoryHeld)]:
+            raise MemoryHeld("; ".join(held))
+
     async def pause(self) -> None:
         """Wait for a member where all are out. Raises ``EngineError`` naming all members when none pauses."""
+        if self.is_asleep:  # from now on those that are gone may come back
+            self.is_asleep = False
+            self._resumed.set()
+            await self._find_those_that_died()
         if not self._members.in_service:
             with suppress(EngineError):  # said below, with why
                 await self._members.until_one_is_up(asyncio.Event())
@@ -53,6 +76,12 @@ class PoolUpdates:
             self._paused = None
             self._resumed.set()
             raise EngineError(f"no engine could be paused; {self._members.why_none()}")
+
+    async def _find_those_that_died(self) -> None:
+        failed = await self._members.each(
+            self._members.in_service, lambda member: member.engine.pause(), self._switch_timeout_s, "answer"
+        )
+        self._members.take_out(failed)
 
     async def _pause_one(self, member: Member) -> None:
         await member.engine.pause()
@@ -116,3 +145,13 @@ class PoolUpdates:
     def _standing(self) -> list[Member]:
         """Members that are paused. One that was taken out is woken when it comes back, or is closed."""
         return [member for member in self._paused or () if not member.is_down]
+
+
+async def _put_to_sleep(member: Member) -> EngineError | None:
+    if not isinstance(member.engine, Sleeps):
+        return MemoryHeld(f"{member.name} cannot give its memory back")
+    try:
+        await member.engine.sleep()
+    except EngineError as e:
+        return e
+    return None

@@ -99,6 +99,12 @@ class ScriptedServer:
         self.num_aborted = self.decoded_tokens = self.most_running = 0
         self.sampled: set[tuple[str, int, float]] = set()
         """(weights, token, log-prob) of everything that was decoded."""
+        self.can_sleep = True
+        """It was started so that it can give memory back."""
+        self.asleep: set[str] = set()
+        """What it has given back, by its own names."""
+        self.died = False
+        """It was asked for something that it does not survive."""
         self.requests: dict[str, Any] = {}
         self._alive = asyncio.Event()
         self._alive.set()
@@ -125,8 +131,15 @@ class ScriptedServer:
         """A new process with the weights it was started with."""
         self.kill()
         self._dead = self.paused = False
+        self.asleep.clear()
         self.version, self.weights = "default", "initial"
         self._alive.set()
+
+    def die(self) -> Answer:
+        """Do as a server whose process fails."""
+        self.died = True
+        self.kill()
+        raise Broken
 
     def answer_once(self, path: str, *answers: Answer) -> None:
         self.scripted.setdefault(path, deque()).extend(answers)
@@ -185,6 +198,10 @@ class ScriptedServer:
             await asyncio.sleep(self.tick_s)
             await self._alive.wait()
             if not (self.paused or self.is_wedged):
+                if self.asleep and self.requests:
+                    self.died = True
+                    self.kill()
+                    return
                 for name, running in list(self.requests.items()):
                     self._decode(name, running)
 
@@ -270,7 +287,8 @@ class ScriptedVLLM(ScriptedServer):
         return Answer(body={"data": [{"id": MODEL, "root": self.root, "max_model_len": self.max_model_len}]})
 
     async def _get_server_info(self, query: dict[str, str], body: Any) -> Answer:
-        return Answer(body={"vllm_config": {"device_config": {"device": self.device}}})
+        settings = {"device_config": {"device": self.device}, "model_config": {"enable_sleep_mode": self.can_sleep}}
+        return Answer(body={"vllm_config": settings})
 
     async def _get_is_paused(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"is_paused": self.paused})
@@ -292,6 +310,22 @@ class ScriptedVLLM(ScriptedServer):
         self.paused = False
         return Answer(body={"status": "resumed"})
 
+    async def _post_sleep(self, query: dict[str, str], body: Any) -> Answer:
+        """It says that it sleeps also where it cannot."""
+        assert query == {"level": "2"}
+        self._abort(list(self.requests))
+        self.paused = True
+        if self.can_sleep:
+            self.asleep, self.weights = {"weights", "kv_cache"}, "nothing"
+        return Answer(body={"status": "sleeping", "level": 2})
+
+    async def _post_wake_up(self, query: dict[str, str], body: Any) -> Answer:
+        """It goes on as soon as all is there."""
+        self.asleep -= {query["tags"]}
+        if not self.asleep:
+            self.paused = False
+        return Answer(body={"status": "sleeping" if self.asleep else "awake", "tags": [query["tags"]]})
+
     async def _post_abort_requests(self, query: dict[str, str], body: Any) -> Answer:
         ids = body.get("request_ids") or list(self.requests)
         if self.aborts_by_id:
@@ -303,7 +337,7 @@ class ScriptedVLLM(ScriptedServer):
         return Answer(body={"success": not self.requests and not self.held_resets})
 
     async def _post_collective_rpc(self, query: dict[str, str], body: Any) -> Answer:
-        assert body["method"] == "reload_weights"
+        assert body["method"] == "reload_weights" and "weights" not in self.asleep
         if self.reload_error is not None:
             self.weights = "broken"
             return Answer(500, {"error": {"message": self.reload_error}})

@@ -25,6 +25,7 @@ class SGLangServerInfo(Answer):
     internal_states: list[Any]
     """States of its scheduler, without which there is no answer."""
     incremental_streaming_output: bool | None = None
+    enable_memory_saver: bool = False
     tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     dp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     pp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1

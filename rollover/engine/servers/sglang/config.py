@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities
+from rollover.engine.base import DeclaredCapabilities, check_colocated
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
 
@@ -38,12 +38,14 @@ class SGLangConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(cuts_logprobs=False)
+        return DeclaredCapabilities(cuts_logprobs=False, is_colocated=self.colocated)
 
     def __post_init__(self) -> None:
         super(SGLangConfig, self).__post_init__()  # slots make a second class: plain super() fails
         if self.stream_interval_tokens < 1:
             raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")
+        if self.colocated:
+            check_colocated(self.kv_on_update)
         if self.transfer_host is not None and self.weight_transfer == "folder":
             raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
         if self.launch and self.api_key_env is not None:

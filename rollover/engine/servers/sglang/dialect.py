@@ -29,6 +29,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.sglang.memory import SGLangMemory
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
 from rollover.errors import EngineError
@@ -48,6 +49,7 @@ class SGLangDialect:
         keeps_kv = config.kv_on_update == "keep"
         self.traits = Traits(keeps_calls=True, keeps_kv=keeps_kv, silence_s=_DRAIN_S, aborts_all_at_once=True)
         self.weights = SGLangWeights(client, config, model, folders or FolderDigests())
+        self.memory = SGLangMemory(client, config)
         self._client = client
         self._config = config
         self._model = model

@@ -100,4 +100,5 @@ def launch_arguments(config: SGLangConfig, folder: Path, port: int, host: str = 
         *("--max-running-requests", str(config.running())),
         "--incremental-streaming-output",
         "--sleep-on-idle",
+        *(("--enable-memory-saver",) if config.colocated else ()),
     ]

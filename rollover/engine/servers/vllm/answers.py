@@ -26,8 +26,13 @@ class DeviceConfig(Answer):
     """A name, where it is written as one."""
 
 
+class ModelSettings(Answer):
+    enable_sleep_mode: bool = False
+
+
 class EngineSettings(Answer):
     device_config: DeviceConfig
+    model: ModelSettings = Field(default_factory=ModelSettings, alias="model_config")
 
 
 class VLLMServerInfo(Answer):

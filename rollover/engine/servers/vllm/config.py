@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities
+from rollover.engine.base import DeclaredCapabilities, check_colocated
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
 
@@ -43,9 +43,11 @@ class VLLMConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(in_flight_update=self.kv_on_update == "keep")
+        return DeclaredCapabilities(in_flight_update=self.kv_on_update == "keep", is_colocated=self.colocated)
 
     def __post_init__(self) -> None:
         super(VLLMConfig, self).__post_init__()  # slots make a second class: plain super() fails
         if self.stream_interval_tokens < 1:
             raise ValueError(f"stream_interval_tokens must be at least 1, got {self.stream_interval_tokens}")
+        if self.colocated:
+            check_colocated(self.kv_on_update)

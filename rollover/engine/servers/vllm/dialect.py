@@ -32,6 +32,7 @@ from rollover.engine.servers.vllm.answers import (
     WeightInfo,
 )
 from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.memory import VLLMMemory
 from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
@@ -52,6 +53,7 @@ class VLLMDialect:
         keeps = config.kv_on_update == "keep"
         self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s)
         self.weights = VLLMWeights(client, config, model, checksums)
+        self.memory = VLLMMemory(client, config)
         self._client = client
         self._config = config
         self._model = model

@@ -50,6 +50,7 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int, host: str = "1
         *("--generation-config", "vllm"),
         *("--seed", str(port)),  # two servers must not draw the same noise
         "--enable-prompt-tokens-details",
+        *(("--enable-sleep-mode",) if config.colocated else ()),
         *(("--weight-transfer-config", '{"backend": "nccl"}') if config.weight_transfer == "nccl" else ()),
     ]
 

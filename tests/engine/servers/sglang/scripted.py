@@ -89,6 +89,7 @@ class ScriptedSGLang(ScriptedServer):
                 "tp_size": 2,
                 "dp_size": self.dp_size,
                 "pp_size": 1,
+                "enable_memory_saver": self.can_sleep,
                 "internal_states": [{}],
             }
         )
@@ -157,7 +158,24 @@ class ScriptedSGLang(ScriptedServer):
         self.version = self.scheduler_version = body["new_version"]
         return Answer(body={"success": True})
 
+    async def _post_release_memory_occupation(self, query: dict[str, str], body: Any) -> Answer:
+        """It says nothing of it when it cannot, and dies when it is not idle."""
+        assert body["tags"] == ["weights", "kv_cache", "cuda_graph"]
+        if self.requests or not self.paused:
+            return self.die()
+        self.asleep.update(body["tags"])
+        self.weights = "nothing"
+        return Answer()
+
+    async def _post_resume_memory_occupation(self, query: dict[str, str], body: Any) -> Answer:
+        """It dies when it is asked to take what it has."""
+        if not self.asleep >= {*body["tags"]}:
+            return self.die()
+        self.asleep -= {*body["tags"]}
+        return Answer()
+
     async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
+        assert "weights" not in self.asleep
         if self.update_error is not None:
             return Answer(400, {"success": False, "message": self.update_error})
         return self._updated(body["model_path"], body)

@@ -20,6 +20,7 @@ from rollover.cli import (
     plan,
     relay,
     report,
+    serve,
     sft,
     simulate,
     train,
@@ -43,7 +44,21 @@ def cli() -> None:
     """Train language models with reinforcement learning and waste no rollout."""
 
 
-for module in (train, sft, evaluate, export, report, simulate, plan, calibrate, workload, worker, workers, relay):
+for module in (
+    train,
+    sft,
+    evaluate,
+    export,
+    report,
+    simulate,
+    plan,
+    calibrate,
+    workload,
+    serve,
+    worker,
+    workers,
+    relay,
+):
     cli.add_command(module.command)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 
-EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig
+EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | EmbeddedServerConfig
 """Told apart by ``kind``; the first is meant where it is left out."""

@@ -9,6 +9,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Engine
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.weights.base import WeightTarget
 
@@ -49,6 +50,10 @@ async def open_engine(
     from rollover.engine.servers.places import ThisMachine
 
     places = places or ThisMachine(logs)
+    if isinstance(config, EmbeddedServerConfig):
+        from rollover.engine.servers.embedded.open import open_embedded_servers
+
+        return await open_embedded_servers(config, folder, run=run, places=places, clock=clock)
     if isinstance(config, SGLangConfig):
         from rollover.engine.servers.sglang.open import open_sglang
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard, TypeVar
 
 from rollover.clock import SystemClock
 from rollover.engine import open as engine_open
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.open import TrainedEngine
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.errors import require
 from rollover.hf.architecture import Architecture
 from rollover.rollout.strategy import OnFull
@@ -47,12 +49,14 @@ async def open_engine(
         if swarm.admin is not None:
             notify(f"see the workers on {swarm.admin.url}, or with rollover workers {run.path}")
         return swarm, None
-    if isinstance(engine_config, EmbeddedConfig):
+    if isinstance(engine_config, EmbeddedConfig) or _starts_ours(engine_config):
         engine_config = fitted(engine_config, config, Architecture.from_folder(folder))
     if isinstance(config.engine, ServerConfig):
         shared = config.engine.weights_dir
         root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
-        if config.engine.launch:  # vLLM on a CPU does not reload the output side of a tied matrix
+        if config.engine.launch and not _starts_ours(
+            config.engine
+        ):  # vLLM on a CPU does not reload the output side of a tied matrix
             folder = untied(folder, root / "initial")
         folders = WeightFolders(root, like=folder)
     engine = await engine_open.open_engine(
@@ -85,10 +89,15 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
         from rollover.swarm.coordinator.transports.listening import check_listening
 
         return [f"swarm: {line}" for line in (*check_listening(config.engine), *blobs)]
-    if isinstance(config.engine, EmbeddedConfig):
+    engine = config.engine
+    if _starts_ours(engine):
+        from rollover.engine.servers.embedded.open import with_program
+
+        engine = with_program(engine).embedded()
+    if isinstance(engine, EmbeddedConfig):
         from rollover.engine.embedded.sizing import check
 
-        check(_architecture(config), fitted(config.engine, config, _architecture(config)))
+        check(_architecture(config), fitted(engine, config, _architecture(config)))
     return _turns(config)
 
 
@@ -103,12 +112,20 @@ def _turns(config: RunConfig) -> list[str]:
     return [line]
 
 
-def fitted(engine: EmbeddedConfig, config: RunConfig, model: Architecture) -> EmbeddedConfig:
+Fitting = TypeVar("Fitting", bound=EmbeddedConfig | EmbeddedServerConfig)
+
+
+def fitted(engine: Fitting, config: RunConfig, model: Architecture) -> Fitting:
     """Return ``engine`` with room for the longest prompt and response of the run, where the user names no length."""
     needed = max(context_needed(config, key) for key in ("rollout", "eval"))
     if engine.max_context_tokens is not None or needed > model.max_position_embeddings:
         return engine
     return replace(engine, max_context_tokens=needed)
+
+
+def _starts_ours(engine: object) -> TypeGuard[EmbeddedServerConfig]:
+    """Tell whether the run starts servers of the embedded engine."""
+    return isinstance(engine, EmbeddedServerConfig) and engine.launch
 
 
 def _architecture(config: RunConfig) -> Architecture:

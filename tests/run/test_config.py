@@ -180,8 +180,8 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
     [
         ("kind = 'vlm'", r"run\.toml:11: engine\.kind: 'vlm' is not allowed; did you mean 'vllm'\?$"),
         (
-            "kind = 'vllm'\nlaunch = true\nkv_cache_bytes = 3",
-            r"run\.toml:13: engine\.kv_cache_bytes: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
+            "kind = 'vllm'\nlaunch = true\nblock_size_tokens = 3",
+            r"run\.toml:13: engine\.block_size_tokens: unknown key of kind 'vllm'; it belongs to kind 'embedded'$",
         ),
         (
             "launch = true",

@@ -40,7 +40,7 @@ from rollover.engine.embedded.loaded import LoadedWeights
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.weights import are_tied
+from rollover.engine.embedded.weights import are_tied, digests
 from rollover.engine.noise import uniforms
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError, ModelError
@@ -188,9 +188,13 @@ class EngineCore:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def load(self, policy_version: int, source: WeightSource) -> list[Output]:
+    def load(self, policy_version: int, source: WeightSource, *, keeps_kv: bool | None = None) -> list[Output]:
         """Take new weights, awake from now on, and give the chunks that end at this boundary. Raises ``EngineError``
-        and changes nothing when the version goes back or the weights do not fit."""
+        and changes nothing when the version goes back or the weights do not fit.
+
+        Args:
+            keeps_kv: open and parked calls keep their cache; as ``kv_on_update`` has it when left out.
+        """
         if policy_version < self.policy_version:
             raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
         runner = self._awake or self._make_model_runner()
@@ -204,12 +208,17 @@ class EngineCore:
             for request_id, sequence in self._open.items()
             if sequence.num_pending
         ]
-        self.scheduler.update(policy_version, recompute=self._config.kv_on_update == "recompute")
+        recompute = self._config.kv_on_update == "recompute" if keeps_kv is None else not keeps_kv
+        self.scheduler.update(policy_version, recompute=recompute)
         return outputs
 
     def differing(self, source: WeightSource) -> list[str]:
         """Return the names of the weights of ``source`` that are not those in use, bit for bit."""
         return self._weights.differing(self._model_runner.slots, source)
+
+    def digests(self) -> dict[str, str]:
+        """Compute the SHA-256 of each weight in use, by its name in a checkpoint; see ``digests``."""
+        return digests(self._model_runner.slots)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

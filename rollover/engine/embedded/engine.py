@@ -100,10 +100,11 @@ class EmbeddedEngine:
     async def resume(self) -> None:
         await self._set_paused(False)
 
-    async def load(self, version: int, source: WeightSource) -> None:
-        """See ``WeightTarget.load``. Raises ``ResourceError`` when it wakes and its memory is not to be had again."""
+    async def load(self, version: int, source: WeightSource, *, keeps_kv: bool | None = None) -> None:
+        """See ``WeightTarget.load``; ``keeps_kv`` as in ``EngineCore.load``. Raises ``ResourceError`` when it wakes and
+        its memory is not to be had again."""
         with _fitting(self._config):
-            await self._do("load", lambda core: core.load(version, source))
+            await self._do("load", lambda core: core.load(version, source, keeps_kv=keeps_kv))
 
     async def sleep(self) -> None:
         """See ``Sleeps.sleep``."""
@@ -123,6 +124,17 @@ class EmbeddedEngine:
             return []
 
         await self._do("read weights back", command)
+        return found
+
+    async def digests(self) -> dict[str, str]:
+        """Compute the SHA-256 of each weight in use, by its name in a checkpoint; about a second per GB."""
+        found: dict[str, str] = {}
+
+        def command(core: EngineCore) -> list[Output]:
+            found.update(core.digests())
+            return []
+
+        await self._do("compute digests", command)
         return found
 
     def stats(self) -> EngineStats:

@@ -23,13 +23,15 @@ class Slot(NamedTuple):
     """The place of a parameter of a checkpoint.
 
     Example:
-        ``Slot((64,), norm.copy_, partial(same_bits, norm))`` for a norm of 64 weights.
+        ``Slot((64,), norm.copy_, partial(same_bits, norm), norm.clone)`` for a norm of 64 weights.
     """
 
     shape: tuple[int, ...]
     fill: Callable[[Tensor], object]
     holds: Callable[[Tensor], bool]
     """Says whether weights that it was filled with are there, bit for bit."""
+    read: Callable[[], Tensor]
+    """Gives the weights that are there, in the number format that they were rounded to."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,9 @@ class Weights(Generic[M]):
             self.lm_head = layout.tied_matrix(self.embedding)
         else:
             self.lm_head = self._matrix({"lm_head": arch.vocab_size}, arch.hidden_size)
-        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding, self._holds_embedding)
+        self.slots["model.embed_tokens.weight"] = Slot(
+            shape, self._fill_embedding, self._holds_embedding, lambda: self.embedding
+        )
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
         self.norm = self._vector("model.norm.weight", arch.hidden_size)
 
@@ -92,7 +96,12 @@ class Weights(Generic[M]):
         return vector
 
     def _vector_slot(self, vector: Tensor) -> Slot:
-        return Slot((len(vector),), partial(self._fill_vector, vector), partial(self._holds_vector, vector))
+        return Slot(
+            (len(vector),),
+            partial(self._fill_vector, vector),
+            partial(self._holds_vector, vector),
+            partial(vector.to, self._layout.weight_dtype),
+        )
 
     def _holds_vector(self, vector: Tensor, weights: Tensor) -> bool:
         return same_bits(vector, weights.to(self._layout.weight_dtype))
@@ -108,7 +117,10 @@ class Weights(Generic[M]):
         first = 0
         for name, num_rows in rows.items():
             self.slots[f"{name}.weight"] = Slot(
-                (num_rows, in_size), partial(matrix.fill, first), partial(matrix.holds, first)
+                (num_rows, in_size),
+                partial(matrix.fill, first),
+                partial(matrix.holds, first),
+                partial(matrix.read, first, num_rows),
             )
             first += num_rows
         return matrix

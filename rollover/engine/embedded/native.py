@@ -157,7 +157,10 @@ class PackedMatrix:
         )
 
     def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        return same_bits(self._unpacked()[first_row : first_row + len(weights_OI)], weights_OI)
+        return same_bits(self.read(first_row, len(weights_OI)), weights_OI)
+
+    def read(self, first_row: int, num_rows: int) -> Tensor:
+        return self._unpacked()[first_row : first_row + num_rows]
 
     def _unpacked(self) -> Tensor:
         """``[out, in]``, the gates of a gated matrix first; see ``pack`` in ``kernels.c``."""

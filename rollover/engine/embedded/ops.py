@@ -20,6 +20,10 @@ class Matrix(Protocol):
         """Say whether these weights, rounded as ``fill`` rounds them, are there bit for bit."""
         ...
 
+    def read(self, first_row: int, num_rows: int) -> Tensor:
+        """Give the weights ``[num_rows, in]`` of the outputs from ``first_row`` on, rounded as ``fill`` rounds them."""
+        ...
+
 
 M = TypeVar("M", bound=Matrix)
 MC = TypeVar("MC", bound=Matrix, covariant=True)
@@ -52,7 +56,10 @@ class TorchMatrix:
         self._weights_IO[:, first_row : first_row + len(weights_OI)].copy_(weights_OI.t())
 
     def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        return same_bits(self._weights_IO[:, first_row : first_row + len(weights_OI)].t(), weights_OI)
+        return same_bits(self.read(first_row, len(weights_OI)), weights_OI)
+
+    def read(self, first_row: int, num_rows: int) -> Tensor:
+        return self._weights_IO[:, first_row : first_row + num_rows].t()
 
     def times(self, x_TI: Tensor) -> Tensor:
         """``[T, out]``, all outputs."""

@@ -9,9 +9,11 @@ them: a config that ties them is not followed where they are two and differ.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from rollover.engine.embedded.model import Slot
 from rollover.errors import ModelError
@@ -45,6 +47,17 @@ def differing(slots: Mapping[str, Slot], source: WeightSource, *, tied_embedding
     with torch.inference_mode():
         pairs = zip(slots.values(), source.tensors(stored), strict=True)
         return [name for slot, (name, tensor) in pairs if not slot.holds(tensor)]
+
+
+def digests(slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Return the SHA-256, in hexadecimal, of the bytes of each parameter, row by row and in the number format that it
+    is held in: for weights of that format those of the checkpoint's own bytes."""
+    with torch.inference_mode():
+        return {name: _digest(slot.read()) for name, slot in slots.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _stored(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> list[str]:

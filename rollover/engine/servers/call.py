@@ -28,10 +28,15 @@ class Delta:
     finish_reason: FinishReason | None = None
     label: str | None = None
     """The label of the weights that sampled these tokens, where the server says so; else they are those in force."""
+    kv_label: str | None = None
+    """The label of the oldest weights that computed the cache which these tokens attended to, where the server says
+    so."""
     num_held_tokens: int = 0
     """Tokens that have arrived and are held back until the server says which weights sampled them."""
     num_cached_tokens: int = 0
     """Tokens of the call's input that the server had in its cache."""
+    num_prefilled_tokens: int | None = None
+    """Response tokens that it computed again to start the call, where it says so; in the first delta only."""
 
 
 class GenerationCall:
@@ -76,13 +81,19 @@ class GenerationCall:
     def send(self, version: int, label: str) -> None:
         self.sent, self.kv_version, self.label = True, version, label
 
-    def take(self, delta: Delta, version: int, *, kv_kept: bool) -> int:
+    def take(self, delta: Delta, version: int, *, kv_kept: bool, kv_version: int | None = None) -> int:
         """Put a delta on the stream, up to the token that completes a stop string.
+
+        Args:
+            kv_kept: the call goes on with the cache that it has had since it was sent, over all weights that came.
+            kv_version: that of the oldest weights which computed the cache, where it is known.
 
         Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is
         taken then.
         """
         self._check(delta)
+        if delta.num_prefilled_tokens is not None:
+            self._num_prefilled_tokens = delta.num_prefilled_tokens
         before, reason, stops = len(self.response), delta.finish_reason, self._stop_strings
         for token in delta.token_ids:
             self.response.append(token)
@@ -91,7 +102,8 @@ class GenerationCall:
                 break
         count = len(self.response) - before
         if count or reason is not None:
-            kv_version = min(self.kv_version, version) if kv_kept else version
+            if kv_version is None:
+                kv_version = min(self.kv_version, version) if kv_kept else version
             taken = Delta(token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], finish_reason=reason)
             self._put(taken, version, kv_version)
         return count

@@ -212,10 +212,13 @@ class OpenCalls:
             self._open.pop(call.request_id, None)
 
     def _take(self, call: GenerationCall, delta: Delta) -> None:
-        version = self._served.version_of(delta.label, call.request_id)
+        version, kv_version = self._served.version_of(delta.label, call.request_id), None
+        if delta.kv_label is not None:
+            kv_version = self._served.version_of(delta.kv_label, call.request_id)
         unasked = delta.finish_reason is FinishReason.ABORT and not call.asked_to_stop
         delta = replace(delta, finish_reason=None) if unasked else delta
-        self._decoded_tokens += call.take(delta, version, kv_kept=self._dialect.traits.keeps_kv)
+        kv_kept = self._dialect.traits.keeps_kv
+        self._decoded_tokens += call.take(delta, version, kv_kept=kv_kept, kv_version=kv_version)
         if delta.token_ids or delta.num_held_tokens:
             self._last_token_s = asyncio.get_running_loop().time()
             call.patience.heard()

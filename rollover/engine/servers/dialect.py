@@ -1,4 +1,5 @@
-"""The calls in which kinds of servers differ: ``vllm/dialect.py`` and ``sglang/dialect.py`` implement them.
+"""The calls in which kinds of servers differ: ``vllm/dialect.py``, ``sglang/dialect.py`` and
+``embedded/dialect.py`` implement them.
 
 A dialect knows paths, bodies and answers. It knows no policy version, no other run and no other call: weights are named
 by a label, and what to do with an answer is decided above it (``engine``, ``calls``, ``abort``, ``served_weights``).
@@ -34,6 +35,12 @@ class Traits:
     """Longest time after a pause that a token that was sampled before it may be on its way to us."""
     aborts_all_at_once: bool = False
     """When all open calls are to be aborted, one request that aborts all is better than one for each."""
+    is_seeded: bool = False
+    """A rollout depends on its seed and the weights alone."""
+    number_format: str | None = None
+    """Of weights and arithmetic, where the server says so; known once the model has been checked."""
+    prefill_tokens_per_iteration: float | None = None
+    """As in ``Capabilities``, where the server says so; known once the model has been checked."""
 
 
 class WeightEndpoint(Protocol):

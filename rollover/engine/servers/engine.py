@@ -66,6 +66,7 @@ class ServerEngine:
             max_context_tokens=model.max_context_tokens,
             in_flight_update=traits.keeps_calls,
             is_colocated=config.colocated,
+            seeded=traits.is_seeded,
             number_format=model.dtype or "unknown",
             prefill_tokens_per_iteration=math.inf if traits.keeps_kv else GPU_PREFILL_TOKENS,
         )
@@ -106,7 +107,13 @@ class ServerEngine:
         await self._thaw()  # a run that was killed in an update may have left it paused
         context = min(self._model.max_context_tokens, await self._dialect.check_model())
         self._calls.max_context_tokens = context
-        self.capabilities = replace(self.capabilities, max_context_tokens=context)
+        can, traits = self.capabilities, self._dialect.traits
+        self.capabilities = replace(
+            can,
+            max_context_tokens=context,
+            number_format=traits.number_format or can.number_format,
+            prefill_tokens_per_iteration=traits.prefill_tokens_per_iteration or can.prefill_tokens_per_iteration,
+        )
         await self._freeze()
         try:
             await self._install(self._served.version, self._served.source)

@@ -1,0 +1,187 @@
+"""The HTTP side of a server: reads bodies, calls the engine, writes answers and streams.
+
+What it keeps true: nothing is done for a request without the API key, where there is one, nor for one that a page of
+the web could have a browser send; a client that goes away ends its call; whatever fails is one message, never a
+traceback.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.embedded.messages import (
+    GENERATE_REQUEST,
+    AbortBody,
+    EmptyBody,
+    LabelBody,
+    LoadBody,
+    TensorDigests,
+)
+from rollover.engine.servers.embedded.served import ServedEngine
+from rollover.errors import EngineTimeout, RolloverError
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_BODY_BYTES = 1 << 26
+"""A longer body is refused: the ids of a context of a million tokens take some 7 MB."""
+
+
+def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
+    """Return the server as an ASGI application.
+
+    Args:
+        key: asked for in the ``Authorization`` header, where there is one.
+        host: the name that the server was told to listen on.
+    """
+    calls = _Calls(served)
+    routes = [
+        Route("/health", calls.health),
+        Route("/info", calls.info),
+        Route("/generate", calls.generate, methods=["POST"]),
+        Route("/abort", calls.abort, methods=["POST"]),
+        Route("/pause", calls.pause, methods=["POST"]),
+        Route("/resume", calls.resume, methods=["POST"]),
+        Route("/load_weights", calls.load_weights, methods=["POST"]),
+        Route("/update_weight_version", calls.rename, methods=["POST"]),
+        Route("/digests", calls.digests, methods=["POST"]),
+    ]
+    return _Guard(Starlette(routes=routes), key=key, host=host)
+
+
+class _Calls:
+    """Answers the calls that the guard lets in."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({})
+
+    async def info(self, request: Request) -> Response:
+        return _json(self._served.info())
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            body = GENERATE_REQUEST.validate_json(await request.body(), strict=True)
+        except ValidationError as e:
+            return _misfit(e)
+        return StreamingResponse(self._events(body), media_type="text/event-stream")
+
+    async def _events(self, request: GenerateRequest) -> AsyncIterator[str]:
+        try:
+            async with aclosing(self._served.generate(request)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    yield f"data: {event.model_dump_json()}\n\n"
+        except RolloverError as e:
+            yield f"data: {json.dumps(_error(str(e)))}\n\n"
+
+    async def abort(self, request: Request) -> Response:
+        return await _done(request, AbortBody, self._served.abort)
+
+    async def pause(self, request: Request) -> Response:
+        return await _done(request, EmptyBody, lambda _: self._served.pause())
+
+    async def resume(self, request: Request) -> Response:
+        return await _done(request, EmptyBody, lambda _: self._served.resume())
+
+    async def load_weights(self, request: Request) -> Response:
+        return await _done(request, LoadBody, self._served.load)
+
+    async def rename(self, request: Request) -> Response:
+        async def act(body: LabelBody) -> None:
+            self._served.rename(body.new_version)
+
+        return await _done(request, LabelBody, act)
+
+    async def digests(self, request: Request) -> Response:
+        try:
+            return _json(TensorDigests(digests=await self._served.digests()))
+        except RolloverError as e:
+            return _refused(e)
+
+
+class _Guard:
+    """Refuses requests without the key, and those that a web page could have made a browser of this machine send: a
+    page's own name that points here, or a body that is not said to be JSON."""
+
+    def __init__(self, application: ASGIApp, *, key: str | None, host: str) -> None:
+        self._application = application
+        self._key = None if key is None else f"Bearer {key}".encode()
+        self._host = host.lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope)
+        await (refusal or self._application)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = dict(scope.get("headers", ()))
+        if self._key is not None:
+            if not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+                return JSONResponse(_error("the API key is missing or another one"), 401)
+        elif not self._is_ours(name := _host_name(headers.get(b"host", b"").decode("latin-1"))):
+            return JSONResponse(_error(f"{name!r} is no address of this server: ask for it by its IP address"), 421)
+        if scope["method"] == "POST":
+            if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+                return JSONResponse(_error("the body must be JSON, with Content-Type: application/json"), 415)
+            size = headers.get(b"content-length", b"")
+            if not size.isdigit() or int(size) > MAX_BODY_BYTES:
+                return JSONResponse(_error(f"the body must say its length, at most {MAX_BODY_BYTES} bytes"), 413)
+        return None
+
+    def _is_ours(self, name: str) -> bool:
+        if name in ("localhost", self._host):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+async def _done(request: Request, kind: type[T], act: Callable[[T], Awaitable[None]]) -> Response:
+    """Answer once ``act`` has been done with the body."""
+    try:
+        await act(kind.model_validate_json(await request.body()))
+    except ValidationError as e:
+        return _misfit(e)
+    except RolloverError as e:
+        return _refused(e)
+    return JSONResponse({})
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _misfit(error: ValidationError) -> Response:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(map(str, first["loc"])) or "the body"
+    return JSONResponse(_error(f"{field}: {first['msg']}"), 422)
+
+
+def _refused(error: RolloverError) -> Response:
+    return JSONResponse(_error(str(error)), 504 if isinstance(error, EngineTimeout) else 400)
+
+
+def _error(message: str) -> dict[str, dict[str, str]]:
+    return {"error": {"message": message}}

@@ -1,0 +1,138 @@
+"""The embedded engine behind HTTP, spoken to in its own words (``messages``).
+
+What is peculiar to it:
+
+* Each event says which weights sampled its tokens and which computed their cache, so running calls go on over an update
+  and nothing depends on when an event arrives.
+* A request id is never used twice on a server, whoever used it before: ours begin with the name of the dialect object.
+* A call whose connection is closed is aborted there, so the server decodes nothing that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from dataclasses import replace
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.call import Delta, GenerationCall
+from rollover.engine.servers.client import HTTPClient, Patience
+from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
+from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
+from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.read_back import FolderDigests
+from rollover.errors import EngineError, EngineTimeout
+from rollover.types import SamplingParams
+
+_DRAIN_S = 0.02
+"""How long what was sampled before a pause may take to us. Labels do not depend on it."""
+
+
+class EmbeddedServerDialect:
+    """Implements ``Dialect`` for one server of the embedded engine.
+
+    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause``.
+    """
+
+    def __init__(
+        self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, folders: FolderDigests | None = None
+    ) -> None:
+        self.traits = Traits(
+            keeps_calls=True, keeps_kv=config.kv_on_update == "keep", silence_s=_DRAIN_S, is_seeded=True
+        )
+        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests())
+        self._client = client
+        self._model = model
+        self._prefix = f"{secrets.token_hex(4)}/"
+
+    async def identify(self) -> None:
+        """See ``Dialect.identify``."""
+        info = await self._info()
+        if info.vocab_size != self._model.vocab_size:
+            raise EngineError(
+                f"{self._client} serves {info.model_path!r} with a vocabulary of {info.vocab_size}, and"
+                f" {self._model.path} has one of {self._model.vocab_size}: it is another model"
+            )
+        self._model.check_served(info.model_path, self._client)
+
+    async def check_model(self) -> int:
+        info = await self._info()
+        keeps_kv = self.traits.keeps_kv
+        self.traits = replace(
+            self.traits,
+            number_format=info.number_format,
+            prefill_tokens_per_iteration=None if keeps_kv else info.prefill_tokens_per_iteration,
+        )
+        return info.max_context_tokens
+
+    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
+        await self._client.call("GET", "/health", timeout_s=timeout_s)
+        if not decode:
+            return
+        name = f"health-{secrets.token_hex(8)}"
+        request = GenerateRequest(
+            request_id=name,
+            sample_key=name,
+            prompt_key=name,
+            prompt_ids=(0,),
+            params=SamplingParams(max_new_tokens=1),
+            seed=0,
+        )
+        patience = Patience(first_s=timeout_s, between_s=timeout_s)
+        async with aclosing(self._events(request, patience)) as events:
+            async for _ in events:
+                pass
+
+    def check_request(self, request: GenerateRequest) -> None:
+        """Take every request: the server's engine can all that the contract asks."""
+
+    async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
+        request, is_first = call.request, True
+        async with aclosing(self._events(request, call.patience)) as events:
+            async for event in events:
+                yield Delta(
+                    token_ids=tuple(event.token_ids),
+                    logprobs=tuple(event.logprobs),
+                    finish_reason=event.finish_reason,
+                    label=event.label,
+                    kv_label=event.kv_label,
+                    num_prefilled_tokens=event.num_prefilled_tokens if is_first else None,
+                )
+                is_first = False
+
+    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
+        body = {"request_ids": [self._prefix + request_id for request_id in request_ids]}
+        await self._client.call("POST", "/abort", body=body)
+
+    async def ask_to_abort_all(self) -> None:
+        await self._client.call("POST", "/abort", body={"all": True})
+
+    async def num_calls(self) -> None:
+        """Return ``None``: a call that nobody waits for is not decoded."""
+
+    async def freeze(self, *, keeps_kv: bool) -> None:
+        await self._client.call("POST", "/pause", body={})
+
+    async def thaw(self) -> None:
+        await self._client.call("POST", "/resume", body={})
+
+    def _events(self, request: GenerateRequest, patience: Patience) -> AsyncGenerator[TokensEvent, None]:
+        named = replace(
+            request,
+            request_id=self._prefix + request.request_id,
+            sample_key=self._prefix + request.sample_key,
+            prompt_key=self._prefix + request.prompt_key,
+        )
+        body = GENERATE_REQUEST.dump_python(named, mode="json")
+        return self._client.events(TokensEvent, "/generate", body, patience)
+
+    async def _info(self) -> ServerInfo:
+        try:
+            return await self._client.ask(ServerInfo, "GET", "/info")
+        except EngineTimeout:
+            raise
+        except EngineError as e:
+            raise EngineError(f"{e}; engine.kind 'embedded_server' is for servers started with rollover serve") from e

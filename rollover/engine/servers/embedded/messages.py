@@ -1,0 +1,102 @@
+"""The words between a server of the embedded engine and its clients: bodies of calls, answers, events. Torch-free.
+
+====  =========================  ===========================  ==============================================
+verb  path                       body                         answer
+====  =========================  ===========================  ==============================================
+GET   ``/health``                                             ``{}``
+GET   ``/info``                                               ``ServerInfo``
+POST  ``/generate``              ``GenerateRequest``          a stream of ``TokensEvent``
+POST  ``/abort``                 ``AbortBody``                ``{}``, when the calls have ended
+POST  ``/pause``, ``/resume``    ``{}``                       ``{}``
+POST  ``/load_weights``          ``LoadBody``                 ``{}``
+POST  ``/update_weight_version`` ``LabelBody``                ``{}``
+POST  ``/digests``               ``{}``                       ``TensorDigests``
+====  =========================  ===========================  ==============================================
+
+Bodies are JSON and say so. A refusal has a status of 400 and more and ``{"error": {"message": ...}}``; a stream that
+fails ends with such an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
+from rollover.types import FinishReason
+
+GENERATE_REQUEST = TypeAdapter(GenerateRequest)
+"""Reads and writes the body of ``/generate``: the fields of a ``GenerateRequest`` by name."""
+
+
+class ServerInfo(Answer):
+    """Describes a server: what it serves, how, and which weights it has."""
+
+    service: Literal["rollover embedded engine"]
+    model_path: Shown
+    vocab_size: Count
+    max_context_tokens: Annotated[int, Field(ge=1, lt=1 << 53)]
+    max_running: Count
+    number_format: Shown
+    """Of weights and arithmetic, by torch's name."""
+    prefill_tokens_per_iteration: float
+    """As in ``Capabilities``."""
+    label: str
+    """Of the weights in force."""
+
+
+class TokensEvent(Event):
+    """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``."""
+
+    token_ids: list[TokenId]
+    logprobs: list[float]
+    label: str
+    """Of the weights that sampled these tokens."""
+    kv_label: str
+    """Of the oldest weights that computed the cache that these tokens attended to."""
+    finish_reason: FinishReason | None = None
+    num_prefilled_tokens: Count = 0
+    """Response tokens prefilled to start the call; in its first event only."""
+
+
+class TensorDigests(Answer):
+    """The SHA-256 of each tensor that a server holds, by its name in a checkpoint, in the server's number format."""
+
+    digests: Mapping[str, str]
+
+
+class _Body(BaseModel):
+    """A body of a call, whose fields are of exactly their type."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class EmptyBody(_Body):
+    """Says nothing more than the path does."""
+
+
+class AbortBody(_Body):
+    """Names the calls to end."""
+
+    request_ids: list[str] = Field(default_factory=list)
+    all: bool = False
+    """True to end every call, whoever has opened it."""
+
+
+class LoadBody(_Body):
+    """Names new weights, and says what becomes of the cache."""
+
+    folder: str
+    """A Hugging Face folder, by its path on the server's machine."""
+    label: str
+    keeps_kv: bool
+    """Running and parked calls keep their cache."""
+
+
+class LabelBody(_Body):
+    """Renames the weights in force."""
+
+    new_version: str

@@ -1,0 +1,123 @@
+"""The server program: takes an address, opens the engine, answers until it is told to stop.
+
+::
+
+    listen_on ──▶ engine opened ──▶ announce(url) ──▶ requests answered ──▶ stop: calls end as aborted ──▶ closed
+
+What it keeps true: an address that is taken is said before a weight is read; who is told that it serves can call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.servers.embedded.application import application
+from rollover.engine.servers.embedded.served import ServedEngine
+from rollover.errors import ConfigError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""Longer than a client keeps a connection that it does not use: else one could be closed under a call."""
+_LEAVE_S = 3
+"""Longest wait, at the end, for answers to be read."""
+
+
+class EngineServer:
+    """Serves one model on one address, from ``run`` to ``stop``.
+
+    Args:
+        address: host and port; port 0 takes a free one.
+        key: asked of each request, where there is one.
+
+    Example: ``asyncio.run(EngineServer(("127.0.0.1", 8000), None).run(folder, EmbeddedConfig(), print))`` prints
+    ``http://127.0.0.1:8000`` once it answers there.
+    """
+
+    def __init__(self, address: tuple[str, int], key: str | None) -> None:
+        self._host, self._key = address[0], key
+        self._socket = taken(address)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def is_running(self) -> bool:
+        """True from the moment at which ``stop`` has an effect."""
+        return self._loop is not None
+
+    @property
+    def url(self) -> str:
+        """The address by which clients of the same host can call it."""
+        host, port = self._host, self._socket.getsockname()[1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def run(self, folder: Path, config: EmbeddedConfig, announce: Callable[[str], None]) -> None:
+        """Serve the model in ``folder`` until ``stop``. Raises ``RolloverError`` when it cannot be opened."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            engine = await asyncio.to_thread(EmbeddedEngine.from_folder, folder, config)
+            served = ServedEngine(engine, folder, label=f"initial-{secrets.token_hex(8)}")
+            try:
+                await self._answer(served, announce)
+            finally:
+                await served.close()
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Have ``run`` return soon; callable from a signal handler and from other threads."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _answer(self, served: ServedEngine, announce: Callable[[str], None]) -> None:
+        settings = uvicorn.Config(
+            application(served, key=self._key, host=self._host),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LEAVE_S,
+        )
+        server = _Server(settings)
+        self._socket.listen(_BACKLOG)
+        answering = asyncio.create_task(server.serve(sockets=[self._socket]))
+        stopping = asyncio.create_task(self._stopping.wait())
+        announce(self.url)
+        await asyncio.wait([answering, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        await served.close()  # ends the streams of open calls
+        server.should_exit = True
+        await answering
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signal handlers of the process to its owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def taken(address: tuple[str, int]) -> socket.socket:
+    """Take an address without listening there yet. Raises ``ConfigError`` naming it when it cannot be had."""
+    host, port = address
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.setblocking(False)
+    except OSError as e:
+        bound.close()
+        reason = e.strerror or e
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on: {reason}; --port 0 takes a free one"
+        ) from e
+    return bound

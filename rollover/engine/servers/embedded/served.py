@@ -1,0 +1,119 @@
+"""The engine of a server: its calls, and its weights by label.
+
+Clients name weights by labels, the engine by numbers that only grow; so a load takes the next number. What it keeps
+true: a token has the label of the weights that sampled it, also when new ones came while it was on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.servers.embedded.messages import AbortBody, LoadBody, ServerInfo, TokensEvent
+from rollover.hf.architecture import Architecture
+from rollover.weights.sources import FolderWeights
+
+
+class ServedEngine:
+    """Decodes for clients, and takes their weights; used from one event loop.
+
+    Args:
+        folder: the model that ``engine`` was opened with.
+        label: of the weights that it has; no client may ever give the same one.
+
+    Example: after ``await served.load(LoadBody(folder="/w/v7", label="rollover:r:7", keeps_kv=False))`` the events of
+    later tokens have the label ``"rollover:r:7"``.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, folder: Path, *, label: str) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._vocab_size = Architecture.from_folder(folder).vocab_size
+        self._version = 0
+        self._labels = {0: label}
+        self._open: set[str] = set()
+        self._controlling = asyncio.Lock()
+        """Held during a change of weights: one at a time."""
+
+    def info(self) -> ServerInfo:
+        """Describe the server as it is now."""
+        can = self._engine.capabilities
+        return ServerInfo(
+            service="rollover embedded engine",
+            model_path=str(self._folder),
+            vocab_size=self._vocab_size,
+            max_context_tokens=can.max_context_tokens,
+            max_running=can.max_running,
+            number_format=can.number_format,
+            prefill_tokens_per_iteration=can.prefill_tokens_per_iteration,
+            label=self._labels[self._version],
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokensEvent]:
+        """Stream a call. Closing the iterator aborts it. Raises ``RolloverError`` when it cannot run or fails."""
+        self._open.add(request.request_id)
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield self._event(chunk)
+        finally:
+            self._open.discard(request.request_id)
+
+    async def abort(self, body: AbortBody) -> None:
+        """Return when these calls have ended; those that are unknown are passed over."""
+        await self._engine.abort({*self._open} if body.all else body.request_ids)
+
+    async def pause(self) -> None:
+        """Sample nothing more until ``resume``."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def load(self, body: LoadBody) -> None:
+        """Take the weights of a folder. Raises ``EngineError`` when they do not fit; the old ones then stay in
+        force."""
+        path = Path(body.folder)
+
+        async def take(version: int) -> None:
+            await self._engine.load(version, FolderWeights(version, path), keeps_kv=body.keeps_kv)
+
+        await self._change(body.label, take)
+
+    def rename(self, label: str) -> None:
+        """Give the weights in force another label."""
+        self._labels[self._version] = label
+
+    async def digests(self) -> dict[str, str]:
+        """Compute the SHA-256 of each tensor that the engine holds."""
+        return await self._engine.digests()
+
+    async def close(self) -> None:
+        """End all calls and free everything."""
+        await self._engine.close()
+
+    def _event(self, chunk: Chunk) -> TokensEvent:
+        return TokensEvent(
+            token_ids=list(chunk.token_ids),
+            logprobs=list(chunk.logprobs),
+            label=self._labels[chunk.policy_version],
+            kv_label=self._labels[chunk.kv_version],
+            finish_reason=chunk.finish_reason,
+            num_prefilled_tokens=chunk.num_prefilled_tokens,
+        )
+
+    async def _change(self, label: str, take: Callable[[int], Awaitable[None]]) -> None:
+        """Have the engine take weights under the next number, which tokens may bear before ``take`` returns."""
+        async with self._controlling:
+            version = self._version + 1
+            self._labels[version] = label
+            try:
+                await take(version)
+            except BaseException:
+                del self._labels[version]
+                raise
+            self._version = version

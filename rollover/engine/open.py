@@ -11,6 +11,7 @@ from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.weights.adapters import AdapterShape
 from rollover.weights.base import WeightTarget
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ async def open_engine(
     clock: Clock,
     lockstep: bool = False,
     places: ServerPlaces | None = None,
+    adapters: AdapterShape | None = None,
 ) -> TrainedEngine:
     """An engine that serves the model in ``folder`` as version 0.
 
@@ -37,6 +39,7 @@ async def open_engine(
         run: the run's name among all runs; its servers are labelled with it.
         logs: where servers that are started on this machine write.
         places: where servers are started, if not on this machine.
+        adapters: the shape of those that it will be given in place of full weights, if any; for servers.
         lockstep: decode only when all consumers have come back for more; the embedded engine alone can.
 
     Raises:
@@ -57,7 +60,7 @@ async def open_engine(
     if isinstance(config, SGLangConfig):
         from rollover.engine.servers.sglang.open import open_sglang
 
-        return await open_sglang(config, folder, run=run, places=places, clock=clock)
+        return await open_sglang(config, folder, run=run, places=places, clock=clock, adapters=adapters)
     from rollover.engine.servers.vllm.open import open_vllm
 
-    return await open_vllm(config, folder, run=run, places=places, clock=clock)
+    return await open_vllm(config, folder, run=run, places=places, clock=clock, adapters=adapters)

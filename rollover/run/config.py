@@ -18,6 +18,8 @@ from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
@@ -33,6 +35,7 @@ from rollover.tasks.config import TasksConfig
 from rollover.tasks.old_config import without_keys_of_other_kinds
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
+from rollover.weights.adapters import AdapterShape
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -178,6 +181,12 @@ class RunConfig:
         """Return the sources whose solutions a warm-up teaches, and for which a tokenizer from scratch is made."""
         return (self.sft and self.sft.sources) or self.tasks.train
 
+    @property
+    def published_adapters(self) -> AdapterShape | None:
+        """Return the shape of the adapters that engines are given alone; ``None`` where they get full weights."""
+        lora = self.trainer.lora
+        return None if lora is None or lora.publish == "merged" else AdapterShape(rank=lora.rank, targets=lora.targets)
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
@@ -280,7 +289,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             "[cluster] has nothing to run: set trainer.num_devices above 1 or cluster.engines above 0, or leave the"
             " section out"
         )
-    if config.trainer.lora is not None and config.trainer.lora.publish == "adapter":
+    if config.published_adapters is not None:
         yield from _no_adapters(config)
     if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
         yield (
@@ -312,8 +321,24 @@ def _no_adapters(config: RunConfig) -> Iterator[str]:
             "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters alone by itself,"
             " where they are smaller; leave the key out"
         )
-    elif not isinstance(config.engine, EmbeddedConfig):
-        yield "trainer.lora.publish 'adapter' needs engine.kind 'embedded'"
+    if isinstance(config.engine, VLLMConfig | SGLangConfig):
+        strategy = config.rollout.strategy
+        if config.engine.colocated:
+            yield (
+                "trainer.lora.publish 'adapter' brings nothing with engine.colocated = true: the server gives its"
+                " weights back and is given all of them at every update; leave one of the two out"
+            )
+        elif config.engine.kv_on_update == "keep":
+            yield (
+                "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep': a running call keeps the"
+                " adapter that it began with; set kv_on_update = 'recompute', or publish = 'merged'"
+            )
+        elif strategy.needs_in_flight_update:
+            yield (
+                f"rollout.strategy {strategy.kind!r} loads weights under running samples, but with"
+                " trainer.lora.publish 'adapter' a running call keeps the adapter that it began with: set publish ="
+                " 'merged', or choose another strategy"
+            )
 
 
 def _nondeterminism(config: RunConfig) -> Iterator[str]:

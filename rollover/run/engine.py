@@ -66,6 +66,7 @@ async def open_engine(
         logs=run.path / "logs",
         clock=SystemClock(),
         lockstep=config.deterministic,
+        adapters=config.published_adapters,
     )
     return engine, folders
 

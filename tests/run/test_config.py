@@ -257,6 +257,30 @@ def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_un
         load(file, cut)
 
 
+@pytest.mark.parametrize(
+    ("engine", "strategy", "message"),
+    [
+        ("vllm", "april", None),
+        ("sglang", "sync", None),
+        ("embedded", "inflight", None),
+        ("sglang", "inflight", "rollout.strategy 'inflight' loads weights under running samples, but with"),
+        ("keep", "april", "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep'"),
+        ("swarm", "april", "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters"),
+    ],
+)
+def test_adapters_alone_are_for_engines_that_can_change_them(engine: str, strategy: str, message: str | None) -> None:
+    keys = [f"--engine.kind={'vllm' if engine == 'keep' else engine}"]
+    keys += ["--engine.launch=true"] if engine in ("vllm", "sglang", "keep") else []
+    keys += ["--engine.kv_on_update=keep"] if engine == "keep" else []
+    keys += [f"--rollout.strategy={strategy}", "--trainer.lora.rank=4", "--trainer.lora.publish=adapter"]
+    if message is None:
+        shape = load("quickstart", keys).published_adapters
+        assert shape is not None and shape.rank == 4
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load("quickstart", keys)
+
+
 def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"run\.toml:1: deterministic = true needs engine\.kind 'embedded'.*got 'vllm'"

@@ -33,6 +33,8 @@ class Traits:
     """They go on with the key-value cache that they had."""
     silence_s: float
     """Longest time after a pause that a token that was sampled before it may be on its way to us."""
+    takes_adapters: bool = False
+    """It can be given adapters alone."""
     aborts_all_at_once: bool = False
     """When all open calls are to be aborted, one request that aborts all is better than one for each."""
     is_seeded: bool = False
@@ -51,7 +53,9 @@ class WeightEndpoint(Protocol):
     """
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        """Replace the weights of a paused server and set the label. No later call finds cached blocks of older
+        """Replace the weights of a paused server and set the label. ``source`` is a model folder; or, where the server
+        takes adapters, one of adapters for the model that it is to serve as version 0, on which no call is open. No
+        later call finds cached blocks of older
         weights; with ``keeps_kv`` the paused calls keep theirs. Servers that can show more than a label are checked."""
         ...
 

@@ -35,6 +35,7 @@ from rollover.engine.servers.places import StartedServer
 from rollover.engine.servers.served_weights import ServedWeights
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
+from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource
 
 
@@ -267,8 +268,13 @@ class ServerEngine:
         folder = source.folder
         if folder is None:
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
-        self._model.check_fits(folder)
-        source.manifest.require_full(version, self)
+        takes = self._dialect.traits.takes_adapters and source.manifest.kind == "adapter"
+        if takes and isinstance(source, AdapterSource):
+            source.manifest.require_adapter(version, self, base_version=0)
+            self._model.check_adapters(source)
+        else:
+            source.manifest.require_full(version, self)
+            self._model.check_fits(folder)
         if self._memory.is_released:
             await self._memory.take(version, folder)
             return

@@ -12,6 +12,7 @@ from typing import Any
 from rollover.errors import EngineError, ModelError
 from rollover.hf.config import read_config
 from rollover.hf.weights import TensorInfo, read_weight_infos
+from rollover.weights.adapters import AdapterSource
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -91,6 +92,13 @@ class ModelFolder:
                     f"weights in {folder} do not fit: {name!r} has shape {list(info.shape)},"
                     f" expected {list(expected.shape)}"
                 )
+
+    def check_adapters(self, source: AdapterSource) -> None:
+        """Check that adapters are of this model. Raises ``EngineError`` naming the first that is not."""
+        try:
+            source.check_fits({name: info.shape for name, info in self.weights.items()})
+        except ModelError as e:
+            raise EngineError(str(e)) from None
 
 
 def _cache_numbers_per_token(config: Mapping[str, Any]) -> int:

@@ -87,6 +87,11 @@ class ScriptedServer:
         """It answers, and what decodes behind it does nothing any more."""
         self.text: dict[int, str] = {}
         """What tokens spell, for stop strings."""
+        self.adapters: dict[str, str] | None = None
+        """Folders of adapters by name; ``None`` where it was started for none."""
+        self.adapter_rank = 8
+        self.adapter_targets = ("lm_head",)
+        self.adapter_error: str | None = None
         self.network_delay_s = 0.0
         """How late events reach the client."""
         self.mangle: Callable[[bytes], bytes] = lambda event: event
@@ -133,6 +138,8 @@ class ScriptedServer:
         self._dead = self.paused = False
         self.asleep.clear()
         self.version, self.weights = "default", "initial"
+        if self.adapters is not None:
+            self.adapters = {}
         self._alive.set()
 
     def die(self) -> Answer:
@@ -171,6 +178,10 @@ class ScriptedServer:
 
     def _offers(self, path: str) -> bool:
         return True
+
+    def weights_under(self, adapter: str | None) -> str:
+        """Name what computes a call with an adapter, or without one."""
+        return self.weights if adapter is None or self.adapters is None else f"{self.weights}+{self.adapters[adapter]}"
 
     # -- decoding --------------------------------------------------------------------------------------------
 
@@ -284,11 +295,14 @@ class ScriptedVLLM(ScriptedServer):
         return Answer()
 
     async def _get_v1_models(self, query: dict[str, str], body: Any) -> Answer:
-        return Answer(body={"data": [{"id": MODEL, "root": self.root, "max_model_len": self.max_model_len}]})
+        base = {"id": MODEL, "root": self.root, "max_model_len": self.max_model_len}
+        beside = [{"id": name, "root": path, "parent": MODEL} for name, path in (self.adapters or {}).items()]
+        return Answer(body={"data": [base, *beside]})
 
     async def _get_server_info(self, query: dict[str, str], body: Any) -> Answer:
+        lora = None if self.adapters is None else {"max_lora_rank": self.adapter_rank, "max_loras": 1}
         settings = {"device_config": {"device": self.device}, "model_config": {"enable_sleep_mode": self.can_sleep}}
-        return Answer(body={"vllm_config": settings})
+        return Answer(body={"vllm_config": {**settings, "lora_config": lora}})
 
     async def _get_is_paused(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"is_paused": self.paused})
@@ -351,6 +365,22 @@ class ScriptedVLLM(ScriptedServer):
             return Answer(404, {"detail": "Not Found"})
         return Answer(body={"checksums": {f"dp0:pp0:pcp0:tp0:{self.tensor}": self.checksums(self.weights)}})
 
+    async def _post_v1_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
+        if self.adapters is None:
+            return Answer(404, {"detail": "Not Found"})
+        if self.adapter_error is not None:
+            return Answer(500, {"error": {"message": self.adapter_error}})
+        if body["lora_name"] in self.adapters:
+            return Answer(400, {"error": {"message": "has already been loaded"}})
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return Answer(body=f"Success: LoRA adapter {body['lora_name']!r} added successfully.".encode())
+
+    async def _post_v1_unload_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.adapters is not None
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return Answer(404, {"error": {"message": "cannot be found"}})
+        return Answer(body=b"Success")
+
     # -- weights through a process group ---------------------------------------------------------------------
 
     async def _get_get_world_size(self, query: dict[str, str], body: Any) -> Answer:
@@ -389,7 +419,7 @@ class ScriptedVLLM(ScriptedServer):
         return Answer(stream=self._stream(body), headers={"content-type": "text/event-stream"})
 
     def _refusal(self, body: dict[str, Any]) -> str | None:
-        if body["model"] != MODEL:
+        if body["model"] not in (MODEL, *(self.adapters or {})):
             return f"The model `{body['model']}` does not exist."
         if max(body["prompt"]) >= self.vocab:
             return f"Token id {max(body['prompt'])} is out of vocabulary"
@@ -422,11 +452,12 @@ class ScriptedVLLM(ScriptedServer):
 
     def _decode(self, name: str, running: _Running) -> None:
         body, position = running.body, running.decoded
-        token = token_at(body["seed"], position, self.weights)
+        weights = self.weights_under(None if body["model"] == MODEL else body["model"])
+        token = token_at(body["seed"], position, weights)
         temperature = 1.0 if self.raw_logprobs else body["temperature"] or 1.0
-        logprob = logprob_at(body["seed"], position, self.weights, temperature)
+        logprob = logprob_at(body["seed"], position, weights, temperature)
         running.unsent.append((token, logprob))
-        self.sampled.add((self.weights, token, round(logprob, 9)))
+        self.sampled.add((weights, token, round(logprob, 9)))
         running.decoded += 1
         self.decoded_tokens += 1
         text = "".join(self.text.get(token_at(body["seed"], i, self.weights), "") for i in range(running.decoded))

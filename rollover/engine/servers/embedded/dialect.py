@@ -41,7 +41,11 @@ class EmbeddedServerDialect:
         self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, folders: FolderDigests | None = None
     ) -> None:
         self.traits = Traits(
-            keeps_calls=True, keeps_kv=config.kv_on_update == "keep", silence_s=_DRAIN_S, is_seeded=True
+            keeps_calls=True,
+            keeps_kv=config.kv_on_update == "keep",
+            silence_s=_DRAIN_S,
+            is_seeded=True,
+            takes_adapters=True,
         )
         self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests())
         self._client = client

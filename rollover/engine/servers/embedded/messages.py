@@ -90,7 +90,9 @@ class LoadBody(_Body):
     """Names new weights, and says what becomes of the cache."""
 
     folder: str
-    """A Hugging Face folder, by its path on the server's machine."""
+    """A Hugging Face folder, or one of adapters, by its path on the server's machine."""
+    base: str | None = None
+    """The Hugging Face folder of the model that adapters are to be merged into."""
     label: str
     keeps_kv: bool
     """Running and parked calls keep their cache."""

@@ -15,6 +15,8 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.servers.embedded.messages import AbortBody, LoadBody, ServerInfo, TokensEvent
 from rollover.hf.architecture import Architecture
+from rollover.weights.adapters import AdapterSource, AppliedAdapters
+from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 
 
@@ -80,7 +82,11 @@ class ServedEngine:
         path = Path(body.folder)
 
         async def take(version: int) -> None:
-            await self._engine.load(version, FolderWeights(version, path), keeps_kv=body.keeps_kv)
+            source: WeightSource = FolderWeights(version, path)
+            if body.base is not None:
+                adapters = await asyncio.to_thread(AdapterSource.read, version, path)
+                source = AppliedAdapters(FolderWeights(0, Path(body.base)), adapters)
+            await self._engine.load(version, source, keeps_kv=body.keeps_kv)
 
         await self._change(body.label, take)
 

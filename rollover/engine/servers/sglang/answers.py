@@ -29,6 +29,9 @@ class SGLangServerInfo(Answer):
     tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     dp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     pp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
+    enable_lora: bool | None = None
+    max_lora_rank: Count | None = None
+    lora_target_modules: list[str] | None = None
 
 
 class SchedulerLoad(Answer):
@@ -43,6 +46,13 @@ class SchedulerLoads(Answer):
 class UpdateOutcome(Answer):
     success: bool
     message: Shown | None = None
+
+
+class AdapterOutcome(Answer):
+    success: bool
+    error_message: Shown | None = None
+    loaded_adapters: Mapping[str, Any] | None = None
+    """Paths by the names of the adapters that are loaded now."""
 
 
 class WorkerPlace(Answer):

@@ -31,9 +31,10 @@ from rollover.engine.servers.sglang.answers import Generation, ModelInfo, Schedu
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.memory import SGLangMemory
 from rollover.engine.servers.sglang.reply import Reply
-from rollover.engine.servers.sglang.weights import SGLangWeights
+from rollover.engine.servers.sglang.weights import SGLangWeights, how_to_serve_adapters
 from rollover.errors import EngineError
 from rollover.hf.config import read_config
+from rollover.weights.adapters import AdapterShape
 
 DELIMITER = ";"
 _DRAIN_S = 0.05
@@ -44,11 +45,22 @@ class SGLangDialect:
     """Implements ``Dialect`` for one SGLang server (a worker, not a router)."""
 
     def __init__(
-        self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, folders: FolderDigests | None = None
+        self,
+        client: HTTPClient,
+        config: SGLangConfig,
+        model: ModelFolder,
+        folders: FolderDigests | None = None,
+        adapters: AdapterShape | None = None,
     ) -> None:
-        keeps_kv = config.kv_on_update == "keep"
-        self.traits = Traits(keeps_calls=True, keeps_kv=keeps_kv, silence_s=_DRAIN_S, aborts_all_at_once=True)
-        self.weights = SGLangWeights(client, config, model, folders or FolderDigests())
+        takes = adapters is not None
+        self.traits = Traits(
+            keeps_calls=not takes,
+            keeps_kv=config.kv_on_update == "keep" and not takes,
+            silence_s=_DRAIN_S,
+            aborts_all_at_once=True,
+            takes_adapters=takes,
+        )
+        self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters)
         self.memory = SGLangMemory(client, config)
         self._client = client
         self._config = config
@@ -77,6 +89,8 @@ class SGLangDialect:
     async def check_model(self) -> int:
         info = await self._scheduler_answers()
         self._is_incremental = info.incremental_streaming_output is True
+        if (shape := self.weights.held.shape) is not None:
+            self._check_adapters(shape, info)
         await check_vocabulary(
             str(self._client), self._model, lambda token: self._one_token(logit_bias={str(token): 0.0})
         )
@@ -87,9 +101,21 @@ class SGLangDialect:
             )
         return info.max_req_input_len
 
+    def _check_adapters(self, shape: AdapterShape, info: SGLangServerInfo) -> None:
+        rank, there = info.max_lora_rank or 0, info.lora_target_modules or ()
+        missing = [] if "all" in there else [target for target in shape.targets if target not in there]
+        if info.enable_lora and rank >= shape.rank and not missing:
+            return
+        found = "no adapters" if not info.enable_lora else f"adapters up to rank {rank}, beside {', '.join(there)},"
+        raise EngineError(
+            f"{self._client} takes {found} but trainer.lora.publish = 'adapter' gives it some of rank {shape.rank}"
+            f" beside {', '.join(shape.targets)}; {how_to_serve_adapters(shape)}"
+        )
+
     async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:
         body = {
             "input_ids": [0],
+            **self._adapter(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, **params},
             "return_logprob": True,
         }
@@ -167,7 +193,11 @@ class SGLangDialect:
             "return_text_in_logprobs": False,
             "extra_key": call.label,
             "stream": True,
+            **self._adapter(),
         }
+
+    def _adapter(self) -> dict[str, str]:
+        return {} if (name := self.weights.held.name) is None else {"lora_path": name}
 
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))

@@ -21,13 +21,22 @@ from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
+from rollover.engine.servers.sglang.weights import adapter_arguments
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.adapters import AdapterShape
 
 
 async def open_sglang(
-    config: SGLangConfig, folder: Path, *, run: str, places: ServerPlaces, clock: Clock
+    config: SGLangConfig,
+    folder: Path,
+    *,
+    run: str,
+    places: ServerPlaces,
+    clock: Clock,
+    adapters: AdapterShape | None = None,
 ) -> EnginePool:
-    """See ``open_servers``; routers among the urls are replaced by their workers."""
+    """See ``open_servers``; routers among the urls are replaced by their workers. ``adapters``: the shape of those that
+    the servers will be given, if any."""
     if config.urls:
         clients = [HTTPClient(url, config) for url in config.urls]
         try:
@@ -45,8 +54,11 @@ async def open_sglang(
 
     def kind_for(config: SGLangConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: SGLangDialect(client, config, model, folders),
-            arguments=lambda host, port: launch_arguments(config, folder, port, host),
+            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters),
+            arguments=lambda host, port: [
+                *launch_arguments(config, folder, port, host),
+                *adapter_arguments(adapters),
+            ],
             env={},
             program="SGLang",
         )

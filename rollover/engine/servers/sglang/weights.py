@@ -12,31 +12,50 @@ What is peculiar to it:
   leaves blocks of new weights under its old key: so the cache is flushed at every update that does not keep it.
 * On a CPU its checksums are the first 16 digits of a SHA-256, which can be compared with the folder's; those that a GPU
   computes are of another kind, of which only changes can be told.
+* Adapters are read from a folder, in peft's format, beside a base that stays as it is; an unload waits for the calls
+  that use the adapter. Cached blocks are found by the adapter too. Checksums are those of the base.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
-from rollover.engine.servers.sglang.answers import ModelInfo, SGLangServerInfo, UpdateOutcome, WeightChecks
+from rollover.engine.servers.sglang.answers import (
+    AdapterOutcome,
+    ModelInfo,
+    SGLangServerInfo,
+    UpdateOutcome,
+    WeightChecks,
+)
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.transfer import Bucket, TransferCalls, buckets, send_weights
 from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.adapters import AdapterShape, holds_adapters
 
 
 class SGLangWeights:
     """Implements ``WeightEndpoint``."""
 
-    def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, folders: FolderDigests) -> None:
+    def __init__(
+        self,
+        client: HTTPClient,
+        config: SGLangConfig,
+        model: ModelFolder,
+        folders: FolderDigests,
+        adapters: AdapterShape | None = None,
+    ) -> None:
+        self.held = HeldAdapter(adapters)
+        self._base = model.path
         self._client = client
         self._config = config
         self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
@@ -47,6 +66,14 @@ class SGLangWeights:
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """See ``WeightEndpoint.send``."""
         self.num_sends += 1
+        if holds_adapters(source):
+            await self._send_adapter(label, source)
+            return
+        await self._send_full(label, source, keeps_kv=keeps_kv)
+        self.held.took_full(label, is_base=source == self._base)
+        await self._confirmation.of(source)
+
+    async def _send_full(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         if self._config.weight_transfer == "folder":
             body = {
                 "model_path": str(source.resolve()),
@@ -57,7 +84,32 @@ class SGLangWeights:
             await self._post("/update_weights_from_disk", body)
         else:
             await self._transfer(label, source, flush_cache=not keeps_kv)
-        await self._confirmation.of(source)
+
+    async def _send_adapter(self, label: str, source: Path) -> None:
+        if self.held.needs_base(await self.label()):
+            await self._send_full(label, self._base, keeps_kv=False)
+            self.held.took_full(label, is_base=True)
+        name = self.held.new_name(label)
+        try:
+            path = str(source.resolve())
+            there = await self._change_adapters("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except EngineTimeout:
+            raise
+        except EngineError as e:
+            raise EngineError(f"{e}; {how_to_serve_adapters(self.held.shape)}") from None
+        self.held.took_adapter(label, name)
+        for stale in self.held.stale(there):
+            await self._change_adapters("/unload_lora_adapter", {"lora_name": stale})
+        await self.set_label(label)
+        await self._confirmation.of(self._base)
+
+    async def _change_adapters(self, path: str, body: Mapping[str, str]) -> Collection[str]:
+        """Load or unload an adapter. Returns the names of those that are loaded then."""
+        limit_s = self._config.load_timeout_s
+        answer = await self._client.ask(AdapterOutcome, "POST", path, body=body, timeout_s=limit_s)
+        if not answer.success:
+            raise EngineError(f"{self._client} refused POST {path}: {answer.error_message or 'no reason given'}")
+        return answer.loaded_adapters or ()
 
     async def label(self) -> str:
         return (await self._client.ask(ModelInfo, "GET", "/model_info")).weight_version
@@ -115,6 +167,20 @@ class SGLangWeights:
         answer = await self._client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=self._config.load_timeout_s)
         if not answer.success:
             raise EngineError(f"{self._client} refused POST {path}: {answer.message or 'no reason given'}")
+
+
+def how_to_serve_adapters(shape: AdapterShape | None) -> str:
+    """Say how a server is started that takes adapters of this shape."""
+    arguments = " ".join(adapter_arguments(shape or AdapterShape(rank=16, targets=("all",))))
+    return f"to take adapters, start it with {arguments}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
+
+
+def adapter_arguments(shape: AdapterShape | None) -> list[str]:
+    """Give the further arguments for a server that is given adapters alone: room for one, and for calls without."""
+    if shape is None:
+        return []
+    room = ["--enable-lora", "--max-lora-rank", str(shape.rank), "--max-loras-per-batch", "2"]
+    return [*room, "--lora-target-modules", *shape.targets]
 
 
 def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:

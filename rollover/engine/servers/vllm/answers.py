@@ -30,9 +30,15 @@ class ModelSettings(Answer):
     enable_sleep_mode: bool = False
 
 
+class AdapterRoom(Answer):
+    max_lora_rank: Count
+
+
 class EngineSettings(Answer):
     device_config: DeviceConfig
     model: ModelSettings = Field(default_factory=ModelSettings, alias="model_config")
+    lora_config: AdapterRoom | None = None
+    """Absent where it takes no adapters."""
 
 
 class VLLMServerInfo(Answer):

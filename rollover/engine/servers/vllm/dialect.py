@@ -26,6 +26,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.vllm.answers import (
     Choice,
     Completion,
+    EngineSettings,
     Models,
     PauseState,
     VLLMServerInfo,
@@ -33,9 +34,10 @@ from rollover.engine.servers.vllm.answers import (
 )
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.memory import VLLMMemory
-from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights
+from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights, how_to_serve_adapters
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
+from rollover.weights.adapters import AdapterShape
 
 _HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --logprobs-mode processed_logprobs (docs/engines.md)"
@@ -47,12 +49,21 @@ class VLLMDialect:
 
     Args:
         checksums: of what the servers of a pool have loaded.
+        adapters: the shape of those that it will be given; ``None`` where it is given full weights alone.
     """
 
-    def __init__(self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, checksums: ChecksumRecord) -> None:
-        keeps = config.kv_on_update == "keep"
-        self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s)
-        self.weights = VLLMWeights(client, config, model, checksums)
+    def __init__(
+        self,
+        client: HTTPClient,
+        config: VLLMConfig,
+        model: ModelFolder,
+        checksums: ChecksumRecord,
+        adapters: AdapterShape | None = None,
+    ) -> None:
+        takes = adapters is not None
+        keeps = config.kv_on_update == "keep" and not takes
+        self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s, takes_adapters=takes)
+        self.weights = VLLMWeights(client, config, model, checksums, adapters)
         self.memory = VLLMMemory(client, config)
         self._client = client
         self._config = config
@@ -84,6 +95,8 @@ class VLLMDialect:
                 raise EngineError(f"{self._client} has no {path}: {_HOW_TO_START} ({e})") from None
 
     async def check_model(self) -> int:
+        if (shape := self.weights.held.shape) is not None:
+            await self._check_adapters(shape)
         if self._config.seed_calls == "auto":
             self._sends_seeds = await self._runs_on_a_gpu()
         name = self._client.reader.shown(self._model_name)
@@ -95,14 +108,26 @@ class VLLMDialect:
         return self._context
 
     async def _runs_on_a_gpu(self) -> bool:
+        device = (await self._settings()).device_config.device
+        return isinstance(device, str) and not device.startswith("cpu")
+
+    async def _check_adapters(self, shape: AdapterShape) -> None:
+        room = (await self._settings()).lora_config
+        if room is None or room.max_lora_rank < shape.rank:
+            found = "no adapters" if room is None else f"adapters up to rank {room.max_lora_rank}"
+            raise EngineError(
+                f"{self._client} takes {found}, but trainer.lora.publish = 'adapter' gives it some of rank"
+                f" {shape.rank}; {how_to_serve_adapters(shape)}"
+            )
+
+    async def _settings(self) -> EngineSettings:
         params, limit_s = {"config_format": "json"}, self._config.load_timeout_s
         info = await self._client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
-        device = info.vllm_config.device_config.device
-        return isinstance(device, str) and not device.startswith("cpu")
+        return info.vllm_config
 
     def _one_token(self, token: int) -> dict[str, Any]:
         return {
-            "model": self._model_name,
+            "model": self.weights.held.name or self._model_name,
             "prompt": [token],
             "max_tokens": 1,
             "temperature": 0.0,
@@ -137,7 +162,7 @@ class VLLMDialect:
         """Name every field that a server default could change."""
         request, params = call.request, call.request.params
         return {
-            "model": self._model_name,
+            "model": self.weights.held.name or self._model_name,
             "request_id": call.request_id,
             "prompt": [*request.prompt_ids, *request.response_ids],
             "add_special_tokens": False,

@@ -13,23 +13,36 @@ from rollover.engine.servers.places import ServerPlaces
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
-from rollover.engine.servers.vllm.weights import ChecksumRecord
+from rollover.engine.servers.vllm.weights import ChecksumRecord, served_rank
+from rollover.weights.adapters import AdapterShape
 
 SERVED_NAME = "policy"
+_RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _MAX_CPU_CACHE_SHARE = 0.4
 """Largest share of the machine's memory for the caches of all servers that are started on it."""
 _GIB = 2**30
 
 
-async def open_vllm(config: VLLMConfig, folder: Path, *, run: str, places: ServerPlaces, clock: Clock) -> EnginePool:
-    """See ``open_servers``."""
+async def open_vllm(
+    config: VLLMConfig,
+    folder: Path,
+    *,
+    run: str,
+    places: ServerPlaces,
+    clock: Clock,
+    adapters: AdapterShape | None = None,
+) -> EnginePool:
+    """See ``open_servers``; ``adapters``: the shape of those that the servers will be given, if any."""
     checksums, model = ChecksumRecord(), ModelFolder.read(folder)
 
     def kind_for(config: VLLMConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: VLLMDialect(client, config, model, checksums),
-            arguments=lambda host, port: launch_arguments(config, folder, port, host),
-            env=launch_environment(config, folder),
+            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters),
+            arguments=lambda host, port: [
+                *launch_arguments(config, folder, port, host),
+                *adapter_arguments(adapters),
+            ],
+            env={**launch_environment(config, folder), **({_RUNTIME_ADAPTERS: "1"} if adapters else {})},
             program="vLLM",
             key_env="VLLM_API_KEY",
         )
@@ -53,6 +66,14 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int, host: str = "1
         *(("--enable-sleep-mode",) if config.colocated else ()),
         *(("--weight-transfer-config", '{"backend": "nccl"}') if config.weight_transfer == "nccl" else ()),
     ]
+
+
+def adapter_arguments(adapters: AdapterShape | None) -> list[str]:
+    """Give the further arguments for a server that is given adapters alone. Raises ``ConfigError`` for a rank that
+    vLLM does not serve."""
+    if adapters is None:
+        return []
+    return ["--enable-lora", "--max-lora-rank", str(served_rank(adapters.rank)), "--max-loras", "1"]
 
 
 def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:

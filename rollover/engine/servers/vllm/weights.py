@@ -9,6 +9,8 @@ What is peculiar to it:
   with the folder (``read_back``), and with the other servers: those with the same number formats and the same division
   over workers must agree to the last bit. On a CPU the weights of most matrices are packed away after a load, and have
   no checksum any more.
+* Adapters are read from a folder, in peft's format, beside a base that stays as it is. One that replaces another under
+  its name is read again at every iteration, so each has a name of its own. Checksums are those of the base.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
 from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
-from rollover.engine.servers.vllm.answers import Checksums, Success, WeightInfo, WorldSize
+from rollover.engine.servers.vllm.answers import Checksums, Models, Success, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import ConfigError, EngineError, EngineTimeout
+from rollover.weights.adapters import AdapterShape, holds_adapters
 
 _RESET_RETRY_S = 0.05
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_BESIDE_AN_ADAPTER = ".base_layer."
+"""In the name of a tensor of the base, where a server can put adapters beside it."""
 _KEY = re.compile(r"(?P<replica>dp\d+:pp\d+:pcp\d+):tp(?P<part>\d+):(?P<name>.+)", re.DOTALL)
 
 
@@ -64,9 +71,19 @@ class VLLMWeights:
 
     Args:
         checksums: of what the servers of a pool have loaded.
+        adapters: the shape of those that it is given; ``None`` where it is given full weights alone.
     """
 
-    def __init__(self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, checksums: ChecksumRecord) -> None:
+    def __init__(
+        self,
+        client: HTTPClient,
+        config: VLLMConfig,
+        model: ModelFolder,
+        checksums: ChecksumRecord,
+        adapters: AdapterShape | None = None,
+    ) -> None:
+        self.held = HeldAdapter(adapters)
+        self._base = model.path
         self._client = client
         self._config = config
         self._checksums = checksums
@@ -74,14 +91,40 @@ class VLLMWeights:
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """See ``WeightEndpoint.send``."""
+        if holds_adapters(source):
+            await self._send_adapter(label, source)
+            return
+        await self._send_full(label, source, keeps_kv=keeps_kv)
+        await self.set_label(label)
+        self.held.took_full(label, is_base=source == self._base)
+        await self._confirmation.of(source)
+
+    async def _send_full(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         if self._config.weight_transfer == "folder":
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source.resolve())}}
             await self._post("/collective_rpc", reload)
         else:
             await self._transfer(label, source)
         await self._reset_prefix_cache(keeps_kv=keeps_kv)
+
+    async def _send_adapter(self, label: str, source: Path) -> None:
+        if self.held.needs_base(await self.label()):
+            await self._send_full(label, self._base, keeps_kv=False)
+            self.held.took_full(label, is_base=True)
+        name = self.held.new_name(label)
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(source.resolve())})
+        except EngineTimeout:
+            raise
+        except EngineError as e:
+            raise EngineError(f"{e}; {how_to_serve_adapters(self.held.shape)}") from None
+        self.held.took_adapter(label, name)
+        there = await self._client.ask(Models, "GET", "/v1/models")
+        for stale in self.held.stale(model.id for model in there.data):
+            await self._post("/v1/unload_lora_adapter", {"lora_name": stale})
+        await self._reset_prefix_cache(keeps_kv=False)
         await self.set_label(label)
-        await self._confirmation.of(source)
+        await self._confirmation.of(self._base)
 
     async def label(self) -> str:
         return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
@@ -134,6 +177,26 @@ class VLLMWeights:
         return dict(held_tensors(found.checksums))
 
 
+def how_to_serve_adapters(shape: AdapterShape | None) -> str:
+    """Say how a server is started that takes adapters of this shape."""
+    rank = 16 if shape is None else served_rank(shape.rank)
+    return (
+        "to take adapters, start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora"
+        f" --max-lora-rank {rank}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
+    )
+
+
+def served_rank(rank: int) -> int:
+    """Return the least of the ranks that vLLM makes room for which holds adapters of ``rank``. Raises
+    ``ConfigError``."""
+    for served in _RANKS:
+        if rank <= served:
+            return served
+    raise ConfigError(
+        f"trainer.lora.rank {rank}: vLLM serves adapters up to rank {_RANKS[-1]}; set trainer.lora.publish = 'merged'"
+    )
+
+
 def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
     """Yield the tensor that each checksum is of, and the checksum."""
     parsed = {key: _KEY.fullmatch(key) for key in checksums}
@@ -141,6 +204,9 @@ def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str
     for key, match in parsed.items():
         if match is not None:
             place = HeldTensor(
-                name=match["name"], part=int(match["part"]), num_parts=num_parts, replica=match["replica"]
+                name=match["name"].replace(_BESIDE_AN_ADAPTER, "."),
+                part=int(match["part"]),
+                num_parts=num_parts,
+                replica=match["replica"],
             )
             yield place, checksums[key]

@@ -14,6 +14,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
+from rollover.weights.adapters import AdapterShape
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm.kit import RUN
@@ -26,10 +27,14 @@ def settings(url: str = "http://one", **changes: Any) -> SGLangConfig:
 
 
 def engine_over(
-    client: HTTPClient, config: SGLangConfig, folder: Path, ownership: Ownership | None = None
+    client: HTTPClient,
+    config: SGLangConfig,
+    folder: Path,
+    ownership: Ownership | None = None,
+    adapters: AdapterShape | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    dialect = SGLangDialect(client, config, model)
+    dialect = SGLangDialect(client, config, model, adapters=adapters)
     return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
@@ -39,11 +44,12 @@ def make_engine(
     url: str = "http://one",
     *,
     ownership: Ownership | None = None,
+    adapters: AdapterShape | None = None,
     **changes: Any,
 ) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return engine_over(client, config, folder, ownership or Ownership(RUN))
+    return engine_over(client, config, folder, ownership or Ownership(RUN), adapters)
 
 
 @asynccontextmanager

@@ -91,6 +91,9 @@ class ScriptedSGLang(ScriptedServer):
                 "pp_size": 1,
                 "enable_memory_saver": self.can_sleep,
                 "internal_states": [{}],
+                "enable_lora": self.adapters is not None,
+                "max_lora_rank": self.adapter_rank,
+                "lora_target_modules": [*self.adapter_targets],
             }
         )
 
@@ -188,6 +191,20 @@ class ScriptedSGLang(ScriptedServer):
         checksums = {self.tensor: self.checksums(self.weights)}
         return Answer(body={"success": True, "ranks": [{"checksums": checksums, "parallelism_info": [place]}]})
 
+    async def _post_load_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
+        error = self.adapter_error or ("LoRA is not enabled." if self.adapters is None else None)
+        if error is not None or self.adapters is None:
+            return Answer(400, {"success": False, "error_message": error, "loaded_adapters": None})
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return Answer(body={"success": True, "error_message": "", "loaded_adapters": self.adapters})
+
+    async def _post_unload_lora_adapter(self, query: dict[str, str], body: Any) -> Answer:
+        assert self.adapters is not None
+        while any(running.body.get("lora_path") == body["lora_name"] for running in self._fronted.values()):
+            await asyncio.sleep(self.tick_s)
+        del self.adapters[body["lora_name"]]
+        return Answer(body={"success": True, "error_message": "", "loaded_adapters": self.adapters})
+
     def _updated(self, weights: str, body: Any) -> Answer:
         if not self.is_stuck:
             self.weights = weights
@@ -272,11 +289,12 @@ class ScriptedSGLang(ScriptedServer):
             return
         params, position = running.body["sampling_params"], len(running.sampled)
         seed = params["sampling_seed"]
-        token = token_at(seed, position, self.weights)
+        weights = self.weights_under(running.body.get("lora_path"))
+        token = token_at(seed, position, weights)
         temperature = 1.0 if self.raw_logprobs else params["temperature"] or 1.0
-        logprob = logprob_at(seed, position, self.weights, temperature)
+        logprob = logprob_at(seed, position, weights, temperature)
         running.sampled.append([logprob, token, None])
-        self.sampled.add((self.weights, token, round(logprob, 9)))
+        self.sampled.add((weights, token, round(logprob, 9)))
         self.decoded_tokens += 1
         text = "".join(self.text.get(token, "") for _, token, _ in running.sampled)
         matched = next((s for s in params["stop"] if s in text), None)

@@ -19,6 +19,7 @@ from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import ChecksumRecord
+from rollover.weights.adapters import AdapterShape
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"
@@ -61,9 +62,10 @@ def engine_over(
     folder: Path,
     ownership: Ownership | None = None,
     checksums: ChecksumRecord | None = None,
+    adapters: AdapterShape | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord())
+    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord(), adapters)
     return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
@@ -74,11 +76,12 @@ def make_engine(
     *,
     ownership: Ownership | None = None,
     checksums: ChecksumRecord | None = None,
+    adapters: AdapterShape | None = None,
     **changes: Any,
 ) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums)
+    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums, adapters)
 
 
 @asynccontextmanager

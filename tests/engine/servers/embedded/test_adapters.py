@@ -1,0 +1,75 @@
+"""Servers of the embedded engine merge adapters themselves: to the bits of the merged weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import EngineError
+from rollover.weights.adapters import AdapterSource, AdapterWeights, MergedWeights
+from rollover.weights.base import WeightSource
+from rollover.weights.folders import WeightFolders
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import collect, request, tokens
+from tests.engine.servers.embedded.kit import model, opened, serving
+from tests.engine.servers.embedded.test_contract import EmbeddedServer
+from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "initial": model(root / "initial"),
+        "other": model(root / "other", seed=2),
+        "fitting": root / "fitting",
+        "misfit": root / "misfit",
+    }
+
+
+@pytest.fixture(scope="module")
+def url(folders: dict[str, Path]) -> Iterator[str]:
+    with serving(folders["initial"]) as url:
+        yield url
+
+
+def on_disk(folder: Path, source: AdapterSource) -> AdapterSource:
+    source.write(folder)
+    return AdapterSource(source.manifest.version, source.adapters, folder=folder)
+
+
+class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
+    def new_weights(self, version: int) -> WeightSource:
+        return on_disk(self.folders["fitting"], AdapterSource(version, adapters()))
+
+    def bad_weights(self) -> WeightSource:
+        return on_disk(self.folders["misfit"], AdapterSource(1, {Q_PROJ: low_rank(64, 31)}))
+
+
+def test_adapters_are_merged_into_the_run_s_model_whatever_the_server_began_with(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    base = folders["initial"]
+    merged = AdapterWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
+    whole = FolderWeights(2, WeightFolders(tmp_path / "merged", like=base).write(2, dict(merged.tensors())))
+
+    async def main(url: str) -> None:
+        async with opened(url, base) as engine:
+            before = await collect(engine, request("before"))
+            await engine.load(1, on_disk(tmp_path / "v1", AdapterSource(1, adapters())))
+            ours = await collect(engine, request("ours"))
+            await engine.load(2, whole)
+            theirs = await collect(engine, request("theirs"))
+            assert tokens(ours) == tokens(theirs) != tokens(before)
+            assert [p for c in ours for p in c.logprobs] == [p for c in theirs for p in c.logprobs]
+            (tmp_path / "v1" / "adapter_model.safetensors").write_bytes(b"damaged")
+            with pytest.raises(EngineError, match=r"version 3: .*the adapters in .*v1 cannot be read"):
+                await engine.load(3, AdapterSource(3, adapters(), folder=tmp_path / "v1"))
+            after = await collect(engine, request("after"))
+            assert tokens(after) == tokens(theirs)
+
+    with serving(folders["other"]) as url:
+        asyncio.run(main(url))

@@ -62,12 +62,16 @@ def alive_nodes(ray: Any) -> list[ClusterNode]:
 
 def check_placeable(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> None:
     """Raise ``ConfigError`` when the nodes could not take all bundles even with nothing else on them."""
-    room = sum(node.room(demand.bundle) for node in nodes)
-    if room < demand.count:
+    if (room := room_for(demand, nodes)) < demand.count:
         raise ConfigError(
             f"{demand.what} needs {demand.count} times {written(demand.bundle)} ({demand.keys}), but the Ray cluster"
-            f" has room for {room}: {'; '.join(map(_described, nodes)) or 'it has no nodes'}"
+            f" has room for {room}: {described(nodes)}"
         )
+
+
+def room_for(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> int:
+    """Return how many bundles the nodes could take with nothing else on them."""
+    return sum(node.room(demand.bundle) for node in nodes)
 
 
 def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) -> None:
@@ -131,9 +135,14 @@ def written(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in resources.items()) or "nothing"
 
 
-def _described(node: ClusterNode) -> str:
+def described(nodes: Sequence[ClusterNode]) -> str:
+    """Return what the nodes have, as a message says it."""
     hidden = ("node:", "object_store_memory", "memory")
-    return f"node {node.address} has {written({k: v for k, v in node.resources.items() if not k.startswith(hidden)})}"
+    shown = (
+        f"node {node.address} has {written({k: v for k, v in node.resources.items() if not k.startswith(hidden)})}"
+        for node in nodes
+    )
+    return "; ".join(shown) or "it has no nodes"
 
 
 def _times(have: float, need: float) -> int:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
-from rollover.errors import ConfigError, require
+from rollover.cluster.config import ClusterConfig
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.checks import check_suits
+from rollover.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
@@ -25,6 +26,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     Raises:
         ModelError: the model cannot be trained, or the checkpoint does not go on under this config.
         RankLost: the processes of several devices do not start.
+        ConfigError: they cannot be placed on the cluster.
     """
     from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.fleet import FleetTrainer
@@ -45,6 +47,11 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
             deterministic=config.deterministic,
             resume_from=checkpoint,
         )
+    launcher = None
+    if config.cluster is not None:
+        from rollover.cluster.ranks import RayLauncher
+
+        launcher = RayLauncher(config.cluster, config.trainer, notify=progress.message)
     return FleetTrainer(
         config.trainer,
         algorithm,
@@ -57,6 +64,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
         resume_from=checkpoint,
         fallback=run.path / "staging",
         logs=run.path / "logs",
+        launcher=launcher,
         notify=progress.message,
     )
 
@@ -69,8 +77,7 @@ def check_devices(config: RunConfig) -> list[str]:
     model = _shape(config)
     lines = []
     if config.cluster is not None:
-        require("ray", purpose="[cluster]")
-        raise ConfigError("[cluster] cannot be used in this version: leave the section out")
+        lines += _check_cluster(config.cluster, config.trainer)
     for what, section in (("warm-up", config.sft), ("trainer", config.trainer)):
         if section is None:
             continue
@@ -80,6 +87,8 @@ def check_devices(config: RunConfig) -> list[str]:
                 from rollover.trainer.models import pick_device
 
                 pick_device(section.device)
+            continue
+        if what == "trainer" and config.cluster is not None:
             continue
         from rollover.trainer.devices import rank_devices
 
@@ -96,3 +105,22 @@ def _shape(config: RunConfig) -> Mapping[str, Any]:
         return config.model.scratch.model_config(config.model.scratch.vocab_size)
     assert config.model.path is not None
     return read_model_config(resolve_model(config.model.path, weights=False), weights=False)
+
+
+def _check_cluster(cluster: ClusterConfig, trainer: TrainerConfig) -> list[str]:
+    from rollover.cluster.connect import connect
+    from rollover.cluster.nodes import alive_nodes, check_placeable, check_versions, written
+
+    ray = connect(cluster)
+    nodes = alive_nodes(ray)
+    check_versions(ray, nodes, timeout_s=cluster.placement_timeout_s)
+    lines = [f"cluster: Ray at {ray.get_runtime_context().gcs_address}, {len(nodes)} nodes"]
+    if trainer.num_devices > 1:
+        from rollover.cluster.ranks import rank_demand
+
+        demand = rank_demand(cluster, trainer, nodes)
+        check_placeable(demand, nodes)
+        lines.append(
+            f"trainer: sharded over {demand.count} processes on the cluster, each with {written(demand.bundle)}"
+        )
+    return lines

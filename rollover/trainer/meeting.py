@@ -38,12 +38,6 @@ def meet(task: RankTask) -> Any:
     return init_device_mesh(device.type, (task.size,))
 
 
-def listening(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of one address of this machine, and of no other, for rank 0."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=1024)
-
-
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address; ``None`` where there is none. Without it gloo takes the
     address of the machine's name, which is often one that other machines cannot reach.

@@ -8,9 +8,6 @@ from typing import Any
 
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 
-PROGRESS = "progress"
-"""The file in the folder of the ranks that says how much each has done."""
-
 LOGITS = "logits.npy"
 """The file that rank 0 writes its logits into."""
 

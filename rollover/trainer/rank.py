@@ -28,7 +28,8 @@ from rollover.errors import RolloverError, is_full
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.meeting import meet
-from rollover.trainer.messages import LOGITS, PROGRESS, Done, Failed, RankTask
+from rollover.trainer.messages import LOGITS, Done, Failed, RankTask
+from rollover.trainer.rank_process import PROGRESS
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
 from rollover.trainer.world import PeerLost, World

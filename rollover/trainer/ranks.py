@@ -5,18 +5,14 @@ They share memory: what is too large for a message lies in files there, and each
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +21,9 @@ from numpy.typing import NDArray
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.devices import rank_devices
 from rollover.trainer.leading import Given, LedRanks, RankLost, RankProcess, Written
-from rollover.trainer.messages import PROGRESS, Done, Failed, RankTask
+from rollover.trainer.messages import Done, Failed, RankTask
+from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, start_rank
 from rollover.trainer.staging import lay_down
-
-_END_S = 10.0
-"""A process that is not gone so long after SIGKILL hangs in the kernel and is left to it."""
 
 
 @dataclass(slots=True)
@@ -121,7 +115,7 @@ class Ranks(LedRanks):
         for process in processes:
             process.connection.close()
             with suppress(subprocess.TimeoutExpired):
-                process.popen.wait(_END_S)
+                process.popen.wait(END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
@@ -157,56 +151,3 @@ class Ranks(LedRanks):
 def _start(rank: int, logs: Path | None) -> _Process:
     popen, connection = start_rank(rank, logs)
     return _Process(rank, popen, connection)
-
-
-def start_rank(
-    rank: int, logs: Path | None, *, passed: Sequence[int] = ()
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process of a rank, and return it with the connection over which it awaits its task.
-
-    Args:
-        passed: further descriptors that it shall have, under the same numbers.
-    """
-    ours, theirs = socket.socketpair()
-    log: IO[bytes] | None = None
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-        log = (logs / f"trainer-rank-{rank}.log").open("ab")
-    try:
-        with theirs:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "rollover.trainer.rank", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2 if log is None else log,
-                stderr=None if log is None else log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=(theirs.fileno(), *passed),
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        if log is not None:
-            log.close()
-    return popen, Connection(ours.detach())
-
-
-def exit_of(popen: subprocess.Popen[bytes]) -> str:
-    """Say how a process has ended that has closed its connection, as in "was killed (SIGKILL)"."""
-    try:
-        code = popen.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        return "closed its connection"
-    if code >= 0:
-        return f"ended (exit code {code})"
-    return f"was killed ({signal.Signals(-code).name})" + ("; was it out of memory?" if code == -9 else "")
-
-
-def is_stopped(pid: int) -> bool:
-    """Say whether a process of this machine was stopped (SIGSTOP), where Linux tells."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in ("T", "t")

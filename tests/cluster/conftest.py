@@ -19,7 +19,8 @@ NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """A ``ray.cluster_utils.Cluster`` of a head, which has no CPU, and two nodes with 4 CPUs each, of which the first
-    has 4 of the resource ``one`` and the second 4 of ``two``. ``cluster.address`` goes into ``[cluster]``."""
+    has 4 of the resource ``one`` and the second 4 of ``two``; of ``rank`` each has 1, for ranks that shall lie apart.
+    ``cluster.address`` goes into ``[cluster]``."""
     set_before = {key: os.environ.get(key) for key in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     import ray
@@ -28,7 +29,7 @@ def cluster() -> Iterator[Any]:
     made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
     try:
         for name in ("one", "two"):
-            add_node(made, {name: 4})
+            add_node(made, {name: 4, "rank": 1})
         yield made
     finally:
         ray.shutdown()

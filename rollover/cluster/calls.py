@@ -1,0 +1,85 @@
+"""Calls of the actors on a cluster, each with a deadline that names whom it waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.errors import ResourceError, is_full
+from rollover.trainer.leading import RankLost
+
+
+@dataclass(frozen=True, slots=True)
+class HostCalls:
+    """Calls the hosts of ranks.
+
+    Args:
+        ray: the module.
+        actors: of each rank.
+        timeout_s: each answer is waited for so long.
+
+    Example: ``HostCalls(ray, actors, 600.0).all("loading", [(actor.end, ()) for actor in actors])``
+    """
+
+    ray: Any
+    actors: Sequence[Any]
+    timeout_s: float
+
+    def all(self, doing: str, calls: Iterable[tuple[int, Any]], *, timeout_s: float | None = None) -> list[Any]:
+        """Return the answers to ``calls`` that were made, each with the rank whose host was called.
+
+        Raises ``RankLost`` naming the first that does not answer in time or was lost, ``ResourceError`` when a disk
+        there is full.
+        """
+        return [self.one(doing, rank, answer, timeout_s=timeout_s) for rank, answer in calls]
+
+    def one(self, doing: str, rank: int, answer: Any, *, timeout_s: float | None = None) -> Any:
+        """Return one answer. Raises as ``all`` does."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            return self.ray.get(answer, timeout=limit_s)
+        except self.ray.exceptions.GetTimeoutError as error:
+            message = f"the host of {self._name(rank)} did not answer for {limit_s:g} s in {doing}"
+            raise RankLost(message) from error
+        except self.ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            if is_full(cause):
+                raise ResourceError(
+                    f"the disk of the node of {self._name(rank)} is full in {doing}: make room in its temporary folder"
+                ) from error
+            raise RankLost(f"the host of {self._name(rank)} failed in {doing}: {_last_line(cause)}") from error
+        except self.ray.exceptions.RayError as error:
+            raise RankLost(f"{self._name(rank)} was lost with its host in {doing}: {lost(error)}") from error
+
+    def ordered(self, doing: str, calls: Iterable[tuple[int, Any]], *, ahead: int) -> Iterator[Any]:
+        """Yield the answers to ``calls``, which are made at most ``ahead`` before they are needed."""
+        waiting: list[tuple[int, Any]] = []
+        for call in calls:
+            waiting.append(call)
+            if len(waiting) > ahead:
+                yield self.one(doing, *waiting.pop(0))
+        for call in waiting:
+            yield self.one(doing, *call)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {len(self.actors)}"
+
+
+def lost(error: BaseException) -> str:
+    """Say in a line why an actor cannot be reached any more."""
+    text = str(error)
+    for sign, reason in (
+        ("node was terminated", "its node is gone"),
+        ("node has died", "its node is gone"),
+        ("its node has died", "its node is gone"),
+        ("ray.kill", "the actor was ended with ray.kill"),
+    ):
+        if sign in text:
+            return reason
+    return _last_line(error)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

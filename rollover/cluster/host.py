@@ -1,0 +1,197 @@
+"""The host of a rank: an actor on a node of the cluster that starts the rank there and stands between it and the run.
+
+It is the same rank as on one machine, in a process of its own: the host passes on messages without reading them, lays
+down what is too large for one, and hands out the files that the rank writes. So it answers also while the rank
+computes, hangs or is stopped, and can say how it ended. It does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, listening, start_rank
+from rollover.trainer.staging import Staging
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+"""Of each file, so many bytes at so many places are compared between two machines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """A host says this of itself first.
+
+    Example: the host of rank 0 on 10.0.0.1 has ``address`` "10.0.0.1", ``port`` 40123 and ``descriptor`` 9: the ranks
+    meet there.
+    """
+
+    node_id: str
+    address: str
+    """Of the node."""
+    staging: Path
+    """The folder for all that is laid down on the node for this rank."""
+    folder: Path
+    """The folder of the rank, in ``staging``."""
+    port: int
+    descriptor: int | None
+    """The number of the socket that listens at ``port``; only of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What has become of a rank.
+
+    Example: ``HostReport(progress=812, message=None, fate=None, is_stopped=False)`` while it computes.
+    """
+
+    progress: int
+    """How much it has done."""
+    message: bytes | None
+    """Its answer, pickled."""
+    fate: str | None
+    """How it has ended."""
+    is_stopped: bool
+
+
+class RankHost:
+    """Starts one rank and speaks with it. Its methods are called from several threads.
+
+    Example: ``ray.remote(RankHost).remote()``
+    """
+
+    def __init__(self) -> None:
+        self._listener: Any = None
+        self._staging: Staging | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._progress: NDArray[np.uint64] | None = None
+        self._rank = 0
+        self._reading = threading.Lock()
+
+    def prepare(self, *, needed_bytes: int, size: int, listens: bool) -> HostFacts:
+        """Make room for a rank among ``size``; listen for the others where it is the first."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        self._staging = Staging(needed_bytes, fallback=Path(tempfile.gettempdir()))
+        folder = self._staging.meeting()
+        self._progress = np.memmap(folder / PROGRESS, dtype=np.uint64, mode="w+", shape=(size,))
+        self._listener = listening(address) if listens else None
+        return HostFacts(
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=address,
+            staging=self._staging.path,
+            folder=folder,
+            port=0 if self._listener is None else self._listener.getsockname()[1],
+            descriptor=None if self._listener is None else self._listener.fileno(),
+        )
+
+    def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
+        """Say whether the node has the same files at the same place, by samples of each."""
+        return all(sampled_digest(folder / name) == digest for name, digest in digests.items())
+
+    def write(self, path: Path, offset: int, chunk: NDArray[np.uint8]) -> None:
+        """Write a part of a file; parts may come in any order."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            file.seek(offset)
+            file.write(chunk.data)
+
+    def start(self, rank: int, task: bytes) -> int:
+        """Start the rank, send it its pickled task, and return the number of its process. What it prints goes where
+        Ray keeps the output of this actor."""
+        self._rank = rank
+        passed = () if self._listener is None else (self._listener.fileno(),)
+        self._popen, self._connection = start_rank(rank, None, passed=passed)
+        if self._listener is not None:
+            self._listener.close()  # the rank has it now
+        with suppress(OSError):  # it has died: that is found out below
+            self._connection.send_bytes(task)
+        return self._popen.pid
+
+    def tell(self, message: bytes, folders: Sequence[Path], paths: Sequence[Path], *values: NDArray[np.uint8]) -> None:
+        """Send the rank a pickled command, once ``folders`` are there and ``values`` lie in the files ``paths``."""
+        assert self._connection is not None, "the rank was not started"
+        for folder in folders:
+            folder.mkdir(parents=True)
+        for path, value in zip(paths, values, strict=True):
+            path.write_bytes(value.data)
+        with suppress(OSError):
+            self._connection.send_bytes(message)
+
+    def report(self, wait_s: float, progress: Sequence[int]) -> HostReport:
+        """Return the rank's answer as soon as it is there, or what else is known after ``wait_s``.
+
+        Args:
+            progress: how much each rank has done, as far as the run knows; ranks name those that are behind by it.
+        """
+        assert self._popen is not None and self._connection is not None and self._progress is not None
+        for rank, count in enumerate(progress):
+            if rank != self._rank:
+                self._progress[rank] = count
+        message, fate = None, None
+        with self._reading:
+            try:
+                if self._connection.poll(wait_s):
+                    message = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                fate = exit_of(self._popen)
+        return HostReport(
+            progress=int(self._progress[self._rank]),
+            message=message,
+            fate=fate,
+            is_stopped=is_stopped(self._popen.pid),
+        )
+
+    def written(self, folder: Path) -> dict[str, int]:
+        """List the files in a folder that the rank has written, with their sizes."""
+        return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+    def read(self, path: Path, offset: int, size: int) -> NDArray[np.uint8]:
+        """Return a part of a file; less than ``size`` bytes at its end."""
+        return np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
+
+    def discard(self, folder: Path) -> None:
+        """Delete a folder that the rank has written."""
+        shutil.rmtree(folder)
+
+    def end(self) -> None:
+        """Kill the rank, also where it is stopped, and delete all that was laid down for it."""
+        if self._popen is not None:
+            self._popen.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_S)
+        if self._staging is not None:
+            self._staging.close()
+
+
+def sampled_digest(path: Path) -> str:
+    """Return a digest of the size of a file and of samples of it; "" where there is none. Small files are read whole.
+
+    Example: two checkpoints of one model differ in it, as their weights differ nearly everywhere.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(str(size).encode())
+            for offset in sorted({size * i // _SAMPLES for i in range(_SAMPLES)} | {max(0, size - _SAMPLE_BYTES)}):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return ""
+    return digest.hexdigest()

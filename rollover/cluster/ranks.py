@@ -1,0 +1,326 @@
+"""The ranks of a sharded trainer on the nodes of a Ray cluster, which the process of the run leads from its own node.
+
+Each rank has a host, an actor in one placement group (``host``). Actors end with the process that has made them, and
+the placement group is given back with them, whatever happens to that process. That a rank is there is what its host
+answers, never a table of the cluster.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollover.cluster.calls import HostCalls, lost
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
+from rollover.cluster.files import brought, num_bytes, placed
+from rollover.cluster.host import HostFacts, HostReport, RankHost
+from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, room_for
+from rollover.cluster.placement import place, remove
+from rollover.errors import ConfigError
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.leading import Given, LedRanks, RankProcess, Written
+from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
+
+_REPORT_S = 1.0
+"""A host holds back a report for so long when there is no answer yet."""
+_ACTOR_S = 60.0
+"""Longest wait for an actor to start, which takes a few seconds."""
+_END_S = 15.0
+"""Longest wait for hosts to end their ranks; those that do not are ended by Ray."""
+_SPARE_BYTES = 2**28
+_VALUES_OF_STATE = 5
+"""A rank writes weights and two moments in float32 for a checkpoint, beside two versions of weights at most."""
+
+
+def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
+    """Return what the ranks need: each a GPU where the cluster has them, or else one CPU, and ``trainer_resources``.
+
+    Raises ``ConfigError`` for a device that ranks cannot have.
+
+    Example: ``NodeDemand(what="the trainer", keys=..., bundle={"GPU": 1.0, "h100": 1.0}, count=8)``
+    """
+    keys = "trainer.num_devices, cluster.trainer_resources"
+    kind = trainer.device
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"trainer.device {kind!r} cannot be used on a cluster: set 'auto', 'cuda' or 'cpu' (Ray says which GPU a"
+            " rank has)"
+        )
+    needs = {
+        device: NodeDemand(
+            what="the trainer",
+            keys=keys,
+            bundle={resource: 1.0, **cluster.trainer_resources},
+            count=trainer.num_devices,
+        )
+        for device, resource in (("cuda", "GPU"), ("cpu", "CPU"))
+    }
+    if kind == "auto":
+        kind = "cuda" if room_for(needs["cuda"], nodes) else "cpu"
+    return needs[kind]
+
+
+class RayLauncher:
+    """Starts ranks on a Ray cluster. Implements ``RankLauncher``.
+
+    Args:
+        notify: tells the user where the ranks are and which files are sent to them, once.
+
+    Raises ``ConfigError`` when there is no cluster, or one that could never take the ranks.
+
+    Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2)).devices`` is ``("cuda:0", "cuda:0")`` on a
+    cluster with GPUs: each rank sees its own alone.
+    """
+
+    def __init__(
+        self, cluster: ClusterConfig, trainer: TrainerConfig, *, notify: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self._ray = connect(cluster)
+        self._cluster = cluster
+        self._timeout_s = trainer.rank_timeout_s
+        self._notify = notify
+        nodes = alive_nodes(self._ray)
+        self._demand = rank_demand(cluster, trainer, nodes)
+        check_placeable(self._demand, nodes)
+        on_gpu = "GPU" in self._demand.bundle
+        self.devices = ("cuda:0" if on_gpu else "cpu",) * trainer.num_devices
+        self.num_threads = max(1, int(self._demand.bundle.get("CPU", 1)))
+        self._has_told = False
+
+    def launch(self, task: RankTask) -> LedRanks:
+        """See ``RankLauncher.launch``. Raises ``NotPlaced`` when the cluster has no room in time."""
+        group = place(self._ray, self._demand, timeout_s=self._cluster.placement_timeout_s)
+        ranks = ClusterRanks(self._ray, group, self._demand, task, timeout_s=self._timeout_s)
+        if not self._has_told:
+            self._notify(ranks.whereabouts)
+            self._has_told = True
+        return ranks
+
+
+@dataclass(slots=True, eq=False)
+class _Hosted:
+    """One rank behind its host."""
+
+    rank: int
+    pid: int = 0
+    answer: Done | Failed | None = None
+    is_gone: bool = False
+    ending: str = ""
+    has_stopped: bool = False
+    report: Any = None
+    """That of the host which is awaited."""
+
+    def fate(self) -> str:
+        return self.ending
+
+    def is_stopped(self) -> bool:
+        return self.has_stopped
+
+
+class ClusterRanks(LedRanks):
+    """All ranks on a cluster, from their start to their end.
+
+    Args:
+        group: the placement group with a bundle for each; it is given back at the end.
+        task: of rank 0, with paths on this machine.
+
+    Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
+
+    Example: ``ClusterRanks(ray, group, demand, task, timeout_s=600.0).ask("step 7", "step", batch=Given(batch))``
+    """
+
+    whereabouts: str
+    """Where the ranks are and how they get their files, for the user."""
+
+    def __init__(self, ray: Any, group: Any, demand: NodeDemand, task: RankTask, *, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._ray = ray
+        self._group = group
+        self._members = [_Hosted(rank) for rank in range(task.size)]
+        self._progress = np.zeros(task.size, dtype=np.uint64)
+        self._num_folders = 0
+        self._folders: dict[str, dict[int, Path]] = {}
+        self._told: list[tuple[int, Any]] = []
+        """Commands that hosts have not confirmed yet."""
+        self._calls = HostCalls(ray, [], timeout_s)
+        try:
+            self._calls = HostCalls(ray, [self._actor(demand, rank) for rank in range(task.size)], timeout_s)
+            self._start(task)
+            self.facts = self._answers("loading")[0]
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def members(self) -> Sequence[RankProcess]:
+        return self._members
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.pid for member in self._members]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Return the id of the node of each rank."""
+        return [host.node_id for host in self._hosts]
+
+    @property
+    def progress(self) -> NDArray[np.uint64]:
+        return self._progress
+
+    def end(self) -> None:
+        members, self._members = self._members, []
+        if not members:
+            return
+        actors = self._calls.actors
+        with suppress(self._ray.exceptions.RayError):
+            ending = [actor.end.remote() for actor in actors]
+            if ending:
+                self._ray.wait(ending, num_returns=len(ending), timeout=_END_S)
+        for actor in actors:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor, no_restart=True)
+        with suppress(self._ray.exceptions.RayError):
+            remove(self._group)
+
+    def _actor(self, demand: NodeDemand, rank: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        own = dict(demand.bundle)
+        options: dict[str, Any] = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0)}
+        if (memory := own.pop("memory", None)) is not None:
+            options["memory"] = memory
+        actor = self._ray.remote(RankHost).options(
+            **options,
+            resources=own,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=4,  # a report is awaited while other calls are made
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+        )
+        return actor.remote()
+
+    def _start(self, task: RankTask) -> None:
+        """Bring what ranks read to their nodes, and start them."""
+        calls, doing = self._calls, "starting"
+        read = [folder for folder in (task.model, task.resume_from) if folder is not None]
+        needed = sum(map(num_bytes, read)) + _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
+        preparing = [
+            (rank, actor.prepare.remote(needed_bytes=needed, size=task.size, listens=rank == 0))
+            for rank, actor in enumerate(calls.actors)
+        ]
+        limit_s = max(_ACTOR_S, self._timeout_s)
+        self._hosts: list[HostFacts] = calls.all(doing, preparing, timeout_s=limit_s)
+        there = {folder: placed(calls, self._hosts, folder, doing) for folder in read}
+        self.whereabouts = self._described(there)
+        starting = []
+        for rank, (actor, host) in enumerate(zip(calls.actors, self._hosts, strict=True)):
+            first = self._hosts[0]
+            own = replace(
+                task,
+                rank=rank,
+                folder=host.folder,
+                model=there[task.model][host.node_id],
+                resume_from=None if task.resume_from is None else there[task.resume_from][host.node_id],
+                meeting=NetworkMeeting(
+                    host=first.address, port=first.port, own=host.address, descriptor=host.descriptor
+                ),
+            )
+            starting.append((rank, actor.start.remote(rank, pickle.dumps(own))))
+        for member, pid in zip(self._members, calls.all(doing, starting), strict=True):
+            member.pid = pid
+
+    def _described(self, there: Mapping[Path, Mapping[str, Path]]) -> str:
+        by_node: dict[str, list[int]] = {}
+        for rank, host in enumerate(self._hosts):
+            by_node.setdefault(host.node_id, []).append(rank)
+        lines = []
+        for node, ranks in by_node.items():
+            sent = [folder.name for folder, places in there.items() if places[node] != folder.resolve()]
+            reads = f"is sent {' and '.join(sent)}" if sent else "reads the model where it is"
+            name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            lines.append(f"{name} on node {self._hosts[ranks[0]].address}, which {reads}")
+        return (
+            f"trainer: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder"
+            " has to be shared"
+        )
+
+    def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
+        self._folders, values = {}, {}
+        for name, value in arguments.items():
+            if isinstance(value, Given):
+                pickled = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
+                values[name] = self._ray.put(np.frombuffer(pickled, dtype=np.uint8))
+            elif isinstance(value, Written):
+                self._num_folders += 1
+                folders = {rank: h.staging / f"{name}-{self._num_folders}" for rank, h in enumerate(self._hosts)}
+                self._folders[name] = folders
+        for rank, (actor, host) in enumerate(zip(self._calls.actors, self._hosts, strict=True)):
+            made = {name: folders[rank] for name, folders in self._folders.items()}
+            paths = {name: host.folder / name for name in values}
+            message = pickle.dumps((command, {**arguments, **made, **paths}))
+            told = actor.tell.remote(message, [*made.values()], [*paths.values()], *values.values())
+            self._told.append((rank, told))
+
+    def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
+        for name, folders in self._folders.items():
+            brought(self._calls, folders, arguments[name].folder, doing)
+
+    def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
+        self._confirm()
+        asked = {}
+        counts = self._progress.tolist()
+        for member in self._members:
+            if member in waiting:
+                if member.report is None:
+                    member.report = self._calls.actors[member.rank].report.remote(_REPORT_S, counts)
+                asked[member.report] = member
+        ready, _ = self._ray.wait([*asked], num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = self._ray.wait([*asked], num_returns=len(asked), timeout=0)
+        for report in ready:
+            asked[report].report = None
+            self._take(asked[report], report)
+        return any(asked[report].answer is not None for report in ready)
+
+    def _take(self, member: _Hosted, report: Any) -> None:
+        try:
+            found: HostReport = self._ray.get(report, timeout=self._timeout_s)
+        except self._ray.exceptions.RayError as error:
+            member.is_gone, member.ending = True, f"was lost with its host ({lost(error)})"
+            return
+        self._progress[member.rank] = found.progress
+        member.has_stopped = found.is_stopped
+        if found.message is not None:
+            member.answer = pickle.loads(found.message)
+        elif found.fate is not None:
+            member.is_gone, member.ending = True, found.fate
+
+    def _confirm(self) -> None:
+        """Raise for a host that could not pass on the last command. That one was lost is found out by its report."""
+        told = {answer: rank for rank, answer in self._told}
+        if not told:
+            return
+        ready, rest = self._ray.wait([*told], num_returns=len(told), timeout=0)
+        self._told = [(told[answer], answer) for answer in rest]
+        for answer in ready:
+            try:
+                self._ray.get(answer, timeout=self._timeout_s)
+            except self._ray.exceptions.RayTaskError:
+                self._calls.one("a command", told[answer], answer)
+            except self._ray.exceptions.RayError:
+                continue
+
+
+def _num_values(model: Path) -> int:
+    from rollover.hf.weights import read_weight_infos
+
+    return sum(int(np.prod(info.shape)) for info in read_weight_infos(model).values())

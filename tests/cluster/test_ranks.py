@@ -1,0 +1,180 @@
+"""Ranks on the nodes of a cluster: they train, publish and save what ranks of one machine do, and are replaced when
+they are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.cluster import files
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.placement import NotPlaced
+from rollover.cluster.ranks import RayLauncher
+from rollover.trainer import ranks
+from rollover.trainer.checkpoint import read_manifest, verify_files
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.fleet import FleetTrainer
+from tests.cluster.conftest import add_node
+from tests.trainer import forked_ranks
+from tests.trainer.builders import make_batch, make_folder
+
+BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
+PROMPTS = [[3, 4, 5], [6, 7]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "policy")
+
+
+@contextmanager
+def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: list[str], **given: Any) -> Iterator[Any]:
+    config = TrainerConfig(learning_rate=1e-3, device="cpu", num_devices=2, **given)
+    launcher = None if cluster is None else RayLauncher(cluster, config, notify=told.append)
+    trainer = FleetTrainer(
+        config,
+        resolve(AlgorithmConfig()),
+        folder,
+        temperature=0.8,
+        max_response_tokens=25,
+        num_steps=10,
+        deterministic=True,
+        fallback=tmp_path / "staging",
+        logs=tmp_path / "logs",
+        notify=told.append,
+        launcher=launcher,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def published(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.weight_source().tensors()}
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
+
+
+def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
+    """Stands in for ``files._seen``: as on nodes that share no file system."""
+    return [False] * len(ranks)
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when_some_are_lost(
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        with fleet(folder, tmp_path, None, []) as local:
+            trained = [local.step(batch).metrics for batch in BATCHES]
+            expected, logits = published(local), local.next_logits(PROMPTS)
+    monkeypatch.setattr(files, "_seen", unseen)
+    monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    told: list[str] = []
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
+    with fleet(folder, tmp_path, settings, told, rank_timeout_s=10.0) as trainer:
+        assert len({*trainer._ranks.nodes}) == 2
+        assert told[0].startswith("trainer: rank 0 on node ") and "which is sent policy" in told.pop(0)
+        metrics = [trainer.step(BATCHES[0]).metrics]
+        trainer.save(tmp_path / "step_1", {"journal": 17})
+        os.kill(trainer.pids[1], signal.SIGKILL)
+        metrics.append(trainer.step(BATCHES[1]).metrics)
+        os.kill(trainer.pids[0], signal.SIGSTOP)
+        stopped = trainer.pids[0]
+        metrics.append(trainer.step(BATCHES[2]).metrics)
+        assert not is_there(stopped)
+        source = trainer.weight_source()
+        assert source.manifest.version == 3
+        assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
+        assert (trainer.next_logits(PROMPTS) == logits).all()
+        last = trainer.pids
+    assert [message.partition(";")[0] for message in told] == [
+        "trainer: rank 1 of 2 was killed (SIGKILL)",
+        "trainer: rank 0 of 2 did nothing for 10 s (trainer.rank_timeout_s) in step 2: it was stopped (SIGSTOP)",
+    ]
+    assert [message.partition("again from ")[2] for message in told] == [
+        "step_1, with 0 steps to repeat (restart 1 of 3)",
+        "step_1, with 1 steps to repeat (restart 1 of 3)",
+    ]
+    for ours, theirs in zip(metrics, trained, strict=True):
+        assert {k: v for k, v in ours.items() if not is_time(k)} == {k: v for k, v in theirs.items() if not is_time(k)}
+    manifest = read_manifest(tmp_path / "step_1")
+    verify_files(tmp_path / "step_1", manifest)
+    assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
+    assert not any(map(is_there, last))
+    until(lambda: cluster_has(4, 4), "what the ranks had is given back")
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_is_replaced_by_one_that_comes_and_waited_for_no_longer_than_said(
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        with fleet(folder, tmp_path, None, []) as local:
+            for batch in BATCHES[:2]:
+                local.step(batch)
+            expected = published(local)
+    told: list[str] = []
+    nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=60.0)
+    try:
+        with fleet(folder, tmp_path, settings, told) as trainer:
+            trainer.step(BATCHES[0])
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            coming = threading.Thread(target=lambda: nodes.append(add_node(cluster, {"spot": 1})))
+            coming.start()
+            trainer.step(BATCHES[1])
+            coming.join()
+            assert_equal(published(trainer), expected)
+            assert len(told) == 2 and " was lost with its host (" in told[1] and "with 1 steps to repeat" in told[1]
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
+            with pytest.raises(
+                NotPlaced, match=r"has had no room for 2 times CPU 1, spot 1 for the trainer .* within 3 s"
+            ):
+                trainer.step(BATCHES[2])
+    finally:
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
+
+
+def is_time(metric: str) -> bool:
+    return metric in ("time/step_s", "tokens/per_s")
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{what}: not within 60 s"
+        time.sleep(0.05)
+
+
+def cluster_has(*cpus: int) -> bool:
+    import ray
+
+    return bool(ray.available_resources().get("CPU", 0) == sum(cpus))

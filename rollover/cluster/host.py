@@ -53,7 +53,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What has become of a rank.
+    """Says what has become of a rank.
 
     Example: ``HostReport(progress=812, message=None, fate=None, is_stopped=False)`` while it computes.
     """

@@ -26,7 +26,7 @@ from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_p
 from rollover.cluster.placement import place, remove
 from rollover.errors import ConfigError
 from rollover.trainer.config import TrainerConfig
-from rollover.trainer.leading import Given, LedRanks, RankProcess, Written
+from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
 from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
 
 _REPORT_S = 1.0
@@ -134,7 +134,7 @@ class ClusterRanks(LedRanks):
 
     Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
 
-    Example: ``ClusterRanks(ray, group, demand, task, timeout_s=600.0).ask("step 7", "step", batch=Given(batch))``
+    Example: ``ClusterRanks(ray, group, demand, task, timeout_s=600.0).ask("step 7", "step", batch=ForRanks(batch))``
     """
 
     whereabouts: str
@@ -256,10 +256,10 @@ class ClusterRanks(LedRanks):
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
         self._folders, values = {}, {}
         for name, value in arguments.items():
-            if isinstance(value, Given):
+            if isinstance(value, ForRanks):
                 pickled = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
                 values[name] = self._ray.put(np.frombuffer(pickled, dtype=np.uint8))
-            elif isinstance(value, Written):
+            elif isinstance(value, FromRanks):
                 self._num_folders += 1
                 folders = {rank: h.staging / f"{name}-{self._num_folders}" for rank, h in enumerate(self._hosts)}
                 self._folders[name] = folders

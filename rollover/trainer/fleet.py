@@ -23,7 +23,7 @@ from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.config import TrainerConfig
-from rollover.trainer.leading import Given, LedRanks, RankLauncher, RankLost, Written, collective_timeout_s
+from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
 from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import TrainingSetup
@@ -145,7 +145,7 @@ class FleetTrainer:
 
         def publish(ranks: LedRanks) -> Path:
             folder = self._staging.publication(self._version)
-            ranks.ask(f"the publication of version {self._version}", "publish", folder=Written(folder))
+            ranks.ask(f"the publication of version {self._version}", "publish", folder=FromRanks(folder))
             return folder
 
         with self._turn:
@@ -159,8 +159,8 @@ class FleetTrainer:
 
         def compute(ranks: LedRanks) -> NDArray[np.float32]:
             folder = self._staging.path
-            asked = Given([tuple(ids) for ids in prompts])
-            ranks.ask("the log-prob check", "logits", prompts=asked, folder=Written(folder))
+            asked = ForRanks([tuple(ids) for ids in prompts])
+            ranks.ask("the log-prob check", "logits", prompts=asked, folder=FromRanks(folder))
             logits_PV: NDArray[np.float32] = np.load(folder / LOGITS)
             return logits_PV
 
@@ -175,7 +175,7 @@ class FleetTrainer:
 
         def save(ranks: LedRanks) -> None:
             def write(partial: Path) -> None:
-                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=Written(partial))
+                sums = ranks.ask(f"the checkpoint of version {self._version}", "save", folder=FromRanks(partial))
                 if self._config.lora is None:
                     write_index(partial)
                 write_manifest(partial, manifest, {name: value for own in sums for name, value in own.items()})
@@ -207,7 +207,7 @@ class FleetTrainer:
         return done
 
     def _once(self, ranks: LedRanks, way: Way, batch: Batch) -> Any:
-        return ranks.ask(f"step {batch.step}", way, batch=Given(batch))
+        return ranks.ask(f"step {batch.step}", way, batch=ForRanks(batch))
 
     def _surely(self, work: Callable[[LedRanks], T], *, retried: tuple[type[RolloverError], ...] = (RankLost,)) -> T:
         """Do ``work`` with ranks that are at ``version``; with new ones after an error that is ``retried``, as often as

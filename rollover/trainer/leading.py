@@ -49,21 +49,21 @@ class RankLost(RolloverError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ForRanks:
     """A value for all ranks, too large for a message: each finds it in a file whose path it is told.
 
-    Example: ``ranks.ask("step 7", "step", batch=Given(batch))``
+    Example: ``ranks.ask("step 7", "step", batch=ForRanks(batch))``
     """
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FromRanks:
     """A folder of this machine where the files that ranks write are when they have answered. Each rank is told the path
     of a folder on its own machine.
 
-    Example: ``ranks.ask("the publication of version 7", "publish", folder=Written(folder))``
+    Example: ``ranks.ask("the publication of version 7", "publish", folder=FromRanks(folder))``
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class RankLauncher(Protocol):
 class LedRanks(ABC):
     """All ranks of a trainer from their start to their end.
 
-    Example: ``ranks.ask("step 7", "step", batch=Given(batch))`` returns the answer of each rank.
+    Example: ``ranks.ask("step 7", "step", batch=ForRanks(batch))`` returns the answer of each rank.
     """
 
     facts: dict[str, Any]

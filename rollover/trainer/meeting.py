@@ -1,4 +1,4 @@
-"""Where the ranks of a sharded trainer meet: through a file on one machine, over the network on several."""
+"""The ranks of a sharded trainer meet: through a file on one machine, over the network on several."""
 
 from __future__ import annotations
 

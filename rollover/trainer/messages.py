@@ -14,7 +14,7 @@ LOGITS = "logits.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkMeeting:
-    """Where ranks meet that are on several machines.
+    """Ranks that are on several machines meet here.
 
     Example: rank 1 on 10.0.0.2 meets the others by ``NetworkMeeting(host="10.0.0.1", port=40123, own="10.0.0.2")``.
     """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.devices import rank_devices
-from rollover.trainer.leading import Given, LedRanks, RankLost, RankProcess, Written
+from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLost, RankProcess
 from rollover.trainer.messages import Done, Failed, RankTask
 from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, start_rank
 from rollover.trainer.staging import lay_down
@@ -76,7 +76,7 @@ class Ranks(LedRanks):
 
     Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
 
-    Example: ``Ranks(task, ["cpu", "cpu"], timeout_s=600.0).ask("step 7", "step", batch=Given(batch))`` returns two
+    Example: ``Ranks(task, ["cpu", "cpu"], timeout_s=600.0).ask("step 7", "step", batch=ForRanks(batch))`` returns two
     results.
     """
 
@@ -126,9 +126,9 @@ class Ranks(LedRanks):
 
     def _here(self, name: str, value: Any) -> Any:
         match value:
-            case Given():
+            case ForRanks():
                 return lay_down(self._folder / name, value.value)
-            case Written():
+            case FromRanks():
                 return value.folder
             case _:
                 return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.trainer.leading import Given, Written, collective_timeout_s
+from rollover.trainer.leading import ForRanks, FromRanks, collective_timeout_s
 from rollover.trainer.messages import RankTask
 from rollover.trainer.packing import TrainingSample
 from rollover.trainer.ranks import LocalLauncher
@@ -51,13 +51,13 @@ class SFTRanks:
 
     def step(self, step: int, samples: Sequence[TrainingSample]) -> tuple[float, float]:
         """See ``SFTTrainer.step``."""
-        batch = Given((step, list(samples)))
+        batch = ForRanks((step, list(samples)))
         loss, grad_norm = self._ranks.ask(f"step {step} of the warm-up", "step", batch=batch)[0]
         return loss, grad_norm
 
     def save(self, folder: Path) -> None:
         """Have each rank write its part of the model."""
-        self._ranks.ask("writing the model", "save", folder=Written(folder))
+        self._ranks.ask("writing the model", "save", folder=FromRanks(folder))
         write_index(folder)
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -138,10 +138,11 @@ def test_a_node_that_goes_is_replaced_by_one_that_comes_and_waited_for_no_longer
         with fleet(folder, tmp_path, settings, told) as trainer:
             trainer.step(BATCHES[0])
             cluster.remove_node(nodes.pop(), allow_graceful=False)
-            coming = threading.Thread(target=lambda: nodes.append(add_node(cluster, {"spot": 1})))
-            coming.start()
-            trainer.step(BATCHES[1])
-            coming.join()
+            with ThreadPoolExecutor(1) as pool:
+                stepping = pool.submit(trainer.step, BATCHES[1])
+                until(lambda: len(told) == 2, "the loss is told")
+                nodes.append(add_node(cluster, {"spot": 1}))
+                stepping.result()
             assert_equal(published(trainer), expected)
             assert len(told) == 2 and " was lost with its host (" in told[1] and "with 1 steps to repeat" in told[1]
             cluster.remove_node(nodes.pop(), allow_graceful=False)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.embedded import sizing
@@ -203,6 +204,37 @@ class EngineCore:
         except ModelError as e:
             raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
         self._awake = runner
+        return self._adopt(policy_version, keeps_kv=keeps_kv)
+
+    def begin_fill(self) -> list[Output]:
+        """From now on full weights come in parts. What is sampled before ``end_fill`` is of no version."""
+        self._awake = self._awake or self._make_model_runner()
+        self._weights.begin()
+        return []
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> list[Output]:
+        """Take a part of full weights. Raises ``EngineError``, and changes nothing, when it does not fit."""
+        try:
+            self._weights.fill(self._model_runner.slots, tensors)
+        except ModelError as e:
+            raise EngineError(f"weights do not fit: {e}") from e
+        return []
+
+    def end_fill(self, policy_version: int, *, keeps_kv: bool, is_whole: bool = True) -> list[Output]:
+        """Call what has come a version, and give the chunks that end at this boundary.
+
+        Args:
+            is_whole: raise ``EngineError``, and change nothing, unless all parts have come.
+        """
+        if is_whole:
+            try:
+                self._weights.require_all(self._model_runner.slots)
+            except ModelError as e:
+                raise EngineError(f"weights of version {policy_version} do not fit: {e}") from e
+        return self._adopt(policy_version, keeps_kv=keeps_kv)
+
+    def _adopt(self, policy_version: int, *, keeps_kv: bool | None) -> list[Output]:
+        """Take note that the weights are those of a version now, and give the chunks that end at this boundary."""
         outputs = [
             Output(request_id, sequence.flush(self.policy_version))
             for request_id, sequence in self._open.items()

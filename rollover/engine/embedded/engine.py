@@ -8,9 +8,12 @@ Each open call has a stream that the runner's deliveries fill and its ``generate
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -68,6 +71,11 @@ class EmbeddedEngine:
     def capabilities(self) -> Capabilities:
         return self._core.capabilities
 
+    @property
+    def device(self) -> torch.device:
+        """The device that holds weights and cache."""
+        return self._core.device
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` for a request that cannot run and when an
         iteration fails, ``ResourceError`` when it fails for want of memory."""
@@ -105,6 +113,18 @@ class EmbeddedEngine:
         its memory is not to be had again."""
         with _fitting(self._config):
             await self._do("load", lambda core: core.load(version, source, keeps_kv=keeps_kv))
+
+    async def begin_fill(self) -> None:
+        """See ``EngineCore.begin_fill``."""
+        await self._do("take weights", lambda core: core.begin_fill())
+
+    async def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """See ``EngineCore.fill``."""
+        await self._do("take weights", lambda core: core.fill(tensors))
+
+    async def end_fill(self, version: int, *, keeps_kv: bool, is_whole: bool = True) -> None:
+        """See ``EngineCore.end_fill``."""
+        await self._do("take weights", lambda core: core.end_fill(version, keeps_kv=keeps_kv, is_whole=is_whole))
 
     async def sleep(self) -> None:
         """See ``Sleeps.sleep``."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from torch import Tensor
+
 from rollover.engine.embedded.model import Slot
-from rollover.engine.embedded.weights import differing, load_weights
+from rollover.engine.embedded.weights import differing, fill, load_weights
+from rollover.errors import ModelError
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
@@ -35,6 +38,8 @@ class LoadedWeights:
         self._initial, self._tied = initial, tied_embeddings
         self._adapted: Collection[str] | None = ()
         """The weights that are not those of ``initial`` since they have an adapter; ``None`` when all may be others."""
+        self._filled: set[str] = set()
+        """The slots that have been filled since ``begin``."""
         load_weights(slots, initial, tied_embeddings=tied_embeddings)
 
     def forget(self) -> None:
@@ -51,6 +56,19 @@ class LoadedWeights:
             names = {*self._adapted, *adapted}
         load_weights(slots, full, tied_embeddings=self._tied, names=names)
         self._adapted = adapted
+
+    def begin(self) -> None:
+        """From now on full weights come in parts (``fill``); until all have come, the slots hold some of each."""
+        self._adapted, self._filled = None, set()
+
+    def fill(self, slots: Mapping[str, Slot], tensors: Mapping[str, Tensor]) -> None:
+        """Take a part of full weights. Raises ``ModelError`` when it does not fit; nothing has changed then."""
+        self._filled |= fill(slots, tensors, tied_embeddings=self._tied, filled=self._filled)
+
+    def require_all(self, slots: Mapping[str, Slot]) -> None:
+        """Raise ``ModelError`` unless all parts have come since ``begin``."""
+        if missing := slots.keys() - self._filled:
+            raise ModelError(f"{len(missing)} weights are missing, first {min(missing)!r}")
 
     def differing(self, slots: Mapping[str, Slot], source: WeightSource) -> list[str]:
         """Return the names of the weights of ``source`` that are not those in use, bit for bit."""

@@ -40,6 +40,35 @@ def load_weights(
             slot.fill(tensor)
 
 
+def fill(
+    slots: Mapping[str, Slot], tensors: Mapping[str, Tensor], *, tied_embeddings: bool, filled: Collection[str]
+) -> set[str]:
+    """Fill the slots of ``tensors``, a part of full weights. Returns their names.
+
+    Args:
+        filled: slots that other parts of the same weights have filled before; a tied matrix that comes twice must be
+            the same.
+
+    Raises ``ModelError`` naming the first parameter that does not fit, before any is copied.
+    """
+    chosen = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    places = {name: EMBEDDING if tied_embeddings and name == HEAD else name for name in chosen}
+    _compare(
+        {place: slots[place].shape for place in places.values() if place in slots},
+        {places[name]: tuple(tensor.shape) for name, tensor in chosen.items()},
+    )
+    done = {*filled}
+    with torch.inference_mode():
+        for name, tensor in chosen.items():
+            slot = slots[places[name]]
+            if places[name] not in done:
+                slot.fill(tensor)
+                done.add(places[name])
+            elif not slot.holds(tensor):
+                raise ModelError(f"weight {name!r} came twice, and differs from what came before")
+    return done
+
+
 def differing(slots: Mapping[str, Slot], source: WeightSource, *, tied_embeddings: bool) -> list[str]:
     """Return the names of the parameters of ``source`` that are not in their slots, bit for bit. It takes about as long
     as filling them."""

@@ -25,7 +25,10 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.embedded.messages import (
     GENERATE_REQUEST,
     AbortBody,
+    Announcement,
+    Completion,
     EmptyBody,
+    GroupAddress,
     LabelBody,
     LoadBody,
     TensorDigests,
@@ -57,6 +60,11 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         Route("/load_weights", calls.load_weights, methods=["POST"]),
         Route("/update_weight_version", calls.rename, methods=["POST"]),
         Route("/digests", calls.digests, methods=["POST"]),
+        Route("/group/join", calls.join, methods=["POST"]),
+        Route("/group/begin", calls.begin, methods=["POST"]),
+        Route("/group/receive", calls.receive, methods=["POST"]),
+        Route("/group/finish", calls.finish, methods=["POST"]),
+        Route("/group/leave", calls.leave, methods=["POST"]),
     ]
     return _Guard(Starlette(routes=routes), key=key, host=host)
 
@@ -99,6 +107,21 @@ class _Calls:
 
     async def load_weights(self, request: Request) -> Response:
         return await _done(request, LoadBody, self._served.load)
+
+    async def join(self, request: Request) -> Response:
+        return await _done(request, GroupAddress, self._served.join)
+
+    async def begin(self, request: Request) -> Response:
+        return await _done(request, EmptyBody, lambda _: self._served.begin())
+
+    async def receive(self, request: Request) -> Response:
+        return await _done(request, Announcement, self._served.receive)
+
+    async def finish(self, request: Request) -> Response:
+        return await _done(request, Completion, self._served.finish)
+
+    async def leave(self, request: Request) -> Response:
+        return await _done(request, EmptyBody, lambda _: self._served.leave())
 
     async def rename(self, request: Request) -> Response:
         async def act(body: LabelBody) -> None:

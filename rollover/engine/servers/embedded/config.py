@@ -42,6 +42,14 @@ class EmbeddedServerConfig(ServerConfig):
     that every token is sampled from the one policy it is labelled with; `keep` costs nothing and samples from new
     weights over old cache."""
 
+    weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
+    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
+    path. `nccl` (GPUs) and `gloo` (CPUs): they are sent into the servers' memory, through a connection that the servers
+    open to the sender."""
+    transfer_host: Changeable[str | None] = None
+    """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
+    reached."""
+
     @property
     def declared(self) -> DeclaredCapabilities:
         return DeclaredCapabilities()
@@ -55,6 +63,8 @@ class EmbeddedServerConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super(EmbeddedServerConfig, self).__post_init__()  # slots make a second class: plain super() fails
+        if self.transfer_host is not None and self.weight_transfer == "folder":
+            raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
         if self.launch:
             self.embedded()
             return

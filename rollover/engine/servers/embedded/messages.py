@@ -11,6 +11,11 @@ POST  ``/pause``, ``/resume``    ``{}``                       ``{}``
 POST  ``/load_weights``          ``LoadBody``                 ``{}``
 POST  ``/update_weight_version`` ``LabelBody``                ``{}``
 POST  ``/digests``               ``{}``                       ``TensorDigests``
+POST  ``/group/join``            ``GroupAddress``             ``{}``, when all have joined
+POST  ``/group/begin``           ``{}``                       ``{}``
+POST  ``/group/receive``         ``Announcement``             ``{}``, when the tensors are in their places
+POST  ``/group/finish``          ``Completion``               ``{}``
+POST  ``/group/leave``           ``{}``                       ``{}``
 ====  =========================  ===========================  ==============================================
 
 Bodies are JSON and say so. A refusal has a status of 400 and more and ``{"error": {"message": ...}}``; a stream that
@@ -46,6 +51,8 @@ class ServerInfo(Answer):
     """As in ``Capabilities``."""
     label: str
     """Of the weights in force."""
+    num_calls: Count = 0
+    """Calls that are open."""
 
 
 class TokensEvent(Event):
@@ -96,6 +103,35 @@ class LoadBody(_Body):
     label: str
     keeps_kv: bool
     """Running and parked calls keep their cache."""
+
+
+class GroupAddress(_Body):
+    """Tells where a process group meets, and which place in it the server takes."""
+
+    master_address: str
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    """The server's rank; who sends is rank 0."""
+    world_size: Annotated[int, Field(ge=2)]
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+
+
+class Announcement(_Body):
+    """Announces tensors that rank 0 broadcasts next, in this order."""
+
+    names: list[str]
+    dtypes: list[Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    is_flat: bool = False
+    """They come as one tensor of bytes, one after the other."""
+
+
+class Completion(_Body):
+    """Ends a reception: all tensors have come."""
+
+    label: str
+    keeps_kv: bool
 
 
 class LabelBody(_Body):

@@ -7,13 +7,24 @@ true: a token has the label of the weights that sampled it, also when new ones c
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.servers.embedded.messages import AbortBody, LoadBody, ServerInfo, TokensEvent
+from rollover.engine.servers.embedded.messages import (
+    AbortBody,
+    Announcement,
+    Completion,
+    GroupAddress,
+    LoadBody,
+    ServerInfo,
+    TokensEvent,
+)
+from rollover.engine.servers.embedded.receiving import ReceivingGroup
+from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
@@ -38,6 +49,9 @@ class ServedEngine:
         self._version = 0
         self._labels = {0: label}
         self._open: set[str] = set()
+        self._group: ReceivingGroup | None = None
+        self._is_partial = False
+        """The weights in force are no longer all there: others are coming in parts, or have ceased to."""
         self._controlling = asyncio.Lock()
         """Held during a change of weights: one at a time."""
 
@@ -52,7 +66,8 @@ class ServedEngine:
             max_running=can.max_running,
             number_format=can.number_format,
             prefill_tokens_per_iteration=can.prefill_tokens_per_iteration,
-            label=self._labels[self._version],
+            num_calls=len(self._open),
+            label=_partial_label() if self._is_partial else self._labels[self._version],
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokensEvent]:
@@ -74,12 +89,20 @@ class ServedEngine:
         await self._engine.pause()
 
     async def resume(self) -> None:
+        if self._is_partial:  # what is sampled now is of no version
+            await self.leave()
+
+            async def take(version: int) -> None:
+                await self._engine.end_fill(version, keeps_kv=False, is_whole=False)
+
+            await self._change(_partial_label(), take)
         await self._engine.resume()
 
     async def load(self, body: LoadBody) -> None:
         """Take the weights of a folder. Raises ``EngineError`` when they do not fit; the old ones then stay in
         force."""
         path = Path(body.folder)
+        await self.leave()  # a sender that has gone without a word may be waited for still
 
         async def take(version: int) -> None:
             source: WeightSource = FolderWeights(version, path)
@@ -89,6 +112,40 @@ class ServedEngine:
             await self._engine.load(version, source, keeps_kv=body.keeps_kv)
 
         await self._change(body.label, take)
+
+    async def join(self, address: GroupAddress) -> None:
+        """Join the process group of a sender. Raises ``EngineError`` when it cannot be met."""
+        await self.leave()
+        self._group = await asyncio.to_thread(ReceivingGroup, address, self._engine.device)
+
+    async def begin(self) -> None:
+        """From now on the weights come in parts: they are whole again after ``finish``, or the next ``load``."""
+        async with self._controlling:
+            await self._engine.begin_fill()
+            self._is_partial = True
+
+    async def receive(self, announced: Announcement) -> None:
+        """Put what the sender broadcasts in its place. Raises ``EngineError`` when it does not come or fit."""
+        if self._group is None or not self._is_partial:
+            raise EngineError("weights were announced before a group was joined and a reception begun")
+        async with self._controlling:
+            await self._engine.fill(await asyncio.to_thread(self._group.receive, announced))
+
+    async def finish(self, body: Completion) -> None:
+        """Have the engine sample from what has come. Raises ``EngineError`` when a part is missing."""
+        if not self._is_partial:
+            raise EngineError("no reception of weights was begun")
+
+        async def take(version: int) -> None:
+            await self._engine.end_fill(version, keeps_kv=body.keeps_kv)
+
+        await self._change(body.label, take)
+
+    async def leave(self) -> None:
+        """Give up the process group, if there is one."""
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
 
     def rename(self, label: str) -> None:
         """Give the weights in force another label."""
@@ -100,6 +157,7 @@ class ServedEngine:
 
     async def close(self) -> None:
         """End all calls and free everything."""
+        await self.leave()
         await self._engine.close()
 
     def _event(self, chunk: Chunk) -> TokensEvent:
@@ -122,4 +180,9 @@ class ServedEngine:
             except BaseException:
                 del self._labels[version]
                 raise
-            self._version = version
+            self._version, self._is_partial = version, False
+
+
+def _partial_label() -> str:
+    """Return a label that is nobody's, for weights that have come in part."""
+    return f"partial-{secrets.token_hex(8)}"

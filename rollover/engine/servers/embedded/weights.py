@@ -1,21 +1,27 @@
 """Weight endpoint of a server of the embedded engine.
 
-What is peculiar to it: a load is all or nothing, and the server's digests are those of the folder's tensors wherever it
+What is peculiar to it: a load from a folder is all or nothing, one through a group leaves a server that must be given
+all weights again where it fails in the middle; and the server's digests are those of the folder's tensors wherever it
 holds them in the folder's number format. Adapters are merged by the server, into the model of a folder that it reads
 for it; of the sums no folder tells the digests, so that the log-prob check alone can tell.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.confirm import LoadConfirmation
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import ServerInfo, TensorDigests
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
+from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
 from rollover.weights.adapters import holds_adapters
 
 
@@ -28,14 +34,19 @@ class EmbeddedServerWeights:
         self._client = client
         self._base = model.path
         self._config = config
+        self._group_name = secrets.token_hex(4)
+        self._num_groups = 0
         self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
         """See ``WeightEndpoint.send``."""
         is_full = not holds_adapters(source)
-        base = None if is_full else str(self._base.resolve())
-        body = {"folder": str(source.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}
-        await self._client.call("POST", "/load_weights", body=body, timeout_s=self._config.load_timeout_s)
+        if is_full and self._config.weight_transfer != "folder":
+            await self._transfer(label, source, keeps_kv=keeps_kv)
+        else:
+            base = None if is_full else str(self._base.resolve())
+            body = {"folder": str(source.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}
+            await self._post("/load_weights", body)
         if is_full:
             await self._confirmation.of(source)
 
@@ -44,6 +55,31 @@ class EmbeddedServerWeights:
 
     async def set_label(self, label: str) -> None:
         await self._client.call("POST", "/update_weight_version", body={"new_version": label})
+
+    def open_group(self) -> ProcessGroup:
+        self._num_groups += 1
+        return TorchGroup(
+            self._config.weight_transfer,
+            self._config.transfer_host or address_towards(self._client.url),
+            f"{self._group_name}/{self._num_groups}",
+            num_workers=1,
+            timeout_s=self._config.load_timeout_s,
+        )
+
+    async def _transfer(self, label: str, source: Path, *, keeps_kv: bool) -> None:
+        group = await asyncio.to_thread(self.open_group)
+        calls = TransferCalls(
+            meet=("/group/join", dict(group.address)),
+            begin=("/group/begin", {}),
+            announce=lambda bucket, _: ("/group/receive", bucket.described("dtypes")),
+            finish=("/group/finish", {"label": label, "keeps_kv": keeps_kv}),
+            leave=("/group/leave", {}),
+        )
+        limit_s = self._config.load_timeout_s
+        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+
+    async def _post(self, path: str, body: Any) -> None:
+        await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)
 
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
         limit_s = self._config.load_timeout_s

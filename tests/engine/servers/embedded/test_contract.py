@@ -56,5 +56,5 @@ class TestServerThatRecomputesKeepsTheContract(EmbeddedServer):
     pass
 
 
-class TestServerThatKeepsItsCacheKeepsTheContract(EmbeddedServer):
-    settings = {"kv_on_update": "keep"}  # noqa: RUF012
+class TestServerThatKeepsItsCacheAndIsSentWeightsKeepsTheContract(EmbeddedServer):
+    settings = {"kv_on_update": "keep", "weight_transfer": "gloo"}  # noqa: RUF012

@@ -1,0 +1,316 @@
+"""Servers of the embedded engine: who is let in, what becomes of calls and weights when a side fails, what is read
+back. Over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollover import cli
+from rollover.engine.embedded.core import EngineCore
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.embedded.open import launch_arguments, with_program
+from rollover.errors import EngineError
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import collect, request, tokens
+from tests.engine.models import greedy, logprobs, tiny_model
+from tests.engine.servers.embedded.kit import CONTEXT, RUN, model, opened, serving
+
+DEADLINE_S = 60.0
+CALL = {
+    "request_id": "a",
+    "sample_key": "a",
+    "prompt_key": "p",
+    "prompt_ids": [5, 6, 7],
+    "params": {"max_new_tokens": 12, "temperature": 0.0},
+    "seed": 1,
+}
+ENDLESS = {**CALL, "request_id": "endless", "params": {"max_new_tokens": 20_000}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return model(root / "first"), model(root / "second", seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(folders: tuple[Path, Path]) -> Iterator[str]:
+    with serving(folders[0]) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False) as client:
+        yield client
+
+
+def events(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = http.post("/generate", json=body).text
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+
+
+def until(done: Any) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_of_every_request_and_never_repeated(tmp_path: Path) -> None:
+    with serving(model(tmp_path / "model"), key="s3cret") as url, httpx.Client(base_url=url, trust_env=False) as http:
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+            for answer in (http.get("/info", headers=headers), http.post("/pause", json={}, headers=headers)):
+                assert answer.status_code == 401
+                assert "s3cret" not in answer.text
+        right = {"Authorization": "Bearer s3cret", "Host": "any.example"}
+        assert http.get("/info", headers=right).status_code == 200
+
+
+def test_a_page_of_the_web_can_have_nothing_done(http: httpx.Client) -> None:
+    for name in ("evil.example", "evil.example:80", ""):
+        assert http.post("/pause", json={}, headers={"Host": name}).status_code == 421
+    for name in ("localhost:1", "127.0.0.1", "[::1]:5", "10.0.0.5:8000"):
+        assert http.get("/health", headers={"Host": name}).status_code == 200
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        assert http.post("/pause", content=b"{}", headers={"Content-Type": kind}).status_code == 415
+    of_no_length = iter([b"{}"])
+    assert http.post("/pause", content=of_no_length, headers={"Content-Type": "application/json"}).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/generate", {**CALL, "prompt_ids": "5 6"}, "prompt_ids"),
+        ("/generate", {**CALL, "params": {"max_new_tokens": 0}}, "max_new_tokens must be at least 1"),
+        ("/generate", {}, "request_id"),
+        ("/abort", {"request_ids": "a"}, "request_ids"),
+        ("/load_weights", {"folder": "/nowhere"}, "label"),
+        ("/load_weights", {"folder": "/nowhere", "label": "x", "keeps_kv": False}, "/nowhere"),
+        ("/group/receive", {"names": [], "dtypes": [], "shapes": []}, "before a group was joined"),
+        ("/group/finish", {"label": "x", "keeps_kv": False}, "no reception of weights was begun"),
+    ],
+)
+def test_a_body_that_cannot_be_used_is_refused_with_its_field(
+    http: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    before = http.get("/info").json()
+    answer = http.post(path, json=body)
+    assert 400 <= answer.status_code < 500
+    assert message in answer.json()["error"]["message"]
+    assert http.get("/info").json() == before
+
+
+# -- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_streams_what_transformers_computes(http: httpx.Client) -> None:
+    pieces = events(http, CALL)
+    ids = tuple(i for piece in pieces for i in piece["token_ids"])
+    reference = tiny_model(max_position_embeddings=CONTEXT)
+    assert ids == greedy(reference, (5, 6, 7), 12)
+    reported = [p for piece in pieces for p in piece["logprobs"]]
+    assert reported == pytest.approx(logprobs(reference, (5, 6, 7), ids), abs=1e-4)
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_call_that_cannot_run_ends_with_an_error_event(http: httpx.Client) -> None:
+    (event,) = events(http, {**CALL, "request_id": "long", "params": {"max_new_tokens": CONTEXT}})
+    assert str(CONTEXT + 3) in event["error"]["message"]
+
+
+def test_a_client_that_goes_away_ends_its_call(http: httpx.Client) -> None:
+    with http.stream("POST", "/generate", json=ENDLESS) as answer:
+        received = answer.iter_raw()  # which closes the connection when nobody has it any more
+        next(received)
+        assert http.get("/info").json()["num_calls"] == 1
+    until(lambda: http.get("/info").json()["num_calls"] == 0)
+
+
+def test_the_end_of_the_server_ends_its_calls_as_aborted(tmp_path: Path) -> None:
+    pieces: list[bytes] = []
+    with httpx.Client(timeout=DEADLINE_S, trust_env=False) as http:
+        with serving(model(tmp_path / "model")) as url:
+            stream = http.stream("POST", f"{url}/generate", json=ENDLESS)
+            answer = stream.__enter__()
+            received = answer.iter_raw()
+            pieces.append(next(received))
+        pieces += received
+        stream.__exit__(None, None, None)
+    assert json.loads(b"".join(pieces).decode().strip().splitlines()[-1][6:])["finish_reason"] == "abort"
+
+
+# -- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_says_loaded_and_holds_other_weights_is_found_out(
+    url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folders
+
+    async def main() -> None:
+        async with opened(url, first) as engine:
+            monkeypatch.setattr(
+                EngineCore, "load", lambda self, version, source, keeps_kv: self._adopt(version, keeps_kv=keeps_kv)
+            )
+            await engine.pause()
+            with pytest.raises(EngineError, match="holds other weights"):
+                await engine.load(1, FolderWeights(1, second))
+            monkeypatch.undo()
+            await engine.load(1, FolderWeights(1, second))
+            await engine.resume()
+            assert {c.policy_version for c in await collect(engine, request("a"))} == {1}
+
+    asyncio.run(main())
+
+
+def test_tied_matrices_are_read_back_and_sent_too(tmp_path: Path) -> None:
+    first, second = (model(tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in range(2))
+    assert "lm_head.weight" not in load_file(second / "model.safetensors")
+
+    async def main(url: str) -> None:
+        for transfer in ("folder", "gloo"):
+            async with opened(url, first, weight_transfer=transfer, read_back="always") as engine:
+                await engine.pause()
+                await engine.load(1, FolderWeights(1, second))
+                await engine.resume()
+                found = tokens(await collect(engine, request("a", temperature=0.0)))
+                reference = tiny_model(seed=1, tie_word_embeddings=True, max_position_embeddings=CONTEXT)
+                assert found == greedy(reference, (5, 6, 7), 12)
+
+    with serving(first) as url:
+        asyncio.run(main(url))
+
+
+def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
+    url: str, folders: tuple[Path, Path], http: httpx.Client
+) -> None:
+    first, second = folders
+    assert http.post("/load_weights", json=loading(first, "ours")).status_code == 200
+    http.post("/pause", json={})
+    assert http.post("/group/begin", json={}).status_code == 200
+    assert http.get("/info").json()["label"].startswith("partial-")
+    refused = http.post("/group/finish", json={"label": "new", "keeps_kv": False})
+    assert refused.status_code == 400
+    assert "weights are missing" in refused.json()["error"]["message"]
+    http.post("/resume", json={})
+    assert http.get("/info").json()["label"].startswith("partial-")
+    assert {e["label"][:8] for e in events(http, {**CALL, "request_id": "in-part"})} == {"partial-"}
+    assert http.post("/load_weights", json=loading(second, "whole")).status_code == 200
+    assert {e["label"] for e in events(http, {**CALL, "request_id": "whole"})} == {"whole"}
+
+
+def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
+    url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server waits for a bucket that never comes, until it is told to leave."""
+    from rollover.engine.servers.process_groups import TorchGroup
+
+    first, second = folders
+
+    def vanish(self: TorchGroup, tensor: torch.Tensor) -> None:
+        raise RuntimeError("gone")
+
+    async def main() -> None:
+        async with opened(url, first, weight_transfer="gloo") as engine:
+            monkeypatch.setattr(TorchGroup, "broadcast", vanish)
+            await engine.pause()
+            with pytest.raises(EngineError, match=r"did not load weights version 1: .*gone"):
+                await engine.load(1, FolderWeights(1, second))
+            monkeypatch.undo()
+            await engine.load(2, FolderWeights(2, second))
+            await engine.resume()
+            assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
+
+    asyncio.run(main())
+
+
+def loading(folder: Path, label: str) -> dict[str, Any]:
+    return {"folder": str(folder), "label": label, "keeps_kv": False}
+
+
+def test_a_server_belongs_to_one_run(url: str, folders: tuple[Path, Path], http: httpx.Client) -> None:
+    async def main() -> None:
+        async with opened(url, folders[0]):
+            assert http.get("/info").json()["label"] == f"rollover:{RUN}:0"
+            with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
+                async with opened(url, folders[0], run="another"):
+                    pass
+        async with opened(url, folders[0], run="another"):
+            assert http.get("/info").json()["label"] == "rollover:another:0"
+
+    asyncio.run(main())
+
+
+def test_another_model_is_refused(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(url, model(tmp_path / "other", vocab_size=80)):
+            pass
+
+    with pytest.raises(EngineError, match=r"a vocabulary of 64, and .*other has one of 80: it is another model"):
+        asyncio.run(main())
+
+
+# -- starting ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
+    config = EmbeddedServerConfig(launch=True, max_running=8, kv_cache_bytes=2**20, dtype="float32")
+    arguments = launch_arguments(config, tmp_path, 8001, "10.0.0.5")
+    assert arguments[:5] == [str(tmp_path.resolve()), "--host", "10.0.0.5", "--port", "8001"]
+    assert arguments[5:] == ["--dtype", "float32", "--max_running", "8", "--kv_cache_bytes", "1048576"]
+    assert with_program(config).launch_command[1:] == ("-m", "rollover", "serve")
+    own = EmbeddedServerConfig(launch=True, launch_command=("/opt/bin/rollover", "serve"))
+    assert with_program(own) is own
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"urls": ("http://h",), "kv_cache_bytes": 1}, "kv_cache_bytes has no effect without launch = true"),
+        ({"urls": ("http://h",), "dtype": "float32"}, "dtype has no effect without launch = true"),
+        ({"urls": ("http://h",), "transfer_host": "h"}, "transfer_host has no effect with weight_transfer = 'folder'"),
+        ({"launch": True, "draft_rows": 65}, "draft_rows must be from 0 to max_running"),
+        ({}, "neither"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EmbeddedServerConfig(**settings)
+
+
+def test_mistakes_on_the_command_line_are_one_message(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, message in (
+            ([str(folders[0]), "--port", port], f"--port {port} cannot be listened on: Address already in use"),
+            (["empty", "--port", "0"], "empty"),
+            ([str(folders[0]), "--port", "0", "--max_runing", "3"], "did you mean '--max_running'?"),
+            ([str(folders[0]), "--port", "0", "--kv_on_update", "keep"], "no option '--kv_on_update'"),
+            ([str(folders[0]), "--port", "0", "--kv_cache_bytes", "9"], "engine.kv_cache_bytes = 9 holds"),
+            ([str(folders[0]), "--port", "0", "--api-key-env", "NO_KEY"], "NO_KEY must hold the API key"),
+            ([str(folders[0]), "--port", "0", "--host", "192.0.2.1"], "192.0.2.1"),
+        ):
+            assert cli.main(["serve", *arguments]) == 2, arguments
+            said = capsys.readouterr()
+            assert message in said.err
+            assert "Traceback" not in said.err

@@ -35,6 +35,7 @@ class StepMeter:
         self._clock = clock
         self._overlaps_training = overlaps_training
         self._timings: defaultdict[str, float] = defaultdict(float)
+        self._measured: dict[str, float] = {}
         self._step_began_s = clock.now_s()
         self._at_last_step = self._counters()
 
@@ -46,6 +47,10 @@ class StepMeter:
             yield
         finally:
             self._timings[name] += time.perf_counter() - began_s
+
+    def measured(self, name: str, value: float) -> None:
+        """Give the metric ``name`` of the step its value, in place of one that it may have."""
+        self._measured[name] = value
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -70,6 +75,7 @@ class StepMeter:
             **drift_metrics(trained.drift),
             **(self._engine.take_metrics() if isinstance(self._engine, ReportsMetrics) else {}),
             **self._timings,
+            **self._measured,
             # A sum over all samples: where rewards are computed side by side, it exceeds the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
@@ -82,6 +88,7 @@ class StepMeter:
             "memory/peak_bytes": peak_memory_bytes(),
         }
         self._timings.clear()
+        self._measured.clear()
         self._at_last_step = counters
         self._step_began_s = now_s
         return StepEnded(step=batch.step, time_s=now_s, metrics=metrics)

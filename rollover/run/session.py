@@ -113,6 +113,7 @@ async def open_session(
         run.settle()
         # With servers the deadline of a publication is that of each of them, after which it is taken out.
         timeout_s = 600.0 if isinstance(config.engine, EmbeddedConfig) else config.engine.update_timeout_s
+        meter = _open_meter(config, state, tasks, engine, clock)
         weights = WeightSync(
             trainer=trainer,
             publisher=Publisher([engine], folders=folders, timeout_s=timeout_s),
@@ -121,8 +122,8 @@ async def open_session(
             reloads_after_check=isinstance(config.engine, EmbeddedConfig),
             sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,
             notify=observe,
+            measured=meter.measured,
         )
-        overlaps_training = config.rollout.strategy.overlaps_training
         yield Session(
             config=config,
             trainer=trainer,
@@ -139,7 +140,7 @@ async def open_session(
                 done_version=trainer.version if trainer.version in evaluated else None,
             ),
             checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal, clock),
-            meter=StepMeter(state.ledger, tasks.scorer, engine, clock, overlaps_training=overlaps_training),
+            meter=meter,
             observe=observe,
             clock=clock,
             resume_command=run.resume_command,
@@ -160,6 +161,11 @@ def _open_tasks(config: RunConfig, tokenizer: Any) -> _Tasks:
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
     specs = [spec for s in (source, *evaluation) for spec in s.reward_specs]
     return _Tasks(source, evaluation, RewardScorer(specs, tokenizer))
+
+
+def _open_meter(config: RunConfig, state: RolloutState, tasks: _Tasks, engine: Engine, clock: Clock) -> StepMeter:
+    overlaps_training = config.rollout.strategy.overlaps_training
+    return StepMeter(state.ledger, tasks.scorer, engine, clock, overlaps_training=overlaps_training)
 
 
 def _open_driver(

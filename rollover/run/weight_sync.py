@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,9 @@ class WeightSync:
     """The engine, where it has the trainer's devices."""
     notify: Callable[[Notice], None]
     """Told what was dropped with an engine."""
+    measured: Callable[[str, float], None]
+    """Told the metrics of a publication: ``weights/bytes`` that each engine is given, before a swarm makes them less;
+    ``weights/stage_s`` until they are there to be given, and ``weights/load_s`` that engines take for them."""
 
     async def make_room(self) -> None:
         """Have an engine on the trainer's devices give its memory back, until weights are published; one on devices of
@@ -49,8 +53,10 @@ class WeightSync:
 
         Raises ``EngineError`` when no engine takes the weights, or none samples from them.
         """
-        version = self.trainer.version
+        version, began_s = self.trainer.version, time.perf_counter()
         weights = await self.publisher.stage(await asyncio.to_thread(self.trainer.weight_source))
+        self.measured("weights/bytes", weights.manifest.num_bytes)
+        self.measured("weights/stage_s", time.perf_counter() - began_s)
         await self.trust.expect(version)
         if self.sleeper is not None:  # the last that the trainer computes before it is the engine's turn
             await asyncio.to_thread(self.trainer.rest)
@@ -58,7 +64,9 @@ class WeightSync:
 
         async def load() -> None:
             nonlocal failed
+            load_began_s = time.perf_counter()
             await self.publisher.publish_to_all(weights)
+            self.measured("weights/load_s", time.perf_counter() - load_began_s)
             is_first = not self.trust.has_checked
             failed = await self.trust.check(version)
             if is_first and self.reloads_after_check:

@@ -74,6 +74,11 @@ class Manifest:
     kind: WeightKind = "full"
     tensors: tuple[TensorSpec, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, whole. Raises ``KeyError`` for a number format that weights do not have."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
     def __post_init__(self) -> None:
         if (self.kind == "full") != (self.base_version is None):
             raise ValueError(

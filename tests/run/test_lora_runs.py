@@ -63,6 +63,9 @@ def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experim
         for run in ("merged", "alone", "stopped")
     ]
     assert sampled[0] == sampled[1] == sampled[2]
+    sizes = {run: {row["weights/bytes"] for row in runs.rows(Path(run))} for run in ("merged", "alone")}
+    assert all(len(found) == 1 for found in sizes.values()) and min(sizes["alone"]) < min(sizes["merged"]) / 2
+    assert all(row["weights/load_s"] > 0 and row["weights/stage_s"] > 0 for row in runs.rows(Path("alone")))
     for run in ("merged", "alone", "stopped"):
         export(Path(run), Path(f"{run}-model"))
     ours, *others = (weights(Path(f"{run}-model")) for run in ("merged", "alone", "stopped"))

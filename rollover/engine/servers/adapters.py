@@ -1,4 +1,4 @@
-"""The adapter that a server puts beside its base, under a name of its own for each time that one is sent.
+"""Remember which adapter a server has beside its base: each that is sent has a name of its own.
 
 A call names the adapter that computes it and keeps it to its end. So calls are ended before another adapter is sent, no
 cached block is found by a call of another one, and what is left of earlier ones, also of a run that was killed, is
@@ -16,7 +16,7 @@ _OURS = "rollover:"
 
 
 class HeldAdapter:
-    """What one server has, as far as we know: which adapter, and whether the base is below it.
+    """Remembers what one server has, as far as we know: which adapter, and whether the base is below it.
 
     Args:
         shape: of the adapters that it will be given; ``None`` when it is given full weights alone.

@@ -1,0 +1,77 @@
+"""Runs that give adapters alone to real vLLM and SGLang servers, started by the run, on this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover import cli
+from rollover.run.export import export
+from rollover.trainer.logprobs import all_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from tests import runs
+from tests.real import sglang_server, test_vllm
+from tests.run.test_train import EVERY_VERSION
+
+TOLERANCE = 1e-4
+LORA = ("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter", "--trainer.learning_rate", "0.01")
+
+
+def vllm() -> dict[str, Any]:
+    return {
+        "kind": "vllm",
+        "launch_command": [test_vllm.PYTHON, "-m", "vllm.entrypoints.cli.main", "serve"],
+        "launch_args": ["--enforce-eager", "--max-model-len", "128"],
+        "launch_env": test_vllm.ENV,
+    }
+
+
+def sglang() -> dict[str, Any]:
+    """Its usual way to compute adapters needs a GPU."""
+    return {
+        "kind": "sglang",
+        "launch_command": sglang_server.COMMAND,
+        "launch_args": [*sglang_server.ARGUMENTS, "--lora-backend", "torch_native"],
+        "launch_env": sglang_server.ENV,
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(vllm, marks=pytest.mark.vllm), pytest.param(sglang, marks=pytest.mark.sglang)]
+)
+@pytest.mark.parametrize("strategy", ["sync", "april"])
+def test_a_run_samples_from_the_adapters_of_the_version_that_a_token_has(
+    tmp_path: Path, kind: Any, strategy: str
+) -> None:
+    """Recorded log-probs are those of the merged model of each version; no publication after the first is larger than
+    the adapters."""
+    model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
+    with runs.working_in(tmp_path, model):
+        before, after = Path("run.toml").read_text().split("[engine]")
+        engine = {"launch": True, "max_running": 8, "control_timeout_s": 300.0, "abort_timeout_s": 60.0, **kind()}
+        env = engine.pop("launch_env")
+        lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
+        lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in env.items())]
+        Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
+        options = (*EVERY_VERSION, *LORA, "--rollout.strategy", strategy, "--steps", "3")
+        assert cli.main(["train", "run.toml", "--run-dir", "out", *options]) == 0
+        trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+        samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
+        versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
+        recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
+        assert versions_T.unique().tolist() == [0, 1, 2]
+        for version in versions_T.unique().tolist():
+            folder = Path("model")
+            if version:
+                folder = Path(f"version-{version}")
+                export(Path("out"), folder, step=version)
+            logprobs_T = all_logprobs(load_policy(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+            distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
+            assert float(distance_T.max()) < TOLERANCE, version
+        published = {path.name: [*path.glob("adapter_model.safetensors")] for path in Path("out/weights").glob("v*")}
+        assert published.keys() == {"v2", "v3"} and all(published.values())

@@ -67,6 +67,9 @@ class ClusterConfig:
     """Longest wait for the cluster to answer, and for nodes to be free that it has, or that are to come back after one
     was lost."""
 
+    engine_lease_s: float = 600.0
+    """How long engine servers stay when the process of the run has died and no resumed run has taken them over."""
+
     @property
     def num_engines(self) -> int:
         """Return the number of engine servers on the cluster."""
@@ -83,7 +86,8 @@ class ClusterConfig:
             raise ValueError(f"cluster.address must be 'auto' or HOST:PORT, got {self.address!r}")
         if isinstance(self.engines, int) and self.engines < 0:
             raise ValueError(f"cluster.engines must be at least 0, got {self.engines}")
-        if self.placement_timeout_s <= 0:
-            raise ValueError(f"cluster.placement_timeout_s must be above 0, got {self.placement_timeout_s}")
+        for key in ("placement_timeout_s", "engine_lease_s"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"cluster.{key} must be above 0, got {getattr(self, key)}")
         _check_resources("cluster.trainer_resources", self.trainer_resources)
         _check_resources("cluster.engine_resources", self.engine_resources)

@@ -18,6 +18,7 @@ from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, nearest
@@ -291,6 +292,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.published_adapters is not None:
         yield from _no_adapters(config)
+    if config.cluster is not None and config.cluster.num_engines:
+        yield from _not_on_cluster(engine)
     if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
         yield (
             f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
@@ -339,6 +342,18 @@ def _no_adapters(config: RunConfig) -> Iterator[str]:
                 " trainer.lora.publish 'adapter' a running call keeps the adapter that it began with: set publish ="
                 " 'merged', or choose another strategy"
             )
+
+
+def _not_on_cluster(engine: EngineConfig | SwarmConfig) -> Iterator[str]:
+    if not isinstance(engine, ServerConfig):
+        yield f"cluster.engines starts servers, and engine.kind is {engine.kind!r}: choose 'vllm', 'sglang' or 'embedded_server'"
+        return
+    if not engine.launch:
+        yield "cluster.engines starts servers, and engine.urls names some that run: leave one of the two out"
+        return
+    for key, empty in (("num_servers", 1), ("launch_devices", ())):
+        if getattr(engine, key) != empty:
+            yield f"engine.{key} is for servers on this machine, and cluster.engines places them: leave it out"
 
 
 def _nondeterminism(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from rollover.clock import SystemClock
 from rollover.engine import open as engine_open
@@ -20,6 +20,9 @@ from rollover.run.config import RunConfig, context_needed
 from rollover.run.directory import RunDir
 from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
+
+if TYPE_CHECKING:
+    from rollover.engine.servers.places import ServerPlaces
 
 
 async def open_engine(
@@ -51,6 +54,7 @@ async def open_engine(
         return swarm, None
     if isinstance(engine_config, EmbeddedConfig) or _starts_ours(engine_config):
         engine_config = fitted(engine_config, config, Architecture.from_folder(folder))
+    places: ServerPlaces | None = None
     if isinstance(config.engine, ServerConfig):
         shared = config.engine.weights_dir
         root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
@@ -59,6 +63,10 @@ async def open_engine(
         ):  # vLLM on a CPU does not reload the output side of a tied matrix
             folder = untied(folder, root / "initial")
         folders = WeightFolders(root, like=folder)
+        if config.cluster is not None and config.cluster.num_engines:
+            from rollover.run.placed_engines import open_places
+
+            places = await open_places(config.cluster, config.engine, run, folder, root, notify)
     engine = await engine_open.open_engine(
         engine_config,
         folder,
@@ -66,7 +74,11 @@ async def open_engine(
         logs=run.path / "logs",
         clock=SystemClock(),
         lockstep=config.deterministic,
+<<<<<<< HEAD
         adapters=config.published_adapters,
+=======
+        places=places,
+>>>>>>> 6d288e7 (Engine servers on a Ray cluster: placed by their resources, looked after, placed again when they or their node are gone)
     )
     return engine, folders
 
@@ -76,7 +88,7 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
     the run follows, so that a swarm's object store may be written to.
 
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
-    refuse, or an address or certificate that a swarm cannot use.
+    refuse, an address or certificate that a swarm cannot use, or a cluster that is not there or too small.
     """
     if isinstance(config.engine, SwarmConfig):
         from rollover.swarm.coordinator.blob_places import check_blobs

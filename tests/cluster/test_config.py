@@ -18,6 +18,9 @@ SECTION = """\
 max_position = 2048
 [trainer]
 num_devices = 2
+[engine]
+kind = "vllm"
+launch = true
 [cluster]
 address = "10.0.0.1:6379"
 trainer_resources = { h100 = 1 }
@@ -45,7 +48,7 @@ def test_a_section_is_read_and_restored(tmp_path: Path) -> None:
 
 def test_a_number_of_engines_and_the_command_line_are_understood(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[model.scratch]\nmax_position = 2048\n")
+    file.write_text("[model.scratch]\nmax_position = 2048\n[engine]\nkind = 'vllm'\nlaunch = true\n")
     overrides = ["--cluster.engines", "4", "--cluster.engine_resources.a10", "1"]
     config = load(file, overrides).cluster
     assert config is not None and (config.num_engines, config.engine_resources) == (4, {"a10": 1.0})

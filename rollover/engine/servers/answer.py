@@ -65,7 +65,7 @@ class Reader:
     """
 
     def __init__(self, server: str, secrets: Iterable[str] = ()) -> None:
-        self.server = server
+        self._server = server
         forms = {form for s in secrets for form in (s, repr(s)[1:-1], json.dumps(s)[1:-1], quote(s, safe=""))}
         self._secrets = sorted(forms, key=len, reverse=True)
 
@@ -93,7 +93,7 @@ class Reader:
         async for piece in answer.aiter_raw():
             body += piece
             if len(body) > MAX_ANSWER_BYTES:
-                raise EngineError(f"{self.server} answered {what} with more than {MAX_ANSWER_BYTES} bytes")
+                raise EngineError(f"{self._server} answered {what} with more than {MAX_ANSWER_BYTES} bytes")
         return bytes(body)
 
     def check_encoding(self, answer: httpx.Response, what: str) -> None:
@@ -101,7 +101,7 @@ class Reader:
         amount of text."""
         if encoding := _encoding(answer):
             raise EngineError(
-                f"{self.server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, though the"
+                f"{self._server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, though the"
                 " call allows none: let the server, or the proxy before it, send answers as they are"
             )
 
@@ -118,7 +118,7 @@ class Reader:
             return self.typed(kind, data, what)
         except EngineError:
             if said := _error_in(data):
-                raise EngineError(f"{self.server} refused {what} while it answered: {self.shown(said)}") from None
+                raise EngineError(f"{self._server} refused {what} while it answered: {self.shown(said)}") from None
             raise
 
     def _misfit(self, error: ValidationError, body: bytes | str, what: str) -> EngineError:
@@ -127,13 +127,13 @@ class Reader:
             text = body.decode(errors="replace") if isinstance(body, bytes) else body
             reason = first["msg"].removeprefix("Invalid JSON: ")
             return EngineError(
-                f"{self.server} answered {what} with what is no JSON ({reason}):"
+                f"{self._server} answered {what} with what is no JSON ({reason}):"
                 f" {self.shown(repr(text), _MAX_VALUE_CHARS)}"
             )
         field = ".".join(map(str, first["loc"]))
         where = f"field {field!r}" if field else "the whole of it"
         return EngineError(
-            f"{self.server} answered {what} with what cannot be used, {where}: {first['msg']}, got"
+            f"{self._server} answered {what} with what cannot be used, {where}: {first['msg']}, got"
             f" {self.shown(repr(first['input']), _MAX_VALUE_CHARS)}"
         )
 
@@ -144,13 +144,13 @@ class Reader:
         config says and nowhere else."""
         if 300 <= answer.status_code < 400:
             return EngineError(
-                f"{self.server} answered {what} with {answer.status_code}, a redirect to"
+                f"{self._server} answered {what} with {answer.status_code}, a redirect to"
                 f" {self._location(answer)}, and redirects are not followed: give the address that answers by itself"
             )
         said = self.shown(_message(await _head_of(answer))) or "no reason given"
         hint = "; is engine.api_key_env set?" if answer.status_code in (401, 403) and not self._secrets else ""
         kind = ServerBusy if answer.status_code in BUSY else EngineError
-        return kind(f"{self.server} refused {what} with {answer.status_code}: {said}{hint}")
+        return kind(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
 
     def _location(self, answer: httpx.Response) -> str:
         """Name the goal of a redirect, without its query, which may hold secrets."""

@@ -90,8 +90,8 @@ class HTTPClient:
     """Makes the calls to one server, from one event loop.
 
     Args:
-        name: the server's name in messages and reports, which stays when it moves; its address when left out.
-        key: the API key, where it is not that of ``config.api_key_env``.
+        name: the server's name in messages and reports, which stays when it moves; its address when left out. The
+            API key then comes with the address.
         transport: in place of the network (tests).
     """
 
@@ -101,13 +101,12 @@ class HTTPClient:
         config: ServerConfig,
         *,
         name: str | None = None,
-        key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._name = name
         self._config = config
-        key = api_key(config) if key is None else key
+        key = api_key(config) if name is None else None
         self.reader = Reader(self.url, [] if key is None else [key])
         """Through which everything that the server says is read."""
         self.last_heard_s = float("-inf")
@@ -129,10 +128,14 @@ class HTTPClient:
     def __repr__(self) -> str:
         return self._name or self.url
 
-    def move(self, url: str) -> None:
+    def move(self, url: str, key: str | None = None) -> None:
         """From now on the server is at another address; calls that are under way go on where they were sent."""
-        self.url = self.reader.server = url.rstrip("/")
+        self.url = url.rstrip("/")
+        self.reader = Reader(self.url, [] if key is None else [key])
         self._http.base_url = httpx.URL(self.url)
+        self._http.headers.pop("Authorization", None)
+        if key is not None:
+            self._http.headers["Authorization"] = f"Bearer {key}"
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -83,7 +83,7 @@ class ServerProcess:
             await self.stop()
             raise EngineTimeout(
                 f"the server did not answer within {self._start_timeout_s:g} s (engine.launch_timeout_s):"
-                f" {self._story()}"
+                f" {self.story()}"
             ) from None
         except BaseException:
             await self.stop()
@@ -108,10 +108,11 @@ class ServerProcess:
                 return
             except EngineError:
                 if self.exited:
-                    raise EngineError(f"the server did not start: {self._story()}") from None
+                    raise EngineError(f"the server did not start: {self.story()}") from None
             await asyncio.sleep(_POLL_S)
 
-    def _story(self) -> str:
+    def story(self) -> str:
+        """Return its command and the end of its log, without secrets."""
         redactor = Redactor({"launch_env": self._added_env}, self._command)
         lines = redactor.text(self._log.read_text(errors="replace")).splitlines()
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])

@@ -3,11 +3,13 @@ library only.
 
 The server runs in the supervisor's own process group. When the supervisor's standard input ends, because the parent
 closed it or has died in whatever way, or when the server exits, the whole group is asked to stop and after
-``GRACE_S`` seconds killed. What a server leaves behind (its workers) goes with it.
+``GRACE_S`` seconds killed. What a server leaves behind (its workers) goes with it. A supervisor that is killed itself
+takes the server along (Linux).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -16,13 +18,21 @@ import sys
 import time
 
 _POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
+"""Looked up before any fork."""
+
+
+def end_with_parent() -> None:
+    """Have the system ask this process to stop when its parent dies; called between fork and exec."""
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(grace_s: float, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # a handler, not SIG_IGN, which the server would inherit
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent)
     except OSError as error:
         print(f"supervisor: {command[0]!r} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         sys.exit(127)

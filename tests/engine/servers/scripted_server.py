@@ -523,8 +523,10 @@ class _ByteStream(httpx.AsyncByteStream):
 
 
 @asynccontextmanager
-async def serve(server: ScriptedServer, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """``server`` on a port of the loopback interface, one request per connection."""
+async def serve(
+    server: ScriptedServer, *, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """``server`` on a port of the loopback interface unless told otherwise, one request per connection."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -533,7 +535,7 @@ async def serve(server: ScriptedServer, *, tls: ssl.SSLContext | None = None) ->
         finally:
             writer.close()
 
-    listener = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls)
+    listener = await asyncio.start_server(answer, host, port, ssl=tls)
     async with listener:
         yield listener.sockets[0].getsockname()[1]
 

@@ -1,0 +1,146 @@
+"""An engine server's keeper on its node: starts the server's process there, watches it, and ends with its lease.
+
+It is a detached actor, so that a run whose driver was killed can find its servers again. While a driver is there it
+looks at the actor every few seconds, which renews the lease; when nobody has looked for the length of the lease, the
+server is stopped and its place on the node given back. The server ends with the actor's process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.launch import ServerProcess, free_port
+
+_MAX_LOG_BYTES = 1 << 18
+"""Of the server's log, in one answer."""
+_LEASES_CHECKED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A server as its keeper sees it.
+
+    Example: ``Look(fingerprint="", url="", key="", exited=False, story="", log=b"")`` before anything was started.
+    """
+
+    fingerprint: str
+    """Of what was started; empty where nothing was."""
+    url: str
+    key: str
+    """The API key that it was started with."""
+    exited: bool
+    story: str
+    """The end of its log, for a message."""
+    log: bytes
+    """Its log from where the caller stood, or a part of it."""
+
+    def __repr__(self) -> str:
+        return f"Look(url={self.url!r}, exited={self.exited})"  # the key is nobody's business
+
+
+class EngineKeeper:
+    """Keeps one server, in a worker process of Ray on the node where it has its place.
+
+    Args:
+        name: of the server in messages, and of its folder.
+        lease_s: time after which it ends when nobody has looked at it.
+
+    Example: ``await keeper.address()`` is ``("10.0.0.5", 41237)``; after ``await keeper.launch([...], env, ...)`` the
+    server comes up there.
+    """
+
+    def __init__(self, name: str, *, lease_s: float, stop_timeout_s: float) -> None:
+        self._name = name
+        self._lease_s = lease_s
+        self._config = ServerConfig(launch=True, stop_timeout_s=stop_timeout_s)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        self._log = self._folder / "server.log"
+        self._process: ServerProcess | None = None
+        self._launched = ("", "", "")
+        self._looked_s = time.monotonic()
+        threading.Thread(target=self._end_with_lease, daemon=True).start()
+
+    async def address(self) -> tuple[str, int]:
+        """Return the node's address within the cluster, and a port of it that is free."""
+        import ray
+
+        host: str = ray.util.get_node_ip_address()
+        return host, free_port(host)
+
+    async def place(self) -> Any:
+        """Return the placement group that it is in."""
+        import ray
+
+        return ray.util.get_current_placement_group()
+
+    async def launch(
+        self, command: Sequence[str], env: Mapping[str, str], *, url: str, key: str, fingerprint: str, python: str
+    ) -> None:
+        """Start the server. Whether it comes up is for others to see.
+
+        Args:
+            python: the caller's interpreter; where it is the command, that of this node is meant.
+        """
+        if command[0] == python:
+            command = [sys.executable, *command[1:]]
+        self._process = ServerProcess(command, env=env, log=self._log, ready=_at_once, config=self._config)
+        self._launched = (fingerprint, url, key)
+        await self._process.start()
+
+    async def look(self, log_from: int) -> Look:
+        """Say how the server is, and renew the lease."""
+        self._looked_s = time.monotonic()
+        fingerprint, url, key = self._launched
+        process = self._process
+        exited = process is not None and process.exited
+        log = b""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(log_from)
+            log = file.read(_MAX_LOG_BYTES)
+        story = process.story() if process is not None and exited else ""
+        return Look(fingerprint=fingerprint, url=url, key=key, exited=exited, story=story, log=log)
+
+    async def sees(self, file: str, content: bytes) -> bool:
+        """Tell whether a file has this content here."""
+        try:
+            return Path(file).read_bytes() == content
+        except OSError:
+            return False
+
+    async def stop(self) -> bytes:
+        """Stop the server; return the end of its log."""
+        log = b""
+        if self._process is not None:
+            await self._process.stop()
+            with contextlib.suppress(OSError):
+                log = self._log.read_bytes()[-_MAX_LOG_BYTES:]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return log
+
+    def _end_with_lease(self) -> None:
+        """Give the place back once nobody has looked for too long. It ends this process, and with it the server. A
+        thread, so that it does not depend on the others of this process."""
+        import ray
+
+        while (left_s := self._looked_s + self._lease_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LEASES_CHECKED_S))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        place = ray.util.get_current_placement_group()
+        if place is not None:
+            ray.util.remove_placement_group(place)
+        os._exit(0)
+
+
+async def _at_once() -> None:
+    """Take a process for started as soon as it exists."""

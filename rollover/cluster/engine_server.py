@@ -1,0 +1,303 @@
+"""Place an engine server on the cluster, start it, look after it, and place it again when it or its node is gone.
+
+::
+
+    start ──▶ a place (placement group) ──▶ its keeper (detached actor) ──▶ the server ──▶ answers /health ──▶ looked at
+      ▲                                                                                        every few seconds
+      └──────────── gone: the keeper does not answer in time, or says that the server has exited ◀──────┘
+
+What it keeps true: every call to the cluster has a deadline; a place is given back before another is asked for; the API
+key travels to the node in a call of Ray and to the server in its environment, never in a command line, name or log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.cluster.engine_actor import EngineKeeper, Look
+from rollover.cluster.fitting import Resources
+from rollover.cluster.nodes import written
+from rollover.engine.servers.background import BackgroundTasks
+from rollover.engine.servers.client import HTTPClient, api_key
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.places import ServerProgram
+from rollover.errors import ConfigError, EngineError, EngineTimeout
+from rollover.privacy import make_private
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "rollover"
+"""Ray's namespace of all keepers."""
+_POLL_S = 0.5
+_PROCESS_S = 120.0
+"""Longest wait for the process of a keeper to start, which imports Rollover."""
+_ANSWER_S = 30.0
+"""Longest wait for a keeper to do something small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTerms:
+    """Hold what is the same for all engine servers of a run.
+
+    Example: ``EngineTerms(prefix="rollover-r1", lease_s=600.0, placement_timeout_s=60.0, logs=Path("logs"),
+    must_see={"/runs/r1/weights/probe": b"1f"}, remedy="put engine.weights_dir on a folder that all nodes share")``.
+    """
+
+    prefix: str
+    """Of the names of keepers and places, which tells this run's from those of others."""
+    lease_s: float
+    placement_timeout_s: float
+    logs: Path
+    must_see: Mapping[str, bytes]
+    """Files by path that every server's node must see, with this content."""
+    remedy: str
+    """What to change when a node does not see one."""
+
+
+class ClusterServer:
+    """Implements ``StartedServer``.
+
+    Args:
+        resources: what it takes of a node.
+        survivor: the name of a keeper that an earlier driver of this run has left; taken over if its server is well
+            and was started alike, else ended.
+
+    Example: ``engine-2`` is given a place on whatever node has ``{"GPU": 2.0, "h20": 1.0}``; when that node is removed,
+    ``await server.gone()`` is true, and ``start`` gives it a place on another.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        program: ServerProgram,
+        config: ServerConfig,
+        resources: Resources,
+        terms: EngineTerms,
+        survivor: str | None,
+    ) -> None:
+        self._name = f"engine-{number}"
+        self.client = HTTPClient(f"http://{self._name}.invalid", config, name=self._name)
+        self._program = program
+        self._config = config
+        self._resources = dict(resources)
+        self._terms = terms
+        self._survivor = survivor
+        self._key = api_key(config) if config.api_key_env is not None else None
+        self._place: Any = None
+        """Placement group."""
+        self._keeper: Any = None
+        """Handle of the actor."""
+        self._log_at = 0
+        self._log = terms.logs / f"{self._name}.log"
+        self._tasks = BackgroundTasks()
+
+    async def start(self) -> None:
+        """See ``StartedServer.start``. Raises ``EngineTimeout`` when the cluster has no place for it in time."""
+        survivor, self._survivor = self._survivor, None
+        if survivor is not None and await self._took_over(survivor):
+            return
+        await self._end()
+        try:
+            await self._find_place()
+            await self._launch()
+            await self._until_ready()
+        except BaseException:
+            await self._end()
+            raise
+        self._tasks.start(self._look_on())
+
+    async def gone(self) -> bool:
+        """See ``StartedServer.gone``: also a keeper that does not answer, since nobody could stop its server."""
+        if self._keeper is None:
+            return True
+        try:
+            return (await self._look()).exited
+        except EngineError:
+            return True
+
+    async def stop(self) -> None:
+        await self._end()
+
+    # -- from a place to a server that answers -------------------------------------------------------------------
+
+    async def _find_place(self) -> None:
+        import ray
+
+        name = f"{self._terms.prefix}-{self._name}-{secrets.token_hex(4)}"
+        asked = functools.partial(
+            ray.util.placement_group, [self._resources], strategy="STRICT_PACK", name=name, lifetime="detached"
+        )
+        asking = asyncio.ensure_future(asyncio.to_thread(asked))
+        try:
+            self._place = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._place = await asking  # to be given back
+            raise
+        await self._until_placed()
+        options = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "num_gpus": self._resources.get("GPU", 0),
+            "max_restarts": 0,  # started again by us, who know its weights
+            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._place),
+        }
+        keeper = ray.remote(EngineKeeper).options(**options)
+        self._keeper = keeper.remote(name, lease_s=self._terms.lease_s, stop_timeout_s=self._config.stop_timeout_s)
+
+    async def _until_placed(self) -> None:
+        import ray
+
+        limit_s, loop = self._terms.placement_timeout_s, asyncio.get_running_loop()
+        give_up_s = loop.time() + limit_s
+        while not await asyncio.to_thread(self._place.wait, _POLL_S):
+            if loop.time() > give_up_s:
+                free = ray.available_resources()
+                left = written({key: free.get(key, 0.0) for key in self._resources})
+                raise EngineTimeout(
+                    f"{self._name} found no place within {limit_s:g} s (cluster.placement_timeout_s): it needs"
+                    f" {written(self._resources)} on one node, and free on all nodes together are {left}"
+                )
+
+    async def _launch(self) -> None:
+        host, port = await self._ask(self._keeper.address.remote(), _PROCESS_S, "say its address")
+        for file, content in self._terms.must_see.items():
+            if not await self._ask(self._keeper.sees.remote(file, content), _ANSWER_S, "look for a file"):
+                raise ConfigError(f"node {host}, the place of {self._name}, does not see {file}: {self._terms.remedy}")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        program, key = self._program, None
+        env = {**program.env, **self._config.launch_env}
+        if program.key_env is not None:
+            key = self._key or secrets.token_urlsafe(32)
+            env[program.key_env] = key
+        self.client.move(url, key)
+        self._log_at = 0
+        launching = self._keeper.launch.remote(
+            program.command_at(host, port),
+            env,
+            url=url,
+            key=key or "",
+            fingerprint=self._fingerprint(),
+            python=sys.executable,
+        )
+        await self._ask(launching, _ANSWER_S, "start its server")
+
+    async def _until_ready(self) -> None:
+        limit_s = self._config.launch_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    with suppress(EngineError):
+                        await self._health()
+                        return
+                    look = await self._look()
+                    if look.exited:
+                        raise EngineError(f"{self._name}, the server did not start: {look.story}")
+                    await asyncio.sleep(_POLL_S)
+        except EngineTimeout:
+            raise
+        except TimeoutError:
+            raise EngineTimeout(
+                f"{self._name} at {self.client.url} did not answer within {limit_s:g} s (engine.launch_timeout_s); its"
+                f" log is {self._log}"
+            ) from None
+
+    async def _health(self) -> None:
+        await self.client.call("GET", "/health", timeout_s=self._config.health_timeout_s)
+
+    def _fingerprint(self) -> str:
+        """Identify what is started, wherever: a survivor of the same is as good as a new one."""
+        program = self._program
+        env = {**program.env, **self._config.launch_env}
+        what = [program.command_at("", 0), sorted(env.items()), sorted(self._resources.items())]
+        return hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
+
+    # -- what an earlier driver has left -------------------------------------------------------------------------
+
+    async def _took_over(self, name: str) -> bool:
+        """Return whether the survivor serves on for us; it is ended otherwise."""
+        import ray
+
+        try:
+            self._keeper = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            self._place = await self._ask(self._keeper.place.remote(), _ANSWER_S, "say its place")
+            look = await self._look(_ANSWER_S)
+            self._refuse_survivor(look)
+            self.client.move(look.url, look.key or None)
+            await self._health()
+        except (EngineError, ValueError) as e:  # the latter: it has just ended
+            logger.warning("%s of an earlier process of this run is started anew: %s", self._name, e)
+            return False
+        logger.warning("%s of an earlier process of this run is taken over", self._name)
+        self._tasks.start(self._look_on())
+        return True
+
+    def _refuse_survivor(self, look: Look) -> None:
+        if look.exited or not look.url:
+            raise EngineError("its server has exited")
+        if look.fingerprint != self._fingerprint() or self._key not in (None, look.key):
+            raise EngineError("it was started with other settings")
+
+    # -- while it runs -------------------------------------------------------------------------------------------
+
+    async def _look_on(self) -> None:
+        """Renew the lease and fetch the log until it is gone."""
+        while True:
+            await asyncio.sleep(self._config.health_interval_s)
+            with suppress(EngineError):
+                await self._look()
+
+    async def _look(self, limit_s: float | None = None) -> Look:
+        limit_s = limit_s or self._config.health_timeout_s
+        look: Look = await self._ask(self._keeper.look.remote(self._log_at), limit_s, "answer")
+        self._write_log(look.log)
+        return look
+
+    def _write_log(self, log: bytes) -> None:
+        self._log_at += len(log)
+        if log:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self._log)  # servers print their arguments
+            with self._log.open("ab") as file:
+                file.write(log)
+
+    async def _end(self) -> None:
+        """Stop the server and give its place back; return when both are done or their deadlines have passed."""
+        import ray
+
+        await self._tasks.cancel()
+        keeper, place = self._keeper, self._place
+        self._keeper = self._place = None
+        if keeper is not None:
+            with suppress(EngineError):
+                await self._ask(keeper.stop.remote(), self._config.stop_timeout_s + 5.0, "stop")
+            await asyncio.to_thread(ray.kill, keeper)
+        if place is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, place)
+
+    async def _ask(self, answer: Any, limit_s: float, what: str) -> Any:
+        """Wait for an answer of the keeper. Raises ``EngineError`` when it is lost, ``EngineTimeout`` when it is
+        late."""
+        import ray
+
+        future = asyncio.wrap_future(answer.future())
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError:
+            raise EngineTimeout(f"{self._name} on the cluster did not {what} within {limit_s:g} s") from None
+        except ray.exceptions.RayError as e:
+            first = str(e).strip().splitlines() or [type(e).__name__]
+            raise EngineError(f"{self._name} on the cluster is lost: {first[0]}") from None

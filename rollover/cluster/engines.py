@@ -1,0 +1,116 @@
+"""Places for engine servers on a Ray cluster: checked before anything starts, found again after a driver was killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.engine_forms import C, EngineForm, engine_forms
+from rollover.cluster.engine_server import ClusterServer, EngineTerms
+from rollover.cluster.fitting import Wanted, refusal
+from rollover.cluster.nodes import alive_nodes, written
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.places import ServerProgram
+from rollover.errors import ConfigError
+
+
+class ClusterEngines:
+    """Implements ``ServerPlaces``; the process is connected to the cluster before ``open``.
+
+    Example: ``ClusterConfig(engines=4)`` gives places for ``engine-0`` to ``engine-3``.
+    """
+
+    def __init__(self, cluster: ClusterConfig, forms: Sequence[EngineForm], device: str, terms: EngineTerms) -> None:
+        self._cluster = cluster
+        self._forms = forms
+        self._device = device
+        self._terms = terms
+        self._survivors: dict[int, str] = {}
+
+    @classmethod
+    async def open(
+        cls,
+        cluster: ClusterConfig,
+        engine: ServerConfig,
+        *,
+        run: str,
+        logs: Path,
+        must_see: Mapping[str, bytes],
+        remedy: str,
+    ) -> ClusterEngines:
+        """Find the servers that an earlier driver of ``run`` has left; end those that this one has no use for.
+
+        Args:
+            must_see: files by path that the nodes of all servers must see, with this content.
+            remedy: what to change when one of them does not.
+
+        Raises ``ConfigError`` when the cluster's nodes can never hold all servers.
+        """
+        forms, device = checked_forms(cluster, engine)
+        terms = EngineTerms(
+            prefix=f"rollover-{run}",
+            lease_s=cluster.engine_lease_s,
+            placement_timeout_s=cluster.placement_timeout_s,
+            logs=logs,
+            must_see=must_see,
+            remedy=remedy,
+        )
+        places = cls(cluster, forms, device, terms)
+        await asyncio.to_thread(places._sort_survivors)
+        return places
+
+    def configs(self, config: C) -> Sequence[C]:
+        return [form.config(config) for form in self._forms]
+
+    def server(self, number: int, program: ServerProgram, config: ServerConfig) -> ClusterServer:
+        resources = self._forms[number].bundle(self._device)
+        return ClusterServer(number, program, config, resources, self._terms, self._survivors.get(number))
+
+    def _sort_survivors(self) -> None:
+        """Keep one survivor for each server, and end all others with their places."""
+        import ray
+        from ray import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup
+
+        prefix = f"{self._terms.prefix}-engine-"
+        names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        for name in sorted(name for name in names if name.startswith(prefix)):
+            number = int(name.removeprefix(prefix).split("-")[0])
+            if number < len(self._forms) and number not in self._survivors:
+                self._survivors[number] = name
+        kept = {*self._survivors.values()}
+        for row in ray.util.placement_group_table().values():
+            name, removed = row["name"], row["state"] == "REMOVED"
+            if name.startswith(prefix) and name not in kept and not removed:
+                place = PlacementGroup(PlacementGroupID(bytes.fromhex(row["placement_group_id"])))
+                ray.util.remove_placement_group(place)  # which ends what is in it
+
+
+def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:
+    """Say who goes where, equal servers in one line.
+
+    Example: ``"engine-0 to engine-3: each GPU 2, h20 1 of a node, up to 64 samples at a time"``.
+    """
+    for form, same in groupby(enumerate(forms), key=lambda entry: entry[1]):
+        numbers = [number for number, _ in same]
+        names = f"engine-{numbers[0]}" + (f" to engine-{numbers[-1]}: each" if len(numbers) > 1 else ":")
+        yield f"{names} {written(form.bundle(device))} of a node, up to {form.max_running} samples at a time"
+
+
+def checked_forms(cluster: ClusterConfig, engine: ServerConfig) -> tuple[tuple[EngineForm, ...], str]:
+    """Return the form of each server, and the device that servers take: ``GPU``, or ``CPU`` where no node has one.
+
+    Raises ``ConfigError`` when the nodes that are alive can never hold all servers.
+    """
+    import ray
+
+    forms = engine_forms(cluster, engine)
+    nodes = [node.resources for node in alive_nodes(ray)]
+    device = "GPU" if any(node.get("GPU") for node in nodes) else "CPU"
+    wanted = [Wanted(name=f"engine-{n}", resources=form.bundle(device)) for n, form in enumerate(forms)]
+    if (problem := refusal(wanted, nodes)) is not None:
+        raise ConfigError(f"cluster.engines: {problem}")
+    return forms, device

@@ -1,0 +1,71 @@
+"""The engine servers of a run on a Ray cluster: checked before the run begins, placed when it opens."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
+from rollover.cluster.engines import ClusterEngines, checked_forms, described
+from rollover.engine.servers.config import ServerConfig
+from rollover.run.directory import RunDir
+
+_PROBE = "probe"
+
+
+def check_places(cluster: ClusterConfig, engine: ServerConfig) -> list[str]:
+    """Say where the servers will go.
+
+    Raises ``ConfigError`` when there is no such cluster, or one that can never hold them.
+    """
+    connect(cluster)
+    forms, device = checked_forms(cluster, engine)
+    lines = [f"server {line}" for line in described(forms, device)]
+    return [*lines, _way_of_weights(engine)]
+
+
+async def open_places(
+    cluster: ClusterConfig,
+    engine: ServerConfig,
+    run: RunDir,
+    folder: Path,
+    root: Path,
+    notify: Callable[[str], None],
+) -> ClusterEngines:
+    """Return the places on the cluster for servers of the model in ``folder``.
+
+    Args:
+        root: the folder through which weights reach the servers.
+    """
+    connect(cluster)
+    must_see = {str(file): file.read_bytes() for file in [(folder / "config.json").resolve()]}
+    if _by_folder(engine):
+        root.mkdir(parents=True, exist_ok=True)
+        probe, content = root / _PROBE, secrets.token_hex(16)
+        probe.write_text(content)
+        must_see[str(probe)] = content.encode()
+    notify(_way_of_weights(engine))
+    return await ClusterEngines.open(
+        cluster,
+        engine,
+        run=run.identity(),
+        logs=run.path / "logs",
+        must_see=must_see,
+        remedy="put the model, and engine.weights_dir or the run directory, on a folder that all nodes see under the"
+        " same path",
+    )
+
+
+def _by_folder(engine: ServerConfig) -> bool:
+    return getattr(engine, "weight_transfer", "folder") == "folder"
+
+
+def _way_of_weights(engine: ServerConfig) -> str:
+    if _by_folder(engine):
+        return (
+            "weights reach the servers through a folder (engine.weights_dir, or weights in the run directory), which"
+            " the nodes of all servers must see under the same path"
+        )
+    return "weights reach the servers over a process group, from this process to ports of their nodes"

@@ -1,0 +1,108 @@
+"""What engine servers take of a cluster's nodes, and whether all of it fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollover.cluster.config import ClusterConfig, EngineGroup
+from rollover.cluster.engine_forms import engine_forms, num_devices
+from rollover.cluster.engines import described
+from rollover.cluster.fitting import Wanted, refusal, unplaced
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import ConfigError
+from rollover.run.config import load
+
+
+@pytest.mark.parametrize(
+    ("args", "devices"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "4"], 4),
+        (["--tp-size=2", "--pp-size", "3"], 6),
+        (["-tp", "2", "-dp", "2", "--max-model-len", "8192"], 4),
+        (["--tp", "2", "--tensor-parallel-size", "8"], 8),
+    ],
+)
+def test_the_devices_of_a_server_are_read_from_its_arguments(args: list[str], devices: int) -> None:
+    assert num_devices(args) == devices
+
+
+@pytest.mark.parametrize("args", [["--tp"], ["--tp", "two"], ["--tp=0"], ["--tp", "--pp"]])
+def test_a_size_that_is_no_number_is_refused(args: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.launch_args: --tp must be followed by a number of devices"):
+        num_devices(args)
+
+
+def test_groups_differ_in_what_they_name_and_share_the_rest() -> None:
+    cluster = ClusterConfig(
+        engine_resources={"rack": 1.0},
+        engines=(
+            EngineGroup(count=2, max_running=256, resources={"h100": 2.0}, args=("--tensor-parallel-size", "2")),
+            EngineGroup(devices=3),
+        ),
+    )
+    engine = VLLMConfig(launch=True, max_running=64, launch_args=("--enforce-eager",))
+    first, second, third = engine_forms(cluster, engine)
+    assert first == second
+    assert first.bundle("GPU") == {"GPU": 2.0, "rack": 1.0, "h100": 2.0}
+    assert first.config(engine).max_running == 256
+    assert first.config(engine).launch_args == ("--enforce-eager", "--tensor-parallel-size", "2")
+    assert third.bundle("CPU") == {"CPU": 3.0, "rack": 1.0} and third.config(engine) == engine
+    assert list(described((first, second, third), "GPU")) == [
+        "engine-0 to engine-1: each GPU 2, rack 1, h100 2 of a node, up to 256 samples at a time",
+        "engine-2: GPU 3, rack 1 of a node, up to 64 samples at a time",
+    ]
+    assert engine_forms(ClusterConfig(engines=0), engine) == ()
+
+
+def wanted(*gpus: float) -> list[Wanted]:
+    return [Wanted(name=f"engine-{i}", resources={"GPU": n}) for i, n in enumerate(gpus)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "failed"),
+    [
+        ((2, 2), (3, 1), ["engine-1"]),
+        ((1, 2, 1), (2, 2), []),
+        ((1, 1, 3), (2, 3), []),
+        ((1, 1, 1, 1), (2, 1), ["engine-3"]),
+        ((0.1,) * 10, (1,), []),
+    ],
+)
+def test_large_ones_are_placed_first_and_each_where_it_leaves_least(
+    gpus: tuple[float, ...], nodes: tuple[float, ...], failed: list[str]
+) -> None:
+    assert [each.name for each in unplaced(wanted(*gpus), [{"GPU": n} for n in nodes])] == failed
+
+
+def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
+    nodes = [{"GPU": 2.0, "CPU": 8.0, "memory": 1e9, "node:10.0.0.1": 1.0}, {"CPU": 4.0}]
+    assert refusal(wanted(1, 1), nodes) is None
+    assert refusal(wanted(4), nodes) == (
+        "engine-0 needs GPU 4 on one node, and no node of the cluster has as much; its nodes have: GPU 2, CPU 8; CPU 4"
+    )
+    assert refusal(wanted(2, 1), nodes) == (
+        "the nodes of the cluster have no room for engine-1 beside the others, 2 in all (GPU 1 for engine-1); its nodes"
+        " have: GPU 2, CPU 8; CPU 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("kind = 'embedded'", "cluster.engines starts servers, and engine.kind is 'embedded'"),
+        ("kind = 'vllm'\nurls = ['http://10.0.0.1:8000']", "engine.urls names some that run"),
+        ("kind = 'vllm'\nlaunch = true\nnum_servers = 2", "engine.num_servers is for servers on this machine"),
+        (
+            "kind = 'vllm'\nlaunch = true\nlaunch_devices = ['0']",
+            "engine.launch_devices is for servers on this machine",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_placed_is_refused(tmp_path: Path, engine: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[model]\npath = 'm'\n[cluster]\nengines = 2\n[engine]\n{engine}\n")
+    with pytest.raises(ConfigError, match=message):
+        load(file)

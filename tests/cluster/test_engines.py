@@ -1,0 +1,293 @@
+"""Engine servers on a cluster: placed, watched, placed again, taken over, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.clock import SystemClock
+from rollover.cluster.config import ClusterConfig, EngineGroup
+from rollover.cluster.connect import connect
+from rollover.cluster.engines import ClusterEngines
+from rollover.engine.base import Chunk
+from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.vllm.open import open_vllm
+from rollover.errors import ConfigError
+from rollover.weights.sources import FolderWeights
+from tests.cluster.conftest import add_node
+from tests.engine.contract import collect, request
+from tests.engine.servers.test_launch import wait_until_dead
+from tests.engine.servers.vllm.kit import model_folder
+
+DEADLINE_S = 60.0
+NUMBERS = itertools.count()
+ENGINE = VLLMConfig(
+    launch=True,
+    launch_command=(sys.executable, "-m", "tests.cluster.vllm_program", "serve"),
+    launch_timeout_s=60.0,
+    stop_timeout_s=5.0,
+    health_interval_s=0.3,
+    health_timeout_s=5.0,
+    rejoin_max_interval_s=1.0,
+    max_running=8,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v0")
+
+
+@asynccontextmanager
+async def opened(cluster: Any, folder: Path, config: ClusterConfig, **more: Any) -> AsyncIterator[EnginePool]:
+    pool = await open_pool(cluster, folder, config, **more)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def open_pool(
+    cluster: Any,
+    folder: Path,
+    config: ClusterConfig,
+    *,
+    run: str = "run",
+    engine: VLLMConfig = ENGINE,
+    must_see: dict[str, bytes] | None = None,
+) -> EnginePool:
+    notes = folder.parent / "notes"
+    notes.mkdir(exist_ok=True)
+    env = {"PROGRAM_NOTES": str(notes), "PYTHONPATH": str(Path(__file__).parents[2])}
+    config = replace(config, address=cluster.address)
+    connect(config)
+    seen = {str(folder / "config.json"): (folder / "config.json").read_bytes()} if must_see is None else must_see
+    logs = folder.parent / "logs"
+    places = await ClusterEngines.open(config, engine, run=run, logs=logs, must_see=seen, remedy="share it")
+    return await open_vllm(replace(engine, launch_env=env), folder, run=run, places=places, clock=SystemClock())
+
+
+async def decoded(pool: EnginePool) -> list[Chunk]:
+    """All chunks of some calls at once."""
+    names = [f"r{next(NUMBERS)}" for _ in range(8)]
+    calls = await asyncio.gather(*(collect(pool, request(name)) for name in names))
+    return [chunk for chunks in calls for chunk in chunks]
+
+
+def pids(folder: Path) -> dict[int, int]:
+    """List the process ids of all servers that were ever started, by port."""
+    return {int(file.stem): int(file.read_text()) for file in (folder.parent / "notes").glob("*.pid")}
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():
+            await asyncio.sleep(0.05)
+
+
+def leftovers(run: str) -> list[str]:
+    import ray
+
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    places = [p["name"] for p in ray.util.placement_group_table().values() if p["state"] != "REMOVED"]
+    return [name for name in (*names, *places) if name.startswith(f"rollover-{run}-")]
+
+
+def test_servers_of_uneven_groups_are_placed_by_their_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
+    groups = (
+        EngineGroup(count=1, max_running=4, resources={"one": 1.0}),
+        EngineGroup(count=1, max_running=16, resources={"two": 1.0}, args=("--tensor-parallel-size", "2")),
+    )
+
+    async def main() -> None:
+        async with opened(cluster, folder, ClusterConfig(engines=groups)) as pool:
+            assert pool.capabilities.max_running == 20
+            assert {chunk.engine for chunk in await decoded(pool)} == {"engine-0", "engine-1"}
+            await until(lambda: all("serving on" in log(folder, n) for n in (0, 1)))
+        for pid in pids(folder).values():
+            wait_until_dead(pid)
+        await until(lambda: leftovers("run") == [])
+
+    asyncio.run(main())
+    arguments = sorted(file.read_text() for file in (folder.parent / "notes").glob("*.arguments"))
+    assert len(arguments) == 2 and sum("--max-num-seqs 16" in a and "--tensor-parallel-size 2" in a for a in arguments)
+    assert not any("api" in a or "key" in a.lower() for a in arguments)
+
+
+def log(folder: Path, number: int) -> str:
+    file = folder.parent / "logs" / f"engine-{number}.log"
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_server_that_dies_is_placed_again_and_given_current_weights(cluster: Any, folder: Path) -> None:
+    second = model_folder(folder.parent / "v1")
+
+    async def main() -> None:
+        async with opened(cluster, folder, ClusterConfig(engines=2)) as pool:
+            await pool.pause()
+            await pool.load(4, FolderWeights(4, second))
+            await pool.resume()
+            for kill in (kill_a_server, kill_a_keeper):
+                num_started = len(pids(folder))
+                kill(folder)
+                await until(lambda: pool.capabilities.max_running == 8)
+                await until(lambda: pool.capabilities.max_running == 16)
+                chunks = await decoded(pool)
+                assert {c.policy_version for c in chunks} == {4}
+                assert {c.engine for c in chunks} == {"engine-0", "engine-1"}
+                assert len(pids(folder)) == num_started + 1
+        for pid in pids(folder).values():
+            wait_until_dead(pid)
+
+    asyncio.run(main())
+
+
+def kill_a_server(folder: Path) -> None:
+    os.kill(min(pids(folder).values()), signal.SIGKILL)
+
+
+def kill_a_keeper(folder: Path) -> None:
+    import ray
+
+    name = next(n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if "engine-0" in n["name"])
+    ray.kill(ray.get_actor(name, namespace="rollover"))
+
+
+def test_a_server_whose_node_is_removed_comes_back_on_another(cluster: Any, folder: Path) -> None:
+    group = EngineGroup(count=1, resources={"three": 1.0})
+    config = ClusterConfig(engines=(EngineGroup(), group), placement_timeout_s=2.0)
+
+    async def main() -> None:
+        node = add_node(cluster, {"three": 1})
+        try:
+            async with opened(cluster, folder, config) as pool:
+                cluster.remove_node(node)
+                await until(lambda: pool.capabilities.max_running == 8)
+                assert [c.engine for c in await collect(pool, request("a"))][-1] == "engine-0"
+                node = add_node(cluster, {"three": 1})
+                await until(lambda: pool.capabilities.max_running == 16)
+        finally:
+            cluster.remove_node(node)
+        for pid in pids(folder).values():
+            wait_until_dead(pid)
+
+    asyncio.run(main())
+
+
+def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) -> None:
+    async def main(config: ClusterConfig) -> None:
+        async with opened(cluster, folder, config):
+            raise AssertionError("it cannot be placed")
+
+    for config, message in (
+        (
+            ClusterConfig(engines=1, engine_resources={"h20": 1.0}),
+            r"engine-0 needs CPU 1, h20 1 on one node, and no node",
+        ),
+        (ClusterConfig(engines=(EngineGroup(devices=9),)), r"engine-0 needs CPU 9 on one node"),
+        (
+            ClusterConfig(engines=9, engine_resources={"one": 1.0}),
+            r"no room for engine-\d.* beside the others, 9 in all",
+        ),
+    ):
+        begun_s = time.monotonic()
+        with pytest.raises(ConfigError, match=f"cluster.engines: .*{message}"):
+            asyncio.run(main(config))
+        assert time.monotonic() - begun_s < 5.0
+
+
+def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(cluster: Any, folder: Path) -> None:
+    async def main() -> None:
+        probe = {str(folder / "probe"): b"other than there"}
+        (folder / "probe").write_bytes(b"there")
+        with pytest.raises(ConfigError, match=r"node [\d.]+, the place of engine-0, does not see .*/probe: share it"):
+            await open_pool(cluster, folder, ClusterConfig(engines=1), must_see=probe)
+        await until(lambda: leftovers("run") == [])
+
+    asyncio.run(main())
+    assert pids(folder) == {}
+
+
+def test_what_a_killed_driver_has_left_is_taken_over_when_it_is_alike_and_ended_when_not(
+    cluster: Any, folder: Path
+) -> None:
+    config = ClusterConfig(engines=2, address=cluster.address)
+    connect(config)
+    driver = f"""
+import asyncio, sys
+from pathlib import Path
+from types import SimpleNamespace
+from rollover.cluster.config import ClusterConfig
+from tests.cluster.test_engines import decoded, opened
+async def main():
+    folder = Path({str(folder)!r})
+    async with opened(SimpleNamespace(address={cluster.address!r}), folder, ClusterConfig(engines=2), run="left") as pool:
+        await decoded(pool)
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        finally:
+            process.kill()
+    first = pids(folder)
+    assert len(first) == 2 and len(leftovers("left")) == 4
+
+    async def main() -> None:
+        async with opened(cluster, folder, config, run="left") as pool:
+            assert pids(folder) == first
+            assert {c.engine for c in await decoded(pool)} == {"engine-0", "engine-1"}
+            os.kill(first[min(first)], signal.SIGKILL)  # which is watched now as one that we have started
+            await until(lambda: pool.capabilities.max_running == 8)
+            await until(lambda: pool.capabilities.max_running == 16)
+        await until(lambda: leftovers("left") == [])
+        for pid in pids(folder).values():
+            wait_until_dead(pid)
+
+    asyncio.run(main())
+
+
+def test_survivors_of_another_form_are_ended_and_so_are_those_that_nobody_looks_at(cluster: Any, folder: Path) -> None:
+    async def leave(config: ClusterConfig) -> None:
+        """Open servers and forget them, as a driver that is killed does."""
+        FORGOTTEN.append(await open_pool(cluster, folder, config, run="lost"))
+        assert len(leftovers("lost")) == 2 * config.num_engines
+
+    asyncio.run(leave(ClusterConfig(engines=2)))
+    first = pids(folder)
+
+    async def main() -> None:
+        other = replace(ENGINE, launch_args=("--enforce-eager",))
+        async with opened(cluster, folder, ClusterConfig(engines=1), run="lost", engine=other) as pool:
+            for pid in first.values():
+                wait_until_dead(pid)
+            await decoded(pool)
+        await until(lambda: leftovers("lost") == [])
+
+    asyncio.run(main())
+    asyncio.run(leave(ClusterConfig(engines=1, engine_lease_s=2.0)))
+    for pid in pids(folder).values():
+        wait_until_dead(pid)
+
+    asyncio.run(until(lambda: leftovers("lost") == []))
+
+
+FORGOTTEN: list[Any] = []
+"""Kept from the garbage collector, which would close them."""

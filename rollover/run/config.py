@@ -346,7 +346,8 @@ def _no_adapters(config: RunConfig) -> Iterator[str]:
 
 def _not_on_cluster(engine: EngineConfig | SwarmConfig) -> Iterator[str]:
     if not isinstance(engine, ServerConfig):
-        yield f"cluster.engines starts servers, and engine.kind is {engine.kind!r}: choose 'vllm', 'sglang' or 'embedded_server'"
+        kinds = "'vllm', 'sglang' or 'embedded_server'"
+        yield f"cluster.engines starts servers, and engine.kind is {engine.kind!r}: choose {kinds}"
         return
     if not engine.launch:
         yield "cluster.engines starts servers, and engine.urls names some that run: leave one of the two out"

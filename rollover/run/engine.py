@@ -74,11 +74,8 @@ async def open_engine(
         logs=run.path / "logs",
         clock=SystemClock(),
         lockstep=config.deterministic,
-<<<<<<< HEAD
         adapters=config.published_adapters,
-=======
         places=places,
->>>>>>> 6d288e7 (Engine servers on a Ray cluster: placed by their resources, looked after, placed again when they or their node are gone)
     )
     return engine, folders
 

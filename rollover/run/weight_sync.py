@@ -14,6 +14,7 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.run.engine_trust import Trust
 from rollover.run.observers import Notice
 from rollover.types import Batch, TrainedStep
+from rollover.weights.base import WeightSource
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class WeightSync:
         Raises ``EngineError`` when no engine takes the weights, or none samples from them.
         """
         version, began_s = self.trainer.version, time.perf_counter()
-        weights = await self.publisher.stage(await asyncio.to_thread(self.trainer.weight_source))
+        weights = await self.publisher.stage(await asyncio.to_thread(self._weights))
         self.measured("weights/bytes", weights.manifest.num_bytes)
         self.measured("weights/stage_s", time.perf_counter() - began_s)
         await self.trust.expect(version)
@@ -75,6 +76,10 @@ class WeightSync:
         await self.driver.update_weights(version, load)
         for name in failed:  # it may have gone on sampling during the load, before the check
             self._dropped(name, await self.driver.drop_tokens_of(name, lambda: None, since=version))
+
+    def _weights(self) -> WeightSource:
+        sent = self.trainer.weights_to_send() if self.publisher.sends else None
+        return sent if sent is not None else self.trainer.weight_source()
 
     async def judge_engines(self, batch: Batch, trained: TrainedStep) -> None:
         """Part with the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens.

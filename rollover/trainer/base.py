@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollover.types import Batch, TrainedStep
 from rollover.weights.base import WeightSource
+from rollover.weights.sending import SentByHolder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,11 @@ class Trainer(Protocol):
 
     def weight_source(self) -> WeightSource:
         """Return the weights of ``version``, to be published. The next step changes them in place."""
+        ...
+
+    def weights_to_send(self) -> SentByHolder | None:
+        """Return the same, for engines to which they are sent by whoever holds them; ``None`` where adapters are
+        published alone. They can be sent until the next step begins, which waits while they are."""
         ...
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -23,6 +23,7 @@ from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.fleet_sending import FleetWeights
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
 from rollover.trainer.ranks import LocalLauncher
@@ -31,7 +32,8 @@ from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
 from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.adapters import AdapterSource
-from rollover.weights.base import WeightSource
+from rollover.weights.base import TensorSpec, WeightSource
+from rollover.weights.sending import Lease, SenderLost
 from rollover.weights.sources import FolderWeights
 
 T = TypeVar("T")
@@ -99,6 +101,7 @@ class FleetTrainer:
         """How often ranks were lost since the last step that was new."""
         self._is_closed = False
         self._turn = threading.Lock()
+        self._lease = Lease()
         self._version = 0
         if resume_from is not None:
             self._version = self._setup.check_resumable(
@@ -109,10 +112,12 @@ class FleetTrainer:
         self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback)
         self._ranks: LedRanks | None = None
         try:
-            self._vocab_size = self._surely(lambda ranks: int(ranks.facts["vocab_size"]))
+            facts = self._surely(lambda ranks: ranks.facts)
         except BaseException:
             self.close()
             raise
+        self._vocab_size = int(facts["vocab_size"])
+        self._specs: Sequence[TensorSpec] = facts["weights"]
 
     @property
     def version(self) -> int:
@@ -153,6 +158,33 @@ class FleetTrainer:
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return AdapterSource.read(self._version, folder)
         return _StagedWeights(self._version, folder)
+
+    def weights_to_send(self) -> FleetWeights | None:
+        """See ``Trainer.weights_to_send``: the ranks send, and none has all of them."""
+        if self._config.lora is not None and self._config.lora.publish == "adapter":
+            return None
+        with self._turn:
+            self._surely(lambda ranks: None)
+        specs = self._specs
+        return FleetWeights(specs, self._lease, self._send, self.weight_source, current=lambda: self._version)
+
+    def _send(self, ranks: LedRanks | None, do: str, what: Any) -> tuple[LedRanks, Any]:
+        """Have ``ranks``, or those that are there, do something about sending weights. Returns them and the answer of
+        the first. Raises ``SenderLost`` when one of them is lost; the next that are asked for are new ones."""
+        with self._turn:
+            try:
+                if ranks is not None and ranks is not self._ranks:
+                    raise SenderLost("the ranks that were sending weights have been started again")
+                asked = self._open_ranks()
+                return asked, asked.ask(f"sending weights of version {self._version}", "send", do=do, what=what)[0]
+            except SenderLost:
+                raise
+            except _LOST_OR_FULL as error:
+                self._give_up(error)
+                raise SenderLost(str(error)) from error
+            except BaseException:
+                self._end_ranks()
+                raise
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """See ``Trainer.next_logits``."""
@@ -199,7 +231,7 @@ class FleetTrainer:
 
     def _train(self, way: Way, batch: Batch) -> Any:
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
-        with self._turn:
+        with self._lease.changing(), self._turn:
             done = self._surely(lambda ranks: self._once(ranks, way, batch), retried=_LOST_OR_FULL)
             self._since.append((way, batch))
             self._version += 1
@@ -216,21 +248,25 @@ class FleetTrainer:
             try:
                 return work(self._open_ranks())
             except retried as error:
-                self._end_ranks()
-                self._num_lost += 1
-                if self._is_closed:
-                    raise
-                if self._num_lost > self._config.max_restarts:
-                    error.add_note(f"the ranks of the trainer were started {self._num_lost} times in vain")
-                    raise
-                since = "the model that the run began with" if self._checkpoint is None else self._checkpoint.name
-                self._notify(
-                    f"trainer: {error}; starting its {len(self._devices)} ranks again from {since}, with"
-                    f" {len(self._since)} steps to repeat (restart {self._num_lost} of {self._config.max_restarts})"
-                )
+                self._give_up(error)
             except BaseException:
                 self._end_ranks()
                 raise
+
+    def _give_up(self, error: RolloverError) -> None:
+        """End the ranks after an error that new ones may not meet. Raises it where there were too many."""
+        self._end_ranks()
+        self._num_lost += 1
+        if self._is_closed:
+            raise error
+        if self._num_lost > self._config.max_restarts:
+            error.add_note(f"the ranks of the trainer were started {self._num_lost} times in vain")
+            raise error
+        since = "the model that the run began with" if self._checkpoint is None else self._checkpoint.name
+        self._notify(
+            f"trainer: {error}; starting its {len(self._devices)} ranks again from {since}, with"
+            f" {len(self._since)} steps to repeat (restart {self._num_lost} of {self._config.max_restarts})"
+        )
 
     def _open_ranks(self) -> LedRanks:
         """Return ranks at ``version``: those that are there, or new ones that have gone through the same steps."""

@@ -46,6 +46,7 @@ from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
 from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.base import WeightSource
+from rollover.weights.sending import Lease, OwnWeights
 
 
 class LocalTrainer:
@@ -91,6 +92,7 @@ class LocalTrainer:
         self._world = world
         self._device = pick_device(config.device)
         self._version = 0
+        self._lease = Lease()
         self._is_whole = True
         """The weights are those of ``version``: no step was left halfway."""
         initial = resolve_model(model)
@@ -139,12 +141,23 @@ class LocalTrainer:
         """See ``Trainer.weight_source``: tensors that are trained are passed on themselves, not as copies."""
         return self._policy.source(self._version)
 
+    def weights_to_send(self) -> OwnWeights | None:
+        """See ``Trainer.weights_to_send``."""
+        if self._config.lora is not None and self._config.lora.publish == "adapter":
+            return None
+        return OwnWeights(self.weight_source(), self.weights(), self._lease, current=lambda: self._version)
+
     def step(self, batch: Batch) -> TrainedStep:
-        """Train one batch and count it. A batch in which no token has a gradient is counted without an update.
+        """Train one batch and count it. A batch in which no token has a gradient is counted without an update. Waits
+        until the weights are no longer being sent.
 
         Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob, the gradient or a weight is
         not finite; then go on from the last checkpoint: what this trainer holds cannot be saved any more.
         """
+        with self._lease.changing():
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> TrainedStep:
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
         self._is_whole = False
         started_s = time.perf_counter()

@@ -30,6 +30,7 @@ from rollover.trainer.local import LocalTrainer
 from rollover.trainer.meeting import meet
 from rollover.trainer.messages import LOGITS, Done, Failed, RankTask
 from rollover.trainer.rank_process import PROGRESS
+from rollover.trainer.sending import RankSender, specs_of
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
 from rollover.trainer.world import PeerLost, World
@@ -57,6 +58,7 @@ class _Rank:
             resume_from=task.resume_from,
             world=world,
         )
+        self._sender = RankSender(world, {})
 
     def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
         commands: dict[str, Callable[..., Any]] = {
@@ -64,6 +66,7 @@ class _Rank:
             "skip": self._skip,
             "logits": self._logits,
             "publish": self._publish,
+            "send": self._send,
             "save": self._save,
             "rest": self._trainer.rest,
         }
@@ -71,7 +74,9 @@ class _Rank:
 
     def facts(self) -> dict[str, Any]:
         """Return what whoever leads the ranks wants to know of the trainer."""
-        return {"version": self._trainer.version, "vocab_size": self._trainer.vocab_size}
+        trainer = self._trainer
+        specs = specs_of(trainer.weights())
+        return {"version": trainer.version, "vocab_size": trainer.vocab_size, "weights": specs}
 
     def _step(self, batch: Path) -> Any:
         trained = self._trainer.step(_unpickled(batch))
@@ -88,6 +93,13 @@ class _Rank:
     def _publish(self, folder: Path) -> None:
         """Write this rank's share of the weights that engines serve."""
         self._trainer.publish_share(folder)
+
+    def _send(self, do: str, what: Any = None) -> Any:
+        """Do this rank's part in sending weights to servers; ``do`` is a method of ``RankSender``."""
+        if do == "open":
+            self._sender.close()
+            self._sender = RankSender(self._world, self._trainer.weights())
+        return getattr(self._sender, do)(*(() if what is None else (what,)))
 
     def _save(self, folder: Path) -> dict[str, str]:
         """Return the checksums of the files that this rank has written."""

@@ -168,6 +168,19 @@ class WeightTarget(Protocol):
 
 
 @runtime_checkable
+class TakesGroups(Protocol):
+    """A target that can receive weights through a process group, from whoever holds them.
+
+    Example: a pool of SGLang servers with ``weight_transfer = "gloo"``.
+    """
+
+    @property
+    def takes_groups(self) -> bool:
+        """Say whether it is set to."""
+        ...
+
+
+@runtime_checkable
 class ReadsBack(Protocol):
     """A target that can look at the weights that it has. Servers look at theirs in ``load`` itself.
 

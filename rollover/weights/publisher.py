@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterSource
-from rollover.weights.base import WeightSource, WeightTarget
+from rollover.weights.base import TakesGroups, WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
+from rollover.weights.sending import SentByHolder
 from rollover.weights.sources import MemoryWeights
 
 
@@ -55,17 +56,24 @@ class Publisher:
         """The version that each target took last, in the order of the targets; ``None`` before the first."""
         return tuple(self._versions)
 
+    @property
+    def sends(self) -> bool:
+        """Say whether all targets receive weights from whoever holds them, so that nobody needs to have them all."""
+        return all(map(_takes_groups, self._targets))
+
     async def stage(self, source: WeightSource) -> WeightSource:
         """Return what ``publish`` takes: ``source`` itself, or with a folder where a target needs one.
 
         Targets go on sampling while the folder is written; the weights must not change before they are published.
         Raises ``ResourceError`` when the disk is full.
         """
-        if source.folder is not None or not any(target.needs_folder for target in self._targets):
+        is_sent = isinstance(source, SentByHolder)
+        needy = [target for target in self._targets if target.needs_folder or (_takes_groups(target) and not is_sent)]
+        if source.folder is not None or not needy:
             return source
         if self._folders is None:
-            needy = ", ".join(repr(target) for target in self._targets if target.needs_folder)
-            raise EngineError(f"{needy} loads weights from a folder, but the publisher has no place to write one")
+            names = ", ".join(map(repr, needy))
+            raise EngineError(f"{names} loads weights from a folder, but the publisher has no place to write one")
         if isinstance(source, AdapterSource):
             folder = await asyncio.to_thread(self._folders.write_adapters, source)
             return AdapterSource(source.manifest.version, source.adapters, folder=folder)
@@ -114,6 +122,10 @@ class Publisher:
             error = _Late(_late([repr(target)], version, self._timeout_s))
         elapsed_s = time.perf_counter() - started_s
         return Publication(target=repr(target), version=version, error=error, elapsed_s=elapsed_s)
+
+
+def _takes_groups(target: WeightTarget) -> bool:
+    return isinstance(target, TakesGroups) and target.takes_groups
 
 
 class _Late(EngineTimeout):

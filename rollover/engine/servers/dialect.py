@@ -16,6 +16,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Part
+from rollover.engine.servers.transfer import Receiver
 from rollover.errors import EngineError, EngineTimeout
 
 
@@ -65,6 +66,28 @@ class WeightEndpoint(Protocol):
 
     async def set_label(self, label: str) -> None:
         """Change the label; the weights stay."""
+        ...
+
+
+@runtime_checkable
+class GroupEndpoint(WeightEndpoint, Protocol):
+    """Weights of a server that can also receive them from whoever holds them, in one group with other servers.
+
+    Example: ``receiver = await weights.receiver(label, keeps_kv=False)``; once it has received them,
+    ``await weights.settle(label, keeps_kv=False)``.
+    """
+
+    @property
+    def takes_groups(self) -> bool:
+        """Say whether it is set to; ``send`` then uses a group too."""
+        ...
+
+    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
+        """Say how the paused server receives weights that will have this label; nothing is changed yet."""
+        ...
+
+    async def settle(self, label: str, *, keeps_kv: bool) -> None:
+        """Do what remains once all tensors are there: set the label, keep later calls off blocks of older weights."""
         ...
 
 

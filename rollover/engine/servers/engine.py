@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,17 @@ from rollover.engine.servers.client import HTTPClient, Unreachable
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect, SleepingDialect
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.group_updates import send_to_all
 from rollover.engine.servers.memory import MemoryHeld, ServerMemory
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.places import StartedServer
 from rollover.engine.servers.served_weights import ServedWeights
+from rollover.engine.servers.transfer import Receiver, TransferFailed
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import WeightSource
+from rollover.weights.sending import SentByHolder
 
 
 class ServerEngine:
@@ -104,7 +107,7 @@ class ServerEngine:
             await self._memory.check()
         await self._memory.find()  # a run that was killed in a step may have left it asleep
         if self._memory.is_released:
-            await self._memory.take(self._served.version, self._served.source)
+            await self._memory.take(self._served.version, self._model.path)
         await self._thaw()  # a run that was killed in an update may have left it paused
         context = min(self._model.max_context_tokens, await self._dialect.check_model())
         self._calls.max_context_tokens = context
@@ -117,7 +120,7 @@ class ServerEngine:
         )
         await self._freeze()
         try:
-            await self._install(self._served.version, self._served.source)
+            await self._install(self._served.version, self._model.path)
         finally:
             await self._thaw()
         await self._check_abort()
@@ -240,7 +243,20 @@ class ServerEngine:
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
-    needs_folder = True
+    @property
+    def takes_groups(self) -> bool:
+        """Say whether whoever holds weights can send them to the server."""
+        return self._served.takes_groups and self._config.read_back != "always" and not self._config.colocated
+
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """The number format of each tensor of the model."""
+        return {name: info.dtype for name, info in self._model.weights.items()}
+
+    @property
+    def needs_folder(self) -> bool:
+        """See ``WeightTarget.needs_folder``."""
+        return not self.takes_groups
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
@@ -261,12 +277,18 @@ class ServerEngine:
             await self._calls.wait_for_silence()
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path."""
-        self._refuse_when_closed("load")
-        if version < self._served.version:
-            raise EngineError(f"{self}: weights cannot go back from version {self._served.version} to {version}")
-        folder = source.folder
-        if folder is None:
+        """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path, where it has one.
+        After a failure with weights that were sent by whoever holds them, those from before are there no more: the
+        server refuses calls until it is given others."""
+        if source.folder is None and self.takes_groups and isinstance(source, SentByHolder):
+            try:
+                await send_to_all([await self.prepare(version, source)], source, self.formats, self._config)
+            except TransferFailed as e:
+                raise EngineError(f"{self} did not load weights version {version}: {e}") from e
+            await self.settle(version)
+            return
+        self._check_load(version)
+        if source.folder is None:
             raise EngineError(f"{self} takes weights from a folder, not from this process's memory")
         takes = self._dialect.traits.takes_adapters and source.manifest.kind == "adapter"
         if takes and isinstance(source, AdapterSource):
@@ -274,21 +296,46 @@ class ServerEngine:
             self._model.check_adapters(source)
         else:
             source.manifest.require_full(version, self)
-            self._model.check_fits(folder)
+            self._model.check_fits(source.folder)
         if self._memory.is_released:
-            await self._memory.take(version, folder)
+            await self._memory.take(version, source.folder)
             return
-        if not self._dialect.traits.keeps_calls:
-            await self._aborter.abort(self._calls.sent)
+        await self._abort_unless_kept()
         before = self._served.version, self._served.source
         try:
-            await self._install(version, folder)
+            await self._install(version, source.folder)
         except EngineTimeout:  # it does not answer: it would not take the old ones either
             raise
         except EngineError as e:
-            with suppress(EngineError):  # the next call is told what remains
-                await self._install(*before)
+            if before[1] is not None:
+                with suppress(EngineError):  # the next call is told what remains
+                    await self._install(before[0], before[1])
             raise EngineError(f"{self} did not load weights version {version}: {e}") from e
+
+    async def prepare(self, version: int, source: SentByHolder) -> Receiver:
+        """Make the paused server ready to receive weights in a group, and say how. Raises ``EngineError`` for weights
+        that are not of its model, and when it does not answer."""
+        self._check_load(version)
+        source.manifest.require_full(version, self)
+        shapes = {spec.name: spec.shape for spec in source.manifest.tensors}
+        self._model.check_shapes(shapes, f"weights of version {version}")
+        await self._abort_unless_kept()
+        return await self._served.receive(version, keeps_kv=self._keeps_kv)
+
+    async def settle(self, version: int) -> None:
+        """Serve the weights that were received. Raises ``EngineError``; what the server has is unknown then."""
+        await self._served.settle(version, keeps_kv=self._keeps_kv)
+        if not self._keeps_kv:
+            self._calls.count_lost_kv()
+
+    def _check_load(self, version: int) -> None:
+        self._refuse_when_closed("load")
+        if version < self._served.version:
+            raise EngineError(f"{self}: weights cannot go back from version {self._served.version} to {version}")
+
+    async def _abort_unless_kept(self) -> None:
+        if not self._dialect.traits.keeps_calls:
+            await self._aborter.abort(self._calls.sent)
 
     async def resume(self) -> None:
         self._refuse_when_closed("resume")

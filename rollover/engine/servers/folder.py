@@ -75,23 +75,25 @@ class ModelFolder:
         """Check that the weights in ``folder`` are of this model. Raises ``EngineError`` naming the first that
         is not."""
         try:
-            given = read_weight_infos(folder)
+            given = {name: info.shape for name, info in read_weight_infos(folder).items()}
         except ModelError as e:
             raise EngineError(str(e)) from None
+        self.check_shapes(given, f"weights in {folder}")
+
+    def check_shapes(self, given: Mapping[str, tuple[int, ...]], what: str) -> None:
+        """Check that tensors with these names and shapes are of this model. Raises ``EngineError`` naming the first
+        that is not, and ``what`` they are."""
         twin = {"lm_head.weight"} if self.tied_embeddings else set()
         for problem, names in (
             ("are missing", self.weights.keys() - given.keys() - twin),
             ("are unknown", given.keys() - self.weights.keys() - twin),
         ):
             if names:
-                raise EngineError(f"weights in {folder} do not fit: {len(names)} {problem}, first {min(names)!r}")
-        for name, info in given.items():
-            expected = self.weights.get(name, info)
-            if info.shape != expected.shape:
-                raise EngineError(
-                    f"weights in {folder} do not fit: {name!r} has shape {list(info.shape)},"
-                    f" expected {list(expected.shape)}"
-                )
+                raise EngineError(f"{what} do not fit: {len(names)} {problem}, first {min(names)!r}")
+        for name, shape in given.items():
+            expected = self.weights[name].shape if name in self.weights else shape
+            if shape != expected:
+                raise EngineError(f"{what} do not fit: {name!r} has shape {list(shape)}, expected {list(expected)}")
 
     def check_adapters(self, source: AdapterSource) -> None:
         """Check that adapters are of this model. Raises ``EngineError`` naming the first that is not."""

@@ -30,6 +30,7 @@ from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateReque
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dispatch import Dispatch
+from rollover.engine.servers.group_updates import all_take_groups
 from rollover.engine.servers.members import Member, Members, PoolEngine
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import Watch
@@ -177,7 +178,16 @@ class EnginePool:
 
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
-    needs_folder = True  # a member that comes back is given weights that may have changed in memory
+    @property
+    def takes_groups(self) -> bool:
+        """Say whether whoever holds weights can send them to all members."""
+        return all_take_groups(self._members.all)
+
+    @property
+    def needs_folder(self) -> bool:
+        """See ``WeightTarget.needs_folder``. A member that comes back is given weights that, in memory, may have
+        changed; where they are sent by their holder, it waits for the next ones then."""
+        return not self.takes_groups
 
     async def pause(self) -> None:
         """See ``PoolUpdates.pause``."""

@@ -10,13 +10,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import WeightEndpoint
+from rollover.engine.servers.dialect import GroupEndpoint, WeightEndpoint
 from rollover.engine.servers.ownership import Ownership, Part, how_to_free
+from rollover.engine.servers.transfer import Receiver
 from rollover.errors import EngineError
 
 
 class ServedWeights:
-    """The weights that one server was given last: ``version`` 0 and the first ``source`` until then.
+    """The weights that one server was given last: ``version`` 0 and the first ``source`` until then. ``source`` is
+    ``None`` where they came from whoever held them, who may hold others by now.
 
     Example: after ``await served.install(7, source, keeps_kv=False)`` of run ``r`` the server's label is
     ``"rollover:r:7"``, and ``served.version`` is 7.
@@ -24,7 +26,7 @@ class ServedWeights:
 
     def __init__(self, endpoint: WeightEndpoint, client: HTTPClient, ownership: Ownership, source: Path) -> None:
         self.version = 0
-        self.source = source
+        self.source: Path | None = source
         self._ownership = ownership
         self._endpoint = endpoint
         self._client = client
@@ -66,9 +68,33 @@ class ServedWeights:
         Args:
             asleep: what has been given back of its memory, beside that of the weights.
         """
+        self._begin()
+        await self._endpoint.send(self._ownership.label(version, asleep=asleep), source, keeps_kv=keeps_kv)
+        await self._end(version, source)
+
+    @property
+    def takes_groups(self) -> bool:
+        """Say whether the server is set to receive weights in a group."""
+        return isinstance(self._endpoint, GroupEndpoint) and self._endpoint.takes_groups
+
+    async def receive(self, version: int, *, keeps_kv: bool) -> Receiver:
+        """Say how the server receives weights in a group. From now on we do not know what it has."""
+        assert isinstance(self._endpoint, GroupEndpoint)
+        receiver = await self._endpoint.receiver(self._ownership.label(version), keeps_kv=keeps_kv)
+        self._begin()
+        return receiver
+
+    async def settle(self, version: int, *, keeps_kv: bool) -> None:
+        """Have the server serve what it has received. After an ``EngineError`` we do not know its weights."""
+        assert isinstance(self._endpoint, GroupEndpoint)
+        await self._endpoint.settle(self._ownership.label(version), keeps_kv=keeps_kv)
+        await self._end(version, None)
+
+    def _begin(self) -> None:
         self._unknown = f"{self._client} failed while its weights were replaced; it has none that are known"
         self._num_installs += 1
-        await self._endpoint.send(self._ownership.label(version, asleep=asleep), source, keeps_kv=keeps_kv)
+
+    async def _end(self, version: int, source: Path | None) -> None:
         self.version, self.source, self._unknown = version, source, None
         self._compare(await self._endpoint.label())
 

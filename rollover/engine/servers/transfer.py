@@ -1,69 +1,33 @@
-"""Weights sent from this process into a server's memory, tensor by tensor; the same flow for every kind of server.
+"""Weights sent into the memory of servers, by whoever holds them; the same flow for every kind of server.
 
-What it keeps true: a group lives for one update, so a server that has been started anew, or that failed in the middle,
-needs no special case; the server's answer and our share are waited for together, and when one of the two fails nobody
-waits for the other; a session and a group that were begun are ended, whatever happens.
+Sender and servers work through the same buckets, each at its own pace: the sender gathers a bucket and broadcasts it to
+all, a server is told of it and receives it. What it keeps true: a group lives for one update, so a server that has been
+started anew, or that failed in the middle, needs no special case; all sides are waited for together, and when one fails
+nobody waits for the others; a session and a group that were begun are ended, whatever happens; every wait has a
+deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollover.engine.servers.background import within
-from rollover.engine.servers.process_groups import ProcessGroup
-from rollover.errors import EngineError
-from rollover.hf.weights import TensorInfo, read_weight_infos
+from rollover.engine.servers.config import ServerConfig
+from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.buckets import Bucket, buckets
+from rollover.weights.groups import GroupPlan
+from rollover.weights.sending import OwnSender, Sender, SenderLost, SendReport, in_thread
 from rollover.weights.sources import FolderWeights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BUCKET_BYTES = 1 << 30
-"""Announced to a server, and held by it, at a time."""
 
 Call = tuple[str, Any]
 """The path and the body of a POST."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Weights that are sent in one go, in the order of ``infos``."""
-
-    folder: Path
-    infos: Mapping[str, TensorInfo]
-
-    def described(self, dtypes: str) -> dict[str, Any]:
-        """Describe the bucket as servers are told of it; ``dtypes`` is their name for the number formats."""
-        infos = self.infos.values()
-        return {
-            "names": list(self.infos),
-            dtypes: [info.dtype for info in infos],
-            "shapes": [list(info.shape) for info in infos],
-        }
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return FolderWeights(0, self.folder).tensors(self.infos)
-
-
-def buckets(folder: Path, *, limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """All weights of a folder, in pieces of ``limit_bytes`` or a single tensor."""
-    pieces: list[dict[str, TensorInfo]] = [{}]
-    size = 0
-    for name, info in read_weight_infos(folder).items():
-        if pieces[-1] and size + info.num_bytes > limit_bytes:
-            pieces.append({})
-            size = 0
-        pieces[-1][name] = info
-        size += info.num_bytes
-    return [Bucket(folder=folder, infos=infos) for infos in pieces]
+OpenSender = Callable[[GroupPlan], Sender]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,78 +49,157 @@ class TransferCalls:
     """Give up the group."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Receiver:
+    """A server that is ready to take weights through a group.
+
+    Example: of two servers with two workers each, the address that the second is told has ``rank_offset`` 3.
+    """
+
+    name: str
+    plan: GroupPlan
+    """The group in which it would be alone, with its ``num_workers``."""
+    calls: Callable[[Mapping[str, Any]], TransferCalls]
+    """The calls for a group that meets at an address."""
+    post: Callable[[str, Any], Awaitable[None]]
+    """Makes one call. Raises ``EngineError`` when it is refused."""
+    ping: Callable[[], Awaitable[object]]
+    """Raises ``EngineError`` unless the server answers."""
+
+
+class TransferFailed(EngineError):
+    """A transfer that came to nothing: the weights of its servers are neither the old nor the new ones.
+
+    Example: ``sending weights to http://a, http://b failed: http://b cannot be reached ...``
+    """
+
+    def __init__(self, message: str, errors: Mapping[Receiver, EngineError], gone: Mapping[Receiver, EngineError]):
+        super().__init__(message)
+        self.errors = errors
+        """What servers answered that failed; it need not be their fault."""
+        self.gone = gone
+        """Servers that did not even leave the group in time: they cannot be in the next one."""
+
+
+async def send_folder(folder: Path, receiver: Receiver, config: ServerConfig) -> SendReport:
+    """Send the weights in a folder, which this process reads, to one server. Raises as ``send_weights``, and
+    ``ModelError`` when the folder cannot be read."""
+    source = FolderWeights(0, folder)
+    pieces = buckets(source.manifest.tensors)
+
+    def open_sender(plan: GroupPlan) -> Sender:
+        return OwnSender(plan, pieces, lambda spec: next(source.tensors([spec.name]))[1])
+
+    limits = {"limit_s": config.load_timeout_s, "part_s": config.control_timeout_s}
+    return await send_weights(open_sender, pieces, [receiver], **limits)
+
+
 async def send_weights(
-    buckets: list[Bucket],
-    calls: TransferCalls,
-    group: ProcessGroup,
-    post: Callable[[str, Any], Awaitable[None]],
-    *,
-    server: object,
-    limit_s: float,
-) -> None:
-    """Replace the weights of a paused server; ``post`` makes one call and raises ``EngineError`` when it is refused.
+    open_sender: OpenSender, pieces: Sequence[Bucket], receivers: Sequence[Receiver], *, limit_s: float, part_s: float
+) -> SendReport:
+    """Replace the weights of paused servers of one kind, which are in one group.
 
-    Raises ``EngineError``; the server's weights are then neither the old nor the new ones.
+    Args:
+        limit_s: of the whole transfer.
+        part_s: how long a server may take to leave a group that has failed.
+
+    Raises:
+        TransferFailed: somebody did, by the deadline.
+        SenderLost, WeightsGone: whoever holds the weights cannot send them.
     """
-    both = partial(together, limit_s=limit_s)
+    names = ", ".join(receiver.name for receiver in receivers)
+    plan = replace(receivers[0].plan, num_workers=sum(receiver.plan.num_workers for receiver in receivers))
+    sender = await _opened(open_sender, plan)
+    calls = _calls(receivers, sender.address)
+    works: dict[asyncio.Task[Any], Receiver | None] = {asyncio.create_task(_send(sender, pieces)): None}
+    works |= {asyncio.create_task(_receive(r, calls[r], pieces)): r for r in receivers}
     try:
-        await both(post(*calls.meet), group.join, what=f"meeting {server}")
-        try:
-            await post(*calls.begin)
-            for number, bucket in enumerate(buckets, 1):
-                answer = post(*calls.announce(bucket, number == len(buckets)))
-                await both(answer, partial(_broadcast, group, bucket), what=f"sending weights to {server}")
-            await post(*calls.finish)
-        except EngineError:
-            if calls.cancel is not None:
-                with suppress(EngineError):  # there may be no session
-                    await post(*calls.cancel)
-            raise
-        finally:
-            with suppress(EngineError):  # the group is of no use to anybody any more
-                await post(*calls.leave)
+        async with within(
+            limit_s, f"sending weights to {names} took longer than {limit_s:g} s (engine.load_timeout_s)"
+        ):
+            await asyncio.wait(works, return_when=asyncio.FIRST_EXCEPTION)
+        failed = {work: error for work in works if work.done() and (error := work.exception()) is not None}
+    except EngineTimeout as late:
+        failed = {work: late for work in works if not work.done()}
     finally:
-        group.close()
+        for work in works:
+            work.cancel()
+        closing = in_thread(sender.close)
+        await asyncio.gather(*works, return_exceptions=True)
+    # The sender may wait for a server that has failed, and is released when that one leaves; so both end together.
+    gone = await _part(receivers, calls, part_s) if failed else {}
+    await asyncio.wrap_future(closing)
+    if not failed:
+        return next(work.result() for work, receiver in works.items() if receiver is None)
+    for error in failed.values():
+        if isinstance(error, SenderLost) or not isinstance(error, EngineError):
+            raise error
+    errors = {r: e for work, e in failed.items() if (r := works[work]) is not None and isinstance(e, EngineError)}
+    first = next(iter({**gone, **errors}.values()), None) or next(iter(failed.values()))
+    raise TransferFailed(f"sending weights to {names} failed: {first}", errors, gone)
 
 
-def _broadcast(group: ProcessGroup, bucket: Bucket) -> None:
-    for _, tensor in bucket.tensors():
-        group.broadcast(tensor)
-
-
-async def together(answer: Awaitable[Any], share: Callable[[], None], *, limit_s: float, what: str) -> Any:
-    """Return the server's answer to a call during which ``share``, which blocks, does our part of it.
-
-    Raises ``EngineError`` when either fails, ``EngineTimeout`` after ``limit_s``. Our part is then left to its own
-    deadline: what it waits for will not come, and the group is not used again.
-    """
-    asked = asyncio.ensure_future(answer)
-    ours = _in_thread(share)
+async def _opened(open_sender: OpenSender, plan: GroupPlan) -> Sender:
+    """Open the sender; one that comes when nobody waits for it any more is closed again."""
+    opening = in_thread(lambda: open_sender(plan))
     try:
-        async with within(limit_s, f"{what} took longer than {limit_s:g} s (engine.load_timeout_s)"):
-            await asyncio.wait([asked, ours], return_when=asyncio.FIRST_EXCEPTION)
-            return (await asyncio.gather(asked, ours))[0]
-    except EngineError:
+        return await asyncio.shield(asyncio.wrap_future(opening))
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close)
         raise
-    except RuntimeError as e:  # torch.distributed raises nothing more special
-        raise EngineError(f"{what} failed: {e}") from e
-    finally:
-        asked.cancel()
-        ours.cancel()
-        await asyncio.gather(asked, ours, return_exceptions=True)
 
 
-def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Do it in a daemon thread: one that hangs must not keep this process from ending."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits for it may leave, and the thread go on
+def _close(opened: Future[Sender]) -> None:
+    if opened.exception() is None:
+        opened.result().close()
 
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except Exception as e:
-            done.set_exception(e)
 
-    threading.Thread(target=run, daemon=True, name="weights").start()
-    return asyncio.wrap_future(done)
+def _calls(receivers: Sequence[Receiver], address: Mapping[str, Any]) -> dict[Receiver, TransferCalls]:
+    """Tell each server which ranks are its own: those behind the ranks of the servers before it."""
+    calls, offset = {}, 1
+    for receiver in receivers:
+        calls[receiver] = receiver.calls({**address, "rank_offset": offset})
+        offset += receiver.plan.num_workers
+    return calls
+
+
+async def _send(sender: Sender, pieces: Sequence[Bucket]) -> SendReport:
+    for number in range(len(pieces)):
+        await asyncio.wrap_future(in_thread(lambda number=number: sender.send(number)))  # type: ignore[misc]
+    return await asyncio.wrap_future(in_thread(sender.finish))
+
+
+async def _receive(receiver: Receiver, calls: TransferCalls, pieces: Sequence[Bucket]) -> None:
+    await receiver.post(*calls.meet)
+    await receiver.post(*calls.begin)
+    for number, bucket in enumerate(pieces, 1):
+        await receiver.post(*calls.announce(bucket, number == len(pieces)))
+    await receiver.post(*calls.finish)
+    with suppress(EngineError):  # the group is of no use to anybody any more
+        await receiver.post(*calls.leave)
+
+
+async def _part(
+    receivers: Sequence[Receiver], calls: Mapping[Receiver, TransferCalls], limit_s: float
+) -> dict[Receiver, EngineError]:
+    """Have all leave a group that has failed. Returns those that did not, and why: a server that is stopped, hangs or
+    is gone."""
+
+    async def leave(receiver: Receiver) -> None:
+        own = calls[receiver]
+        late = f"{receiver.name} failed while it received weights, and does not answer {limit_s:g} s later"
+        async with within(limit_s, late):
+            for call in (own.cancel, own.leave):
+                if call is not None:
+                    with suppress(EngineError):  # there may be no session, or no group
+                        await receiver.post(*call)
+            await receiver.ping()
+
+    ends = await asyncio.gather(*map(leave, receivers), return_exceptions=True)
+    found = {}
+    for receiver, end in zip(receivers, ends, strict=True):
+        if isinstance(end, EngineError):
+            found[receiver] = end
+        elif end is not None:
+            raise end
+    return found

@@ -12,10 +12,12 @@ from contextlib import suppress
 from rollover.engine.base import Sleeps
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.group_updates import GroupUpdate
 from rollover.engine.servers.members import Member, Members
 from rollover.engine.servers.memory import MemoryHeld
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource
+from rollover.weights.sending import SentByHolder, WeightsGone
 
 
 class PoolUpdates:
@@ -41,6 +43,11 @@ class PoolUpdates:
         """Members that are asked to stand still and do not yet."""
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._group = GroupUpdate(members, config)
+        self._late: dict[Member, asyncio.Future[EngineError | None]] = {}
+        """Members that come back and stand still until they are sent the next weights, with the answer to each."""
+        self._is_awaited = asyncio.Event()
+        """Set while there are such members."""
 
     async def sleep(self) -> None:
         """Have all members give their memory back, also those that are out, which may hold some. One that is gone is
@@ -58,21 +65,24 @@ class PoolUpdates:
             raise MemoryHeld("; ".join(held))
 
     async def pause(self) -> None:
-        """Wait for a member where all are out. Raises ``EngineError`` naming all members when none pauses."""
+        """Wait for a member where all are out, also for one that needs the weights that come now.
+
+        Raises ``EngineError`` naming all members when none pauses.
+        """
         if self.is_asleep:  # from now on those that are gone may come back
             self.is_asleep = False
             self._resumed.set()
             await self._find_those_that_died()
         if not self._members.in_service:
             with suppress(EngineError):  # said below, with why
-                await self._members.until_one_is_up(asyncio.Event())
+                await self._members.until_one_is_up(self._is_awaited)
         self._resumed.clear()
         self._paused = self._members.in_service
         self._pausing = {*self._paused}
         failed = await self._members.each(self._paused, self._pause_one, self._switch_timeout_s, "stand still")
         self._pausing.clear()
         self._members.take_out(failed)
-        if not self._standing:
+        if not self._standing and not self._late:
             self._paused = None
             self._resumed.set()
             raise EngineError(f"no engine could be paused; {self._members.why_none()}")
@@ -94,12 +104,15 @@ class PoolUpdates:
         if version < self.version:
             raise EngineError(f"weights cannot go back from version {self.version} to {version}")
         members = self._members.in_service if self._paused is None else self._standing
-        failed = await self._members.each(
-            members,
-            lambda member: member.engine.load(version, source),
-            self._load_timeout_s,
-            f"load weights version {version}",
-        )
+        if source.folder is None and isinstance(source, SentByHolder):
+            failed = await self._have_sent(members, version, source)
+        else:
+            failed = await self._members.each(
+                members,
+                lambda member: member.engine.load(version, source),
+                self._load_timeout_s,
+                f"load weights version {version}",
+            )
         refused = {member: e for member, e in failed.items() if not isinstance(e, EngineTimeout)}
         if refused and len(failed) == len(members):
             self._members.take_out({member: e for member, e in failed.items() if member not in refused})
@@ -107,6 +120,20 @@ class PoolUpdates:
             raise EngineError(f"no engine took weights version {version}: {reasons}")
         self.version, self._source = version, source
         self._members.take_out(failed)
+
+    async def _have_sent(self, members: list[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
+        """Have weights sent to members, and to those that wait for them to come back. Returns which of the former
+        failed; where one of the latter did not, the others are no reason to stop and are taken out."""
+        late = dict(self._late)
+        failed = await self._group.load([*members, *late], version, source)
+        for member, answer in late.items():
+            if not answer.done():
+                answer.set_result(failed.get(member))
+        own = {member: failed[member] for member in members if member in failed}
+        if len(own) == len(members) and any(member not in failed for member in late):
+            self._members.take_out(own)
+            return {}
+        return own
 
     async def resume(self) -> None:
         members, self._paused = self._standing, None
@@ -126,16 +153,35 @@ class PoolUpdates:
         return self._paused is None or member in self._pausing
 
     async def catch_up(self, member: Member) -> int:
-        """Give a member that comes back the weights of the pool, outside of an update. Returns their version."""
+        """Give a member that comes back the weights of the pool: now, or, where nobody holds them any more, with the
+        next update. Returns their version."""
         engine, name = member.engine, member.name
         await self._resumed.wait()
         version = self.version
         try:
             await in_time(engine.pause(), self._switch_timeout_s, name, "stand still")
-            await in_time(engine.load(version, self._source), self._load_timeout_s, name, f"load version {version}")
+            try:
+                await in_time(engine.load(version, self._source), self._load_timeout_s, name, f"load version {version}")
+            except WeightsGone:
+                version = await self._with_the_others(member)
         finally:
             await in_time(engine.resume(), self._switch_timeout_s, name, "go on")
         return version
+
+    async def _with_the_others(self, member: Member) -> int:
+        """Wait for the next update, and return its version once it is over. Raises how it failed for this member."""
+        answer = self._late[member] = asyncio.get_running_loop().create_future()
+        self._is_awaited.set()
+        try:
+            if (error := await answer) is not None:
+                raise error
+            version = self.version
+            await self._resumed.wait()
+            return version
+        finally:
+            del self._late[member]
+            if not self._late:
+                self._is_awaited.clear()
 
     def is_current(self, version: int) -> bool:
         """Tell whether a member with these weights may be taken in now."""

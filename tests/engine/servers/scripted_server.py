@@ -254,17 +254,20 @@ class _Running:
             self.events.put_nowait(None)
 
 
-class Meeting(Protocol):
-    """The workers' side of a process group."""
-
-    @property
-    def address(self) -> Mapping[str, Any]: ...
-
-    def meet(self) -> None: ...
+class Seat(Protocol):
+    """The workers of a server, in a process group."""
 
     async def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> str:
-        """What the weights that have come are called."""
+        """What the weights that have come are called. Raises ``RuntimeError`` when the group has been given up."""
         ...
+
+    def leave(self) -> None: ...
+
+
+class Meetings(Protocol):
+    """Where the workers of servers meet whoever sends weights."""
+
+    def meet(self, address: Mapping[str, Any], num_workers: int) -> Seat: ...
 
 
 class ScriptedVLLM(ScriptedServer):
@@ -285,8 +288,9 @@ class ScriptedVLLM(ScriptedServer):
         self.reload_error: str | None = None
         self.checksums = lambda weights: f"{zlib.crc32(weights.encode()):08x}"
         self.num_workers = 2
-        self.group: Meeting | None = None
-        """Where its workers meet the client."""
+        self.meetings: Meetings | None = None
+        self.seat: Seat | None = None
+        """Where its workers sit."""
 
     def _offers(self, path: str) -> bool:
         return self.dev_mode or path in ("/v1/models", "/v1/completions", "/health")
@@ -387,17 +391,20 @@ class ScriptedVLLM(ScriptedServer):
         return Answer(body={"world_size": self.num_workers})
 
     async def _post_init_weight_transfer_engine(self, query: dict[str, str], body: Any) -> Answer:
-        assert self.group is not None and body["init_info"] == dict(self.group.address)
-        self.group.meet()
+        assert self.meetings is not None
+        self.seat = self.meetings.meet(body["init_info"], self.num_workers)
         return Answer(body={"message": "Weight transfer initialized"})
 
     async def _post_start_weight_update(self, query: dict[str, str], body: Any) -> Answer:
         return Answer(body={"message": "Weight update started"})
 
     async def _post_update_weights(self, query: dict[str, str], body: Any) -> Answer:
-        assert self.group is not None
+        assert self.seat is not None
         info = body["update_info"]
-        self.weights = await self.group.receive(info["names"], info["dtype_names"], info["shapes"])
+        try:
+            self.weights = await self.seat.receive(info["names"], info["dtype_names"], info["shapes"])
+        except RuntimeError as e:
+            return Answer(500, {"error": {"message": str(e)}})
         return Answer(body={"message": "Weights updated"})
 
     async def _post_finish_weight_update(self, query: dict[str, str], body: Any) -> Answer:
@@ -405,6 +412,8 @@ class ScriptedVLLM(ScriptedServer):
         return Answer(body={"message": "Weight update finished"})
 
     async def _post_shutdown_weight_transfer_engine(self, query: dict[str, str], body: Any) -> Answer:
+        if self.seat is not None:
+            self.seat.leave()
         return Answer(body={"message": "Weight transfer shut down"})
 
     async def _post_v1_completions(self, query: dict[str, str], body: Any) -> Answer:

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +19,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rollover.engine.servers.process_groups import NCCLGroup, TorchGroup, address_towards
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.weights import SGLangWeights
-from rollover.engine.servers.transfer import buckets, together
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
-from rollover.engine.servers.vllm.weights import VLLMWeights
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError
+from rollover.weights.buckets import buckets
+from rollover.weights.groups import NCCLGroup, TorchGroup, address_towards
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import FullEngine, collect, request
+from tests.engine.servers.meetings import Meetings, Seat
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label
-
-
-class Meeting:
-    """Both sides of a group, in one process: what we broadcast is what the workers receive."""
-
-    address: Mapping[str, Any] = {"group_name": "g", "rank_offset": 1, "world_size": 3}
-
-    def __init__(self) -> None:
-        self._met = threading.Event()
-        self._sent: list[torch.Tensor] = []
-        self.received: dict[str, torch.Tensor] = {}
-        self.closed = False
-
-    def join(self) -> None:
-        assert self._met.wait(10.0)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._sent.append(tensor)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def meet(self) -> None:
-        self._met.set()
-
-    async def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> str:
-        async with asyncio.timeout(10.0):
-            while len(self._sent) < len(names):
-                await asyncio.sleep(0.001)
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            tensor = self._sent.pop(0)
-            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
-            self.received[name] = tensor
-        return f"sent {float(sum(t.float().sum() for t in self.received.values()))}"
 
 
 def folder_of(path: Path, value: float) -> Path:
@@ -77,21 +43,13 @@ def folder_of(path: Path, value: float) -> Path:
 
 
 def engine_before(
-    server: ScriptedServer, folder: Path, meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch, **changes: Any
+    server: Any, folder: Path, meetings: Meetings, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> Any:
-    """An engine, not open yet, and one more meeting for each group that it opens."""
+    """An engine, not open yet, whose server's workers come to ``meetings``."""
     kit: Any = vllm_kit if isinstance(server, ScriptedVLLM) else sglang_kit
-    engine = kit.make_engine(server, folder, weight_transfer="nccl", **changes)
-
-    def open_group(self: object, num_workers: int) -> Meeting:
-        assert num_workers == 2
-        server.group = Meeting()  # type: ignore[attr-defined]
-        meetings.append(server.group)  # type: ignore[attr-defined]
-        return meetings[-1]
-
-    for endpoint in (VLLMWeights, SGLangWeights):
-        monkeypatch.setattr(endpoint, "open_group", open_group)
-    return engine
+    server.meetings = meetings
+    monkeypatch.setattr("rollover.weights.sending.open_group", meetings.open_group)
+    return kit.make_engine(server, folder, weight_transfer="nccl", **changes)
 
 
 async def update(engine: FullEngine, version: int, folder: Path) -> None:
@@ -100,6 +58,11 @@ async def update(engine: FullEngine, version: int, folder: Path) -> None:
         await engine.load(version, FolderWeights(version, folder))
     finally:
         await engine.resume()
+
+
+def assert_received(seat: Seat, weights: Mapping[str, torch.Tensor]) -> None:
+    assert seat.received.keys() == weights.keys()
+    assert all(torch.equal(seat.received[name], tensor) for name, tensor in weights.items())
 
 
 def posted(server: ScriptedServer, *ignored: str) -> list[str]:
@@ -113,7 +76,7 @@ def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
-    server, meetings = ScriptedVLLM(), list[Meeting]()
+    server, meetings = ScriptedVLLM(), Meetings()
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)
@@ -138,18 +101,17 @@ def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_
         await engine.close()
 
     asyncio.run(main())
-    assert [m.closed for m in meetings] == [True, True]
-    for meeting, folder in zip(meetings, (first, second), strict=True):
-        weights = load_file(folder / "model.safetensors")
-        assert meeting.received.keys() == weights.keys()
-        assert all(torch.equal(meeting.received[name], tensor) for name, tensor in weights.items())
+    assert [m.closed for m in meetings.all] == [True, True]
+    for meeting, folder in zip(meetings.all, (first, second), strict=True):
+        assert meeting.offsets == [1]
+        assert_received(meeting.seats[0], load_file(folder / "model.safetensors"))
 
 
 def test_a_vllm_server_that_refuses_in_the_middle_is_sent_the_weights_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
-    server, meetings = ScriptedVLLM(), list[Meeting]()
+    server, meetings = ScriptedVLLM(), Meetings()
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)
@@ -163,7 +125,7 @@ def test_a_vllm_server_that_refuses_in_the_middle_is_sent_the_weights_from_befor
         await engine.close()
 
     asyncio.run(main())
-    assert [m.closed for m in meetings] == [True] * 3
+    assert [m.closed for m in meetings.all] == [True] * 3
 
 
 def test_a_launched_vllm_server_is_told_to_expect_weights(tmp_path: Path) -> None:
@@ -186,8 +148,8 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
-    server, meetings = ScriptedSGLang(), list[Meeting]()
-    monkeypatch.setattr("rollover.engine.servers.sglang.weights.buckets", lambda folder: buckets(folder, limit_bytes=1))
+    server, meetings = ScriptedSGLang(), Meetings()
+    monkeypatch.setattr("rollover.engine.servers.transfer.buckets", partial(buckets, limit_bytes=1))
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)
@@ -215,16 +177,15 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
         await engine.close()
 
     asyncio.run(main())
-    weights = load_file(second / "model.safetensors")
-    assert all(torch.equal(meetings[-1].received[name], tensor) for name, tensor in weights.items())
-    assert [m.closed for m in meetings] == [True, True]
+    assert_received(meetings.all[-1].seats[0], load_file(second / "model.safetensors"))
+    assert [m.closed for m in meetings.all] == [True, True]
 
 
 def test_an_sglang_server_that_refuses_in_the_middle_is_left_without_a_session_or_known_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
-    server, meetings = ScriptedSGLang(), list[Meeting]()
+    server, meetings = ScriptedSGLang(), Meetings()
 
     async def main() -> None:
         engine = engine_before(server, first, meetings, monkeypatch)
@@ -233,7 +194,7 @@ def test_an_sglang_server_that_refuses_in_the_middle_is_left_without_a_session_o
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
             await update(engine, 1, second)
         assert not server.session
-        assert posted(server).count("/destroy_weights_update_group") == len(meetings) == 3
+        assert posted(server).count("/destroy_weights_update_group") == len(meetings.all) == 3
         with pytest.raises(EngineError, match="none that are known"):
             await collect(engine, request("a"))
         server.update_error = None
@@ -251,7 +212,7 @@ def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
     server.dp_size = 2
 
     async def main() -> None:
-        engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), [], monkeypatch)
+        engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), Meetings(), monkeypatch)
         with pytest.raises(EngineError, match=r"data or pipeline parallel .*set engine\.weight_transfer to 'folder'"):
             await engine.open()
         await engine.close()
@@ -265,44 +226,6 @@ def test_an_address_that_nobody_uses_is_a_mistake() -> None:
 
 
 # -- both sides --------------------------------------------------------------------------------------------------
-
-
-def test_pieces_hold_every_weight_once_and_no_more_than_the_limit(tmp_path: Path) -> None:
-    weights = {f"w{i}": torch.full((i + 1, 2), float(i), dtype=torch.bfloat16) for i in range(9)}
-    save_file({name: weights[name] for name in list(weights)[:4]}, tmp_path / "model-1.safetensors")
-    save_file({name: weights[name] for name in list(weights)[4:]}, tmp_path / "model-2.safetensors")
-    pieces = buckets(tmp_path, limit_bytes=60)
-    sizes = [sum(info.num_bytes for info in piece.infos.values()) for piece in pieces]
-    assert max(sizes) <= 60 and len(pieces) < 9
-    sent = [pair for piece in pieces for pair in piece.tensors()]
-    assert sorted(name for name, _ in sent) == sorted(weights)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in sent)
-
-
-def test_when_one_side_fails_nobody_waits_for_the_other() -> None:
-    forever = threading.Event()
-
-    async def refuses() -> None:
-        raise EngineError("refused")
-
-    async def hangs() -> None:
-        await asyncio.Event().wait()
-
-    def breaks() -> None:
-        raise RuntimeError("connection closed by peer")
-
-    async def main() -> None:
-        with pytest.raises(EngineError, match=r"^refused$"):
-            await together(refuses(), lambda: forever.wait(30.0) and None, limit_s=60.0, what="sending")
-        with pytest.raises(EngineError, match=r"^sending failed: connection closed by peer"):
-            await together(hangs(), breaks, limit_s=60.0, what="sending")
-        with pytest.raises(EngineTimeout, match=r"sending took longer than 0\.05 s \(engine\.load_timeout_s\)"):
-            await together(hangs(), lambda: forever.wait(30.0) and None, limit_s=0.05, what="sending")
-
-    try:
-        asyncio.run(main())
-    finally:
-        forever.set()
 
 
 def test_a_gloo_group_carries_tensors_to_a_worker_and_listens_on_one_address() -> None:

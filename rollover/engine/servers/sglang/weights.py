@@ -18,7 +18,6 @@ What is peculiar to it:
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,6 @@ from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
@@ -38,13 +36,15 @@ from rollover.engine.servers.sglang.answers import (
     WeightChecks,
 )
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.transfer import Bucket, TransferCalls, buckets, send_weights
+from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
+from rollover.weights.buckets import Bucket
+from rollover.weights.groups import GroupPlan
 
 
 class SGLangWeights:
-    """Implements ``WeightEndpoint``."""
+    """Implements ``GroupEndpoint``."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SGLangWeights:
             }
             await self._post("/update_weights_from_disk", body)
         else:
-            await self._transfer(label, source, flush_cache=not keeps_kv)
+            await send_folder(source, await self._receiver(label, keeps_kv=keeps_kv), self._config)
 
     async def _send_adapter(self, label: str, source: Path) -> None:
         if self.held.needs_base(await self.label()):
@@ -118,40 +118,58 @@ class SGLangWeights:
         body = {"new_version": label, "abort_all_requests": False}
         await self._client.call("POST", "/update_weight_version", body=body)
 
-    def open_group(self, num_workers: int) -> ProcessGroup:
-        return TorchGroup(
-            self._config.weight_transfer,
-            self._config.transfer_host or address_towards(self._client.url),
-            f"{self._group_name}/{self.num_sends}",
-            num_workers=num_workers,
-            timeout_s=self._config.load_timeout_s,
-        )
+    @property
+    def takes_groups(self) -> bool:
+        """See ``GroupEndpoint.takes_groups``."""
+        return self._config.weight_transfer != "folder"
 
-    async def _transfer(self, label: str, source: Path, *, flush_cache: bool) -> None:
+    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
+        """See ``GroupEndpoint.receiver``."""
+        self.num_sends += 1
+        return await self._receiver(label, keeps_kv=keeps_kv)
+
+    async def settle(self, label: str, *, keeps_kv: bool) -> None:
+        """See ``GroupEndpoint.settle``: label and flush went with the last piece."""
+        self.held.took_full(label, is_base=False)
+
+    async def _receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
         info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
+        backend = self._config.weight_transfer
+        assert backend != "folder", "a group was asked of a server that reads folders"
         if info.dp_size != 1 or info.pp_size != 1:
             raise EngineError(
                 f"{self._client} is data or pipeline parallel and takes weights from folders only: set"
                 " engine.weight_transfer to 'folder'"
             )
-        group = await asyncio.to_thread(self.open_group, info.tp_size)
-        name = {"group_name": group.address["group_name"]}
-
-        def announce(bucket: Bucket, is_last: bool) -> tuple[str, Any]:
-            last = {"weight_version": label, "flush_cache": flush_cache} if is_last else {}
-            body = {"flush_cache": False, "abort_all_requests": False, **bucket.described("dtypes"), **name, **last}
-            return "/update_weights_from_distributed", body
-
-        calls = TransferCalls(
-            meet=("/init_weights_update_group", dict(group.address)),
-            begin=("/begin_weight_update", {}),
-            announce=announce,
-            finish=("/end_weight_update", {}),
-            cancel=("/end_weight_update", {}),
-            leave=("/destroy_weights_update_group", name),
+        plan = GroupPlan(
+            meets="torch",
+            backend=backend,
+            towards=self._client.url,
+            host=self._config.transfer_host,
+            name=f"{self._group_name}/{self.num_sends}",
+            num_workers=info.tp_size,
+            timeout_s=self._config.load_timeout_s,
+            is_flat=True,
         )
-        limit_s = self._config.load_timeout_s
-        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+
+        def calls(address: Mapping[str, Any]) -> TransferCalls:
+            name = {"group_name": address["group_name"]}
+
+            def announce(bucket: Bucket, is_last: bool) -> tuple[str, Any]:
+                last = {"weight_version": label, "flush_cache": not keeps_kv} if is_last else {}
+                form = {"flush_cache": False, "abort_all_requests": False, "load_format": "flattened_bucket"}
+                return "/update_weights_from_distributed", {**form, **bucket.described("dtypes"), **name, **last}
+
+            return TransferCalls(
+                meet=("/init_weights_update_group", dict(address)),
+                begin=("/begin_weight_update", {}),
+                announce=announce,
+                finish=("/end_weight_update", {}),
+                cancel=("/end_weight_update", {}),
+                leave=("/destroy_weights_update_group", name),
+            )
+
+        return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
 
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
         body, limit_s = {"action": "checksum", "selector": "target"}, self._config.load_timeout_s

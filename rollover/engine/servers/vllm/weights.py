@@ -25,13 +25,13 @@ from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.process_groups import NCCLGroup, ProcessGroup
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
-from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
+from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
 from rollover.engine.servers.vllm.answers import Checksums, Models, Success, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
+from rollover.weights.groups import GroupPlan
 
 _RESET_RETRY_S = 0.05
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -67,7 +67,7 @@ class ChecksumRecord:
 
 
 class VLLMWeights:
-    """Implements ``WeightEndpoint``.
+    """Implements ``GroupEndpoint``.
 
     Args:
         checksums: of what the servers of a pool have loaded.
@@ -104,7 +104,7 @@ class VLLMWeights:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source.resolve())}}
             await self._post("/collective_rpc", reload)
         else:
-            await self._transfer(label, source)
+            await send_folder(source, await self.receiver(label, keeps_kv=keeps_kv), self._config)
         await self._reset_prefix_cache(keeps_kv=keeps_kv)
 
     async def _send_adapter(self, label: str, source: Path) -> None:
@@ -132,21 +132,39 @@ class VLLMWeights:
     async def set_label(self, label: str) -> None:
         await self._client.call("POST", "/update_weight_version", body={"new_version": label})
 
-    def open_group(self, num_workers: int) -> ProcessGroup:
-        return NCCLGroup(num_workers)
+    @property
+    def takes_groups(self) -> bool:
+        """See ``GroupEndpoint.takes_groups``."""
+        return self._config.weight_transfer != "folder"
 
-    async def _transfer(self, label: str, source: Path) -> None:
+    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
+        """See ``GroupEndpoint.receiver``."""
         answer = await self._client.ask(WorldSize, "GET", "/get_world_size", params={"include_dp": "true"})
-        group = self.open_group(answer.world_size)
-        calls = TransferCalls(
-            meet=("/init_weight_transfer_engine", {"init_info": dict(group.address)}),
-            begin=("/start_weight_update", None),
-            announce=lambda bucket, _: ("/update_weights", {"update_info": bucket.described("dtype_names")}),
-            finish=("/finish_weight_update", {"weight_version": label}),
-            leave=("/shutdown_weight_transfer_engine", None),
+        plan = GroupPlan(
+            meets="nccl",
+            backend="nccl",
+            towards=self._client.url,
+            name=label,
+            num_workers=answer.world_size,
+            timeout_s=self._config.load_timeout_s,
         )
-        limit_s = self._config.load_timeout_s
-        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+
+        def calls(address: Mapping[str, Any]) -> TransferCalls:
+            return TransferCalls(
+                meet=("/init_weight_transfer_engine", {"init_info": dict(address)}),
+                begin=("/start_weight_update", None),
+                announce=lambda bucket, _: ("/update_weights", {"update_info": bucket.described("dtype_names")}),
+                finish=("/finish_weight_update", {"weight_version": label}),
+                leave=("/shutdown_weight_transfer_engine", None),
+            )
+
+        return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
+
+    async def settle(self, label: str, *, keeps_kv: bool) -> None:
+        """See ``GroupEndpoint.settle``."""
+        await self._reset_prefix_cache(keeps_kv=keeps_kv)
+        await self.set_label(label)
+        self.held.took_full(label, is_base=False)
 
     async def _post(self, path: str, body: Any) -> None:
         await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)

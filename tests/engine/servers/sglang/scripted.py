@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from tests.engine.servers.scripted_server import CONTEXT, Answer, Meeting, ScriptedServer, logprob_at, token_at
+from tests.engine.servers.scripted_server import CONTEXT, Answer, Meetings, ScriptedServer, Seat, logprob_at, token_at
 
 MODEL_TYPE = "qwen3"
 
@@ -51,8 +51,9 @@ class ScriptedSGLang(ScriptedServer):
         """The computation fails at this token."""
         self.update_error: str | None = None
         self.scheduler_version = "default"
-        self.group: Meeting | None = None
-        """Where its workers meet the client."""
+        self.meetings: Meetings | None = None
+        self.seat: Seat | None = None
+        """Where its workers sit."""
         self.session = False
         """Whether weights may come."""
         self._gate = asyncio.Event()
@@ -222,8 +223,8 @@ class ScriptedSGLang(ScriptedServer):
     # -- weights through a process group ---------------------------------------------------------------------
 
     async def _post_init_weights_update_group(self, query: dict[str, str], body: Any) -> Answer:
-        assert self.group is not None and body == dict(self.group.address)
-        self.group.meet()
+        assert self.meetings is not None
+        self.seat = self.meetings.meet(body, 2)
         return Answer(body={"success": True, "message": "Succeeded"})
 
     async def _post_begin_weight_update(self, query: dict[str, str], body: Any) -> Answer:
@@ -239,13 +240,18 @@ class ScriptedSGLang(ScriptedServer):
         return Answer(body={"success": True, "message": "Success"})
 
     async def _post_update_weights_from_distributed(self, query: dict[str, str], body: Any) -> Answer:
-        assert self.group is not None and self.session
-        weights = await self.group.receive(body["names"], body["dtypes"], body["shapes"])
+        assert self.seat is not None and self.session and body["load_format"] == "flattened_bucket"
+        try:
+            weights = await self.seat.receive(body["names"], body["dtypes"], body["shapes"])
+        except RuntimeError as e:
+            return Answer(400, {"success": False, "message": str(e)})
         if self.update_error is not None:
             return Answer(400, {"success": False, "message": self.update_error})
         return self._updated(weights, body)
 
     async def _post_destroy_weights_update_group(self, query: dict[str, str], body: Any) -> Answer:
+        if self.seat is not None:
+            self.seat.leave()
         return Answer(body={"success": True, "message": "Succeeded"})
 
     # -- decoding --------------------------------------------------------------------------------------------

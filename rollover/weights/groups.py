@@ -1,16 +1,19 @@
-"""Process groups through which weights go from this process into the workers of a server; we are rank 0.
+"""Process groups through which weights go from this process into the workers of servers; we are rank 0.
 
-``TorchGroup`` meets the workers as SGLang does, ``NCCLGroup`` as vLLM does. A group lives for one update.
+``TorchGroup`` meets the workers as SGLang does, ``NCCLGroup`` as vLLM does. A group lives for one update, so a member
+that has been started anew, or that failed in the middle, needs no special case.
 """
 
 from __future__ import annotations
 
 import base64
 import socket
+import time
 from collections.abc import Mapping
 from ctypes import CDLL, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_void_p, string_at
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from rollover.errors import EngineError
@@ -21,10 +24,36 @@ if TYPE_CHECKING:
 _ID_BYTES = 128
 _DATA_TYPES = {"torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
 _SUM = 0  # ncclRedOp_t
+_LEAST_S = 0.01
+"""gloo takes no time at all for no deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """A group that is to be formed, as whoever will be its rank 0 is told.
+
+    Example: ``GroupPlan(meets="torch", backend="gloo", towards="http://10.0.0.5:30000", name="run/7", num_workers=2,
+    timeout_s=300.0)`` is of three ranks.
+    """
+
+    meets: Literal["torch", "nccl"]
+    """Through a store of torch.distributed, or by an id of NCCL."""
+    backend: Literal["gloo", "nccl"]
+    towards: str
+    """The URL of one of the servers, from which our own address is found out."""
+    host: str | None = None
+    """Our own address, where the user gives it."""
+    name: str
+    num_workers: int
+    """Of all servers together; they are the ranks from 1 on."""
+    timeout_s: float
+    """Deadline of the whole transfer."""
+    is_flat: bool = False
+    """Each bucket is sent as one tensor of bytes, and not tensor by tensor."""
 
 
 class ProcessGroup(Protocol):
-    """Rank 0 of a group whose other ranks are a server's workers. All methods but ``close`` block.
+    """Rank 0 of a group whose other ranks are workers of servers. All methods but ``close`` block.
 
     Example: ``group.join()``, then ``group.broadcast(tensor)`` for each tensor in the order announced, then
     ``group.close()``.
@@ -32,7 +61,8 @@ class ProcessGroup(Protocol):
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """Tell the workers where the group meets, in the server's own words."""
+        """Tell the workers where the group meets, in the server's own words; ``rank_offset`` is that of the first
+        server."""
         ...
 
     def join(self) -> None:
@@ -41,7 +71,17 @@ class ProcessGroup(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give it up, also while another thread blocks in it: whoever waits for others to join then fails at once."""
+        ...
+
+
+def open_group(plan: GroupPlan) -> ProcessGroup:
+    """Open our end of a group. Raises ``EngineError`` where this process cannot."""
+    if plan.meets == "nccl":
+        return NCCLGroup(plan.num_workers)
+    host = plan.host or address_towards(plan.towards)
+    return TorchGroup(plan.backend, host, plan.name, num_workers=plan.num_workers, timeout_s=plan.timeout_s)
 
 
 def address_towards(url: str) -> str:
@@ -57,8 +97,8 @@ class TorchGroup:
     """A group of torch.distributed, over gloo or NCCL. It listens on ``host`` only.
 
     Args:
-        num_workers: of the server; their ranks begin at 1.
-        timeout_s: deadline of each step of ours.
+        num_workers: of all servers; their ranks begin at 1.
+        timeout_s: deadline of the whole transfer. What waits for a worker then fails, and the others are released.
     """
 
     def __init__(self, backend: str, host: str, name: str, *, num_workers: int, timeout_s: float) -> None:
@@ -68,10 +108,15 @@ class TorchGroup:
         self._host = host
         self._size = 1 + num_workers
         self._timeout = timedelta(seconds=timeout_s)
+        self._deadline_s = time.monotonic() + timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
+        try:
+            listener = socket.create_server((host, 0), family=family)
+        except OSError as e:
+            raise EngineError(f"no address {host!r} of this machine can be listened on: {e}") from None
         port = int(listener.getsockname()[1])
-        store = TCPStore(
+        # The group uses a store of its own, so that whoever waits in it fails as soon as the meeting place is closed.
+        self._meeting: Any = TCPStore(
             host,
             port,
             is_master=True,
@@ -79,6 +124,7 @@ class TorchGroup:
             timeout=self._timeout,
             master_listen_fd=listener.detach(),
         )
+        store = TCPStore(host, port, is_master=False, timeout=self._timeout)
         # As torch's own helper nests them; the workers look in the same place.
         device = "cuda" if backend == "nccl" else "cpu"
         self._store = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -111,16 +157,17 @@ class TorchGroup:
         import torch
         from torch.distributed import BroadcastOptions
 
-        if self._backend == "nccl":
-            tensor = tensor.cuda()
+        tensor = tensor.cuda() if self._backend == "nccl" else tensor.cpu()
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=max(_LEAST_S, self._deadline_s - time.monotonic()))
+        # No name is given to the operation: in the trace of an error it would keep the connections open.
         self._group.broadcast([tensor.contiguous()], options).wait()
         if self._backend == "nccl":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._meeting = None
 
 
 class _UniqueId(Structure):

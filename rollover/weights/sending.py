@@ -1,0 +1,289 @@
+"""Weights are sent into a process group by the process that holds them, or by the first of several that do.
+
+What it keeps true: whoever sends holds two buckets at most, the one that is on its way and the one that comes next;
+every wait has a deadline, that of the whole transfer; what hangs is left to a thread of its own, which nobody waits
+for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.base import TensorSpec, WeightSource
+from rollover.weights.buckets import Bucket, cast, flattened
+from rollover.weights.groups import GroupPlan, ProcessGroup, open_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+_TICK_S = 0.2
+
+
+class SenderLost(EngineError):
+    """The sender of weights has failed, and none of those that were to receive them. Sending them again may work.
+
+    Example: ``rank 1 of 2 was killed (SIGKILL) in sending version 7``
+    """
+
+
+class WeightsGone(EngineError):
+    """The trainer has gone on: the weights of this version are held by nobody any more, and later ones follow.
+
+    Example: ``the trainer is at version 8: weights of version 7 can be sent no more``
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """Measures of what it took to send one version of the weights.
+
+    Example: ``SendReport(num_bytes=14 * 2**30, peak_bytes=2 * 2**30, num_tensors=339)``
+    """
+
+    num_bytes: int
+    peak_bytes: int
+    """The most that the sender held of whole tensors at a time."""
+    num_tensors: int
+
+
+class Sender(Protocol):
+    """Sends the buckets of one version in their order. All methods block; ``close`` may be called at any time.
+
+    Example: ``sender.send(0); sender.send(1); report = sender.finish(); sender.close()``
+    """
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        """Tell the workers where the group meets; the sender joins by itself."""
+        ...
+
+    def send(self, number: int) -> None:
+        """Gather a bucket and put it on its way. Returns as soon as the one before has arrived.
+
+        Raises ``EngineError`` when the group fails, ``SenderLost`` when the sender does.
+        """
+        ...
+
+    def finish(self) -> SendReport:
+        """Return when the last bucket has arrived."""
+        ...
+
+    def close(self) -> None:
+        """Give the group up, and let the weights change again."""
+        ...
+
+
+@runtime_checkable
+class SentByHolder(WeightSource, Protocol):
+    """Weights that those who hold them send: no folder is written, and no process needs to have all of them.
+
+    Example: ``trainer.weights_to_send()`` of a trainer at version 7 is of version 7, until its next step begins.
+    """
+
+    def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
+        """Open our end of a group; the weights do not change before the sender is closed. Blocks.
+
+        Raises ``WeightsGone`` when they are being changed or have changed, ``SenderLost`` when their holder fails.
+        """
+        ...
+
+
+class BucketQueue:
+    """Rank 0 of a group: joins it, and sends what it is given in threads of its own.
+
+    Args:
+        on_wait: called at least five times a second while it waits, to show that this process is alive.
+
+    Example: ``queue.put([tensor]); queue.put([other]); queue.drain()`` returns when both have arrived.
+    """
+
+    def __init__(self, group: ProcessGroup, plan: GroupPlan, *, on_wait: Callable[[], None] = lambda: None) -> None:
+        self._group = group
+        self._deadline_s = time.monotonic() + plan.timeout_s
+        self._timeout_s = plan.timeout_s
+        self._on_wait = on_wait
+        self._num_bytes = self._on_its_way_bytes = self.peak_bytes = self._num_tensors = 0
+        self._work = in_thread(group.join)
+
+    def put(self, tensors: list[Tensor], num_tensors: int) -> None:
+        """Send these next. Returns as soon as what was put before has arrived."""
+        own_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.peak_bytes = max(self.peak_bytes, self._on_its_way_bytes + own_bytes)
+        self._wait()
+        self._on_its_way_bytes = own_bytes
+        self._num_bytes += own_bytes
+        self._num_tensors += num_tensors
+        self._work = in_thread(partial(_broadcast, self._group, tensors))
+
+    def drain(self) -> SendReport:
+        self._wait()
+        self._on_its_way_bytes = 0
+        return SendReport(num_bytes=self._num_bytes, peak_bytes=self.peak_bytes, num_tensors=self._num_tensors)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _wait(self) -> None:
+        while (left_s := self._deadline_s - time.monotonic()) > 0:
+            self._on_wait()
+            try:
+                return self._work.result(min(left_s, _TICK_S))
+            except NotYet:
+                if self._work.done():  # it was a deadline of the group itself
+                    break
+            except EngineError:
+                raise
+            except (RuntimeError, ValueError) as e:  # torch.distributed raises nothing more special
+                reason = (str(e).splitlines() or [""])[0]
+                raise EngineError(f"the group through which weights were sent has failed: {reason}") from e
+        raise EngineTimeout(f"weights were not received within {self._timeout_s:g} s (engine.load_timeout_s)")
+
+
+def _broadcast(group: ProcessGroup, tensors: list[Tensor]) -> None:
+    while tensors:  # each is freed as soon as it has gone
+        group.broadcast(tensors.pop(0))
+
+
+class OwnSender:
+    """Sends weights that this process can read, one tensor at a time. Implements ``Sender``.
+
+    Args:
+        take: gives the tensor that is asked for.
+        on_close: called once, at the end.
+
+    Example: ``OwnSender(plan, pieces, partial(cast, dict(trainer.weights())))``
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        buckets: Sequence[Bucket],
+        take: Callable[[TensorSpec], Tensor],
+        *,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._plan = plan
+        self._buckets = buckets
+        self._take = take
+        self._on_close: Callable[[], None] | None = on_close
+        self._group = open_group(plan)
+        self.address: Mapping[str, Any] = self._group.address
+        self._queue = BucketQueue(self._group, plan)
+
+    def send(self, number: int) -> None:
+        bucket = self._buckets[number]
+        self._queue.put(gathered(bucket, map(self._take, bucket.tensors), self._plan), len(bucket.tensors))
+
+    def finish(self) -> SendReport:
+        return self._queue.drain()
+
+    def close(self) -> None:
+        self._queue.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+
+def gathered(bucket: Bucket, tensors: Iterable[Tensor], plan: GroupPlan) -> list[Tensor]:
+    """Bring the tensors of a bucket into the form in which they are sent."""
+    if plan.is_flat:
+        return [flattened(tensors, bucket.num_bytes)]
+    return list(tensors)
+
+
+class Lease:
+    """Keeps weights from changing while they are sent, and from being sent while they change.
+
+    Example: a step within ``lease.changing()`` begins once the senders that were opened before are closed.
+    """
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._num_lent = 0
+        self._is_changing = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the weights within. Waits until they are lent to nobody; whoever asks for them is refused."""
+        with self._state:
+            self._is_changing = True
+            self._state.wait_for(lambda: self._num_lent == 0)
+        try:
+            yield
+        finally:
+            self._is_changing = False
+
+    def lend(self, version: int, current: Callable[[], int]) -> Callable[[], None]:
+        """Return what gives the weights back, which is called once. Raises ``WeightsGone`` when they are changing, or
+        are no longer those of ``version``."""
+        with self._state:
+            if self._is_changing or current() != version:
+                raise WeightsGone(f"weights of version {version} can be sent no more: later ones follow")
+            self._num_lent += 1
+        return self._give_back
+
+    def _give_back(self) -> None:
+        with self._state:
+            self._num_lent -= 1
+            self._state.notify_all()
+
+
+class OwnWeights:
+    """Weights in this process's memory, lent for as long as they are sent. Implements ``SentByHolder``.
+
+    Args:
+        source: the same, for those who read them.
+        weights: by Hugging Face name; all that is asked for is read from here.
+        current: the version that their owner is at.
+
+    Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: trainer.version)``
+    """
+
+    folder = None
+
+    def __init__(
+        self, source: WeightSource, weights: Mapping[str, Tensor], lease: Lease, *, current: Callable[[], int]
+    ) -> None:
+        self.manifest = source.manifest
+        self._source = source
+        self._weights = weights
+        self._lease = lease
+        self._current = current
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self._source.tensors(names)
+
+    def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
+        """See ``SentByHolder.open_sender``."""
+        give_back = self._lease.lend(self.manifest.version, self._current)
+        try:
+            return OwnSender(plan, buckets, partial(cast, self._weights), on_close=give_back)
+        except BaseException:
+            give_back()
+            raise
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Do it in a daemon thread: one that hangs must not keep this process from ending."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits for it may leave, and the thread go on
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, daemon=True, name="weights").start()
+    return done

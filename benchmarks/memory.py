@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about four minutes on two idle cores
 
-For each shape and each way to train, a process of its own takes two steps of GRPO over a full row. Its resident memory
-at its height, less what it was before (weights, gradients and moments are there by then), is set against the estimate
-of activations and logits. Memory that is freed goes back to the system at once (``MALLOC_MMAP_THRESHOLD_``), since the
-estimate leaves out what an allocator keeps. Printed is measured over estimated.
+For each shape and each way to train, a process of its own takes two steps of GRPO over two full rows: with the second
+one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and
+moments are there by then), is set against the estimate of activations, logits and gathered weights. Of several devices,
+it is that of the rank that takes most. Memory that is freed goes back to the system at once
+(``MALLOC_MMAP_THRESHOLD_``), since the estimate leaves out what an allocator keeps. Printed is measured over estimated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.memory import training_memory
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
@@ -44,6 +47,10 @@ WAYS = {
     "layers recomputed": replace(PLAIN, gradient_checkpointing=True),
     "bfloat16": replace(PLAIN, dtype="bfloat16"),
     "adapters": replace(PLAIN, lora=LoraConfig(rank=8)),
+    "two devices": replace(PLAIN, num_devices=2),
+    "two devices, shared rows": replace(PLAIN, num_devices=2, context_parallel=2),
+    "four devices, shared rows": replace(PLAIN, num_devices=4, context_parallel=4),
+    "shared rows, recomputed": replace(PLAIN, num_devices=2, context_parallel=2, gradient_checkpointing=True),
 }
 
 
@@ -54,8 +61,7 @@ def model_of(shape: str) -> dict[str, Any]:
     return {"model_type": "qwen3", **sizes, **heads, "tie_word_embeddings": True, "eos_token_id": 1}
 
 
-def make_batch(step: int, samples: int, response: int) -> Batch:
-    prompt = Prompt(prompt_id="a", token_ids=(5,), text="", source="benchmark")
+def make_batch(step: int, samples: int, response: int, groups: int) -> Batch:
     segment = Segment(
         policy_version=step,
         token_ids=(7,) * response,
@@ -65,37 +71,47 @@ def make_batch(step: int, samples: int, response: int) -> Batch:
         start_s=0.0,
         end_s=1.0,
     )
+    return Batch(step=step, groups=tuple(make_group(number, segment, samples) for number in range(groups)))
+
+
+def make_group(number: int, segment: Segment, samples: int) -> Group:
+    prompt = Prompt(prompt_id=str(number), token_ids=(5 + number,), text="", source="benchmark")
     trajectories = tuple(
-        Trajectory(sample_id=SampleId(step, i), prompt=prompt, segments=(segment,), reward=float(i % 2))
+        Trajectory(sample_id=SampleId(number, i), prompt=prompt, segments=(segment,), reward=float(i % 2))
         for i in range(samples)
     )
-    return Batch(step=step, groups=(Group(group_id=step, prompt=prompt, trajectories=trajectories),))
+    return Group(group_id=number, prompt=prompt, trajectories=trajectories)
 
 
-def memory_now(key: str) -> int:
-    """Return a line of ``/proc/self/status`` in bytes: ``VmRSS`` is resident memory, ``VmHWM`` its height so far."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def memory_now(key: str, pid: int) -> int:
+    """Return a line of ``/proc/PID/status`` in bytes: ``VmRSS`` is resident memory, ``VmHWM`` its height so far."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def measure(folder: str, way: str) -> int:
-    """Take the steps in this process, and return what they take beyond what stays."""
-    trainer = LocalTrainer(
-        WAYS[way],
-        resolve(AlgorithmConfig()),
-        folder,
-        temperature=1.0,
-        max_response_tokens=RESPONSE,
-        num_steps=9,
-    )
-    trainer.step(make_batch(0, 2, 16))
-    gc.collect()
-    before = memory_now("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the height begins anew
-    for step in (1, 2):
-        trainer.step(make_batch(step, SAMPLES, RESPONSE))
-    return memory_now("VmHWM") - before
+    """Take the steps, and return what they take beyond what stays in this process, or in one of its ranks."""
+    config = WAYS[way]
+    groups = 2 * config.num_devices // config.context_parallel
+    setup: dict[str, Any] = {"temperature": 1.0, "max_response_tokens": RESPONSE, "num_steps": 9}
+    with tempfile.TemporaryDirectory() as place:
+        trainer: LocalTrainer | FleetTrainer
+        if config.num_devices == 1:
+            trainer, pids = LocalTrainer(config, resolve(AlgorithmConfig()), folder, **setup), [os.getpid()]
+        else:
+            staging = Path(place)
+            trainer = FleetTrainer(config, resolve(AlgorithmConfig()), folder, fallback=staging, logs=staging, **setup)
+            pids = list(trainer.pids)
+        with closing(trainer):
+            trainer.step(make_batch(0, 2, 16, groups))
+            gc.collect()
+            before = [memory_now("VmRSS", pid) for pid in pids]
+            for pid in pids:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the height begins anew
+            for step in (1, 2):
+                trainer.step(make_batch(step, SAMPLES, RESPONSE, groups))
+            return max(memory_now("VmHWM", pid) - held for pid, held in zip(pids, before, strict=True))
 
 
 def compare(shape: str, way: str) -> dict[str, float | str]:
@@ -119,7 +135,8 @@ def compare(shape: str, way: str) -> dict[str, float | str]:
             text=True,
             check=True,
         )
-    measured, expected = int(done.stdout) / 2**20, (estimated.activations + estimated.logits) / 2**20
+    measured = int(done.stdout) / 2**20
+    expected = (estimated.activations + estimated.logits + estimated.gathered) / 2**20
     return {"shape": shape, "way": way, "measured_mib": measured, "estimated_mib": expected}
 
 
@@ -141,7 +158,7 @@ def main() -> None:
             ratio = float(row["measured_mib"]) / float(row["estimated_mib"])
             row["ratio"] = ratio
             print(
-                f"{shape:26s} {way:18s} measured {row['measured_mib']:6.0f} MiB, estimated {row['estimated_mib']:6.0f},"
+                f"{shape:26s} {way:26s} measured {row['measured_mib']:6.0f} MiB, estimated {row['estimated_mib']:6.0f},"
                 f" ratio {ratio:.2f}",
                 flush=True,
             )

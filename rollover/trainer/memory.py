@@ -25,7 +25,7 @@ from rollover.trainer.config import TrainerConfig
 from rollover.trainer.logprobs import response_hidden, response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
 from rollover.trainer.models import recompute_layers
-from rollover.trainer.packing import PackedRow, TrainingSample, pack
+from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
 
 _TRACED_LAYERS = (2, 3)
 _FLOAT32_BYTES = 4
@@ -49,7 +49,8 @@ class TrainingMemory:
     gradients: int
     optimizer: int
     activations: int
-    """What the layers take for the largest row: what the forward pass keeps for the backward pass, and its height."""
+    """What the layers take for the largest row, or for this device's share of it: what the forward pass keeps for the
+    backward pass, and its height."""
     logits: int
     """What log-probs over the vocabulary add to that."""
     gathered: int
@@ -86,6 +87,8 @@ def training_memory(
     15.5 GB for activations, or 1.2 GB with ``gradient_checkpointing``.
     """
     row = _largest_row(config.micro_batch_tokens, max_prompt_tokens, max_response_tokens, batch_samples)
+    if config.context_parallel > 1:
+        row = _largest_share(row, config.context_parallel)
     shallow, deeper = (
         _trace(config, {**model, "num_hidden_layers": depth}, row, temperature, base_dtype) for depth in _TRACED_LAYERS
     )
@@ -236,9 +239,35 @@ def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples:
     return row
 
 
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Stands in for the ranks that share a row: what they send has a shape, and no values. Implements ``Context``.
+
+    Example: what ``_Neighbours(2, 0).gather(x)`` returns is of twice the size of ``x``.
+    """
+
+    size: int
+    place: int
+
+    def exchange(self, parts_C: Tensor) -> Tensor:
+        return torch.empty_like(parts_C.contiguous())
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.stack([torch.empty_like(values) for _ in range(self.size)])
+
+
+def _largest_share(row: PackedRow, size: int) -> PackedRow:
+    """The row, with the share of the device that predicts most of it."""
+    shares = [shared(row, _Neighbours(size, place)) for place in range(size)]
+    return max(shares, key=lambda share: 0 if share.share is None else len(share.share.target_T))
+
+
 def _converted(row: PackedRow, convert: Callable[[Tensor], Tensor]) -> PackedRow:
-    tensors: dict[str, Any] = {f.name: convert(v) for f in fields(row) if isinstance(v := getattr(row, f.name), Tensor)}
-    return replace(row, buckets=tuple(map(convert, row.buckets)), **tensors)
+    def all_in(record: Any) -> dict[str, Any]:
+        return {f.name: convert(v) for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)}
+
+    share = None if row.share is None else replace(row.share, **all_in(row.share))
+    return replace(row, buckets=tuple(map(convert, row.buckets)), share=share, **all_in(row))
 
 
 def _num_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:

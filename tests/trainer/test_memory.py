@@ -44,9 +44,10 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
 def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(tmp_path: Path) -> None:
     script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
     chosen = ["--shapes", "narrow, large vocabulary", "--ways", "layers recomputed", "adapters"]
-    subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=240)
+    chosen += ["two devices, shared rows"]
+    subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=360)
     rows = json.loads(out.read_text())["rows"]
-    assert [row["way"] for row in rows] == ["layers recomputed", "adapters"]
+    assert [row["way"] for row in rows] == chosen[3:]
     for row in rows:
         assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row
 
@@ -92,3 +93,14 @@ def test_a_sample_longer_than_the_budget_has_a_row_of_its_own_and_a_small_batch_
     longest = estimate(CONFIG, max_prompt_tokens=1000, max_response_tokens=2000)
     assert longest.activations > 1.8 * estimate(CONFIG).activations
     assert estimate(CONFIG, batch_samples=1).activations < 0.2 * estimate(CONFIG).activations
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_devices_that_share_a_row_divide_what_it_takes_and_nothing_else(size: int, changes: dict[str, Any]) -> None:
+    whole = replace(CONFIG, num_devices=size, **changes)
+    one, part = estimate(whole), estimate(replace(whole, context_parallel=size))
+    assert one.activations / size < part.activations < 1.25 * one.activations / size
+    assert part.logits < 1.1 * one.logits / size
+    parts = replace(part, activations=one.activations, logits=one.logits)
+    assert parts == one

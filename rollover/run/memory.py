@@ -29,7 +29,8 @@ class DeviceMemory:
     """
 
     device: str
-    capacity: int
+    capacity: int | None
+    """``None`` where it is that of another machine, which is not known here."""
     parts: Mapping[str, int]
 
     @property
@@ -38,10 +39,12 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.capacity
+        return self.capacity is None or self.total <= self.capacity
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in self.parts.items() if num_bytes)
+        if self.capacity is None:
+            return f"memory of {self.device}: {_size(self.total)} at most: {parts}"
         verdict = "fits" if self.fits else "does not fit"
         return f"memory of {self.device}: {_size(self.total)} of {_size(self.capacity)} at most, {verdict}: {parts}"
 
@@ -89,13 +92,17 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         "gathered weights": training.gathered,
     }
     parts: dict[torch.device, dict[str, int]] = {}
-    for device in _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
+    elsewhere = []
+    if config.cluster is not None and config.trainer.num_devices > 1:
+        elsewhere.append(DeviceMemory(device="each rank on the cluster", capacity=None, parts=of_trainer))
+    for device in () if elsewhere else _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
         held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
         held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})
     if isinstance(config.engine, EmbeddedConfig):
         device, of_engine = _engine_parts(config, config.engine, model, training.num_parameters)
         parts.setdefault(device, {}).update(of_engine)
-    return [DeviceMemory(device=str(d), capacity=_capacity(d), parts=p) for d, p in parts.items()]
+    here = [DeviceMemory(device=str(d), capacity=_capacity(d), parts=p) for d, p in parts.items()]
+    return [*elsewhere, *here]
 
 
 def _trainer_devices(trainer: TrainerConfig) -> list[torch.device]:

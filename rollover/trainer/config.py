@@ -120,8 +120,9 @@ class TrainerConfig(StepConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the model's own weights."""
     num_devices: Inexact[int] = 1
-    """Devices of this machine over which weights, gradients and optimizer state are sharded (FSDP2), each with a
-    process of its own: the first so many GPUs, or as many processes on the CPU. 1 trains in the process of the run."""
+    """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with a process of its own:
+    the first so many GPUs of this machine, or as many processes on the CPU; with `[cluster]` those of its nodes. 1
+    trains in the process of the run."""
     context_parallel: Inexact[int] = 1
     """Devices that share each pass along the sequence, for contexts that one cannot hold: activations of
     ``micro_batch_tokens`` are split over so many, and all-to-all exchanges surround attention (Ulysses, arXiv
@@ -168,7 +169,8 @@ class SFTConfig(StepConfig):
     batch_size: int = 64
     """Examples per optimizer step."""
     num_devices: Inexact[int] = 1
-    """Devices of this machine over which the warm-up is sharded, as ``trainer.num_devices`` is for what follows."""
+    """Devices of this machine over which the warm-up is sharded, as ``trainer.num_devices`` is for what follows. It has
+    no place on a cluster."""
     context_parallel: Inexact[int] = 1
     """Devices that share each pass along the sequence, as in ``trainer.context_parallel``."""
 

@@ -7,11 +7,14 @@ run on. A test that adds or removes nodes leaves the cluster as it found it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parent.parent.parent
 NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
 """What every node is started with."""
 
@@ -41,9 +44,26 @@ def cluster() -> Iterator[Any]:
                 os.environ[key] = value
 
 
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONPATH": str(ROOT)}
 
 
 def add_node(cluster: Any, resources: dict[str, float]) -> Any:
     """Add a node with 4 CPUs and these custom resources, and return it once the cluster knows of it."""
     return cluster.add_node(**NODE, num_cpus=4, resources=resources)
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for something in another process, and fail where it has not come within two minutes."""
+    deadline_s = time.monotonic() + 120.0
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{what}: not within 120 s"
+        time.sleep(0.05)
+
+
+def cluster_has(cluster: Any, **resources: float) -> bool:
+    """Say whether so much is free on the cluster."""
+    from rollover.cluster.config import ClusterConfig
+    from rollover.cluster.connect import connect
+
+    free = connect(ClusterConfig(address=cluster.address)).available_resources()
+    return {name: free.get(name, 0.0) for name in resources} == resources

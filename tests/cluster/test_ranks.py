@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
-from tests.cluster.conftest import add_node
+from tests.cluster.conftest import add_node, cluster_has, until
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder
 
@@ -118,7 +117,7 @@ def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when
     verify_files(tmp_path / "step_1", manifest)
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
     assert not any(map(is_there, last))
-    until(lambda: cluster_has(4, 4), "what the ranks had is given back")
+    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the ranks had is given back")
 
 
 @pytest.mark.slow
@@ -166,16 +165,3 @@ def is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"{what}: not within 60 s"
-        time.sleep(0.05)
-
-
-def cluster_has(*cpus: int) -> bool:
-    import ray
-
-    return bool(ray.available_resources().get("CPU", 0) == sum(cpus))

@@ -1,0 +1,206 @@
+"""What travels between the machine of a run and the nodes, and how two machines tell that they have the same files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollover.cluster import files
+from rollover.cluster.calls import HostCalls, lost
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.files import brought, listed, placed
+from rollover.cluster.host import HostFacts, RankHost, sampled_digest
+from rollover.cluster.nodes import ClusterNode
+from rollover.cluster.ranks import rank_demand
+from rollover.errors import ConfigError, ResourceError
+from rollover.trainer.config import TrainerConfig
+from rollover.trainer.leading import RankLost
+from rollover.trainer.meeting import interface_of
+from rollover.trainer.rank_process import listening
+
+
+class Method:
+    """A method of an actor in this process: an answer is what was returned, or the error."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def remote(self, *args: Any) -> Any:
+        try:
+            return self._function(*args)
+        except OSError as error:
+            return RayTaskError(error)
+
+
+class Actor:
+    def __init__(self, host: Any) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self._host, name))
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"Traceback of the actor\n{cause}")
+        self.cause = cause
+
+
+class GetTimeoutError(RayError):
+    pass
+
+
+class HereRay:
+    """Stands in for Ray: its object store is this process's memory."""
+
+    class exceptions:
+        pass
+
+    @staticmethod
+    def put(value: Any) -> Any:
+        return value
+
+    @staticmethod
+    def get(answer: Any, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+for kind in (RayError, RayTaskError, GetTimeoutError):
+    setattr(HereRay.exceptions, kind.__name__, kind)
+
+
+def calls(*hosts: Any) -> HostCalls:
+    return HostCalls(HereRay, [Actor(host) for host in hosts], 7.0)
+
+
+def host_at(node: str, staging: Path) -> HostFacts:
+    return HostFacts(node_id=node, address="10.0.0.1", staging=staging, folder=staging, port=0, descriptor=None)
+
+
+def write_all(folder: Path, contents: dict[str, bytes]) -> Path:
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+CONTENTS = {
+    "config.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 5,
+    "trainer/optimizer.safetensors": b"",
+    "a": b"x" * 100,
+}
+
+
+def test_files_are_sent_in_parts_once_to_each_node_that_has_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 100)
+    model = write_all(
+        tmp_path / "model", CONTENTS | {"pytorch_model.bin": b"old", "checkpoint-5/model.safetensors": b"y"}
+    )
+    hosts = [host_at("a", tmp_path / "a0"), host_at("a", tmp_path / "a1"), host_at("b", tmp_path / "b2")]
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_seen", lambda calls, ranks, *args: [rank != 0 for rank in ranks])
+        there = placed(calls(RankHost(), RankHost(), RankHost()), hosts, model, "starting")
+    assert there == {"a": tmp_path / "a0" / "sent-model", "b": model}
+    assert contents_of(there["a"]) == CONTENTS
+    assert not (tmp_path / "a1").exists() and not (tmp_path / "b2").exists()
+    assert placed(calls(RankHost(), RankHost(), RankHost()), hosts, model, "starting") == {"a": model, "b": model}
+
+
+def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 100)
+    first, second = write_all(tmp_path / "0", CONTENTS), write_all(tmp_path / "1", {"trainer/two": b"2" * 250})
+    (tmp_path / "here").mkdir()
+    num_bytes = brought(calls(RankHost(), RankHost()), {0: first, 1: second}, tmp_path / "here", "the checkpoint")
+    assert contents_of(tmp_path / "here") == CONTENTS | {"trainer/two": b"2" * 250}
+    assert num_bytes == sum(map(len, CONTENTS.values())) + 250
+    assert not first.exists() and not second.exists()
+
+
+def test_a_full_disk_on_a_node_and_a_host_that_fails_or_is_silent_are_told_apart(tmp_path: Path) -> None:
+    asked = calls(RankHost(), RankHost())
+    with pytest.raises(ResourceError, match="the disk of the node of rank 1 of 2 is full in step 3: make room"):
+        asked.one("step 3", 1, RayTaskError(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(RankLost, match=r"the host of rank 0 of 2 failed in step 3: .*No such file"):
+        asked.one("step 3", 0, Method((tmp_path / "gone").read_bytes).remote())
+    with pytest.raises(RankLost, match="the host of rank 1 of 2 did not answer for 7 s in step 3"):
+        asked.one("step 3", 1, GetTimeoutError())
+    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host in step 3: its node is gone$"):
+        asked.one("step 3", 0, RayError("The actor died because its node has died."))
+    assert lost(RayError("first\nThe last line.")) == "The last line."
+
+
+@pytest.mark.parametrize("size", [0, 10, 4096, 100_000])
+def test_files_that_differ_differ_in_their_digests(tmp_path: Path, size: int) -> None:
+    rng = np.random.default_rng(size)
+    one, other = tmp_path / "one", tmp_path / "other"
+    content = rng.bytes(size)
+    one.write_bytes(content)
+    other.write_bytes(content)
+    assert sampled_digest(one) == sampled_digest(other) != ""
+    other.write_bytes(content + b"!")
+    assert sampled_digest(one) != sampled_digest(other)
+    if size:
+        other.write_bytes(rng.bytes(size))
+        assert sampled_digest(one) != sampled_digest(other)
+    assert sampled_digest(tmp_path / "gone") == ""
+
+
+def test_rank_0_listens_at_one_address_alone() -> None:
+    with listening("127.0.0.1") as socket:
+        assert socket.getsockname()[0] == "127.0.0.1" and socket.getsockname()[1] > 0
+    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.7") is None
+
+
+NODES = [
+    ClusterNode(node_id="a", address="10.0.0.1", resources={"CPU": 4.0, "GPU": 2.0, "h100": 2.0}),
+    ClusterNode(node_id="b", address="10.0.0.2", resources={"CPU": 8.0, "slow": 1.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "resources", "bundle"),
+    [
+        ("auto", {}, {"GPU": 1.0}),
+        ("auto", {"slow": 1.0}, {"CPU": 1.0, "slow": 1.0}),  # no node that has it has a GPU
+        ("cpu", {"CPU": 4.0}, {"CPU": 4.0}),
+        ("cuda", {"h100": 1.0}, {"GPU": 1.0, "h100": 1.0}),
+    ],
+)
+def test_a_rank_takes_a_gpu_where_there_are_any(
+    device: str, resources: dict[str, float], bundle: dict[str, float]
+) -> None:
+    trainer = TrainerConfig(device=device, num_devices=2)
+    demand = rank_demand(ClusterConfig(trainer_resources=resources), trainer, NODES)
+    assert (demand.bundle, demand.count) == (bundle, 2)
+
+
+def test_a_device_by_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device 'cuda:1' cannot be used on a cluster"):
+        rank_demand(ClusterConfig(), TrainerConfig(device="cuda:1", num_devices=2), NODES)
+
+
+def test_a_model_folder_is_listed_without_what_no_rank_reads(tmp_path: Path) -> None:
+    folder = write_all(tmp_path / "model", CONTENTS | {"pytorch_model.bin": b"", "original/x.safetensors": b""})
+    (folder / "link.json").symlink_to(folder / "config.json")
+    assert listed(folder) == sorted([*CONTENTS, "link.json"])
+    assert os.sep not in "".join(name for name in listed(folder) if not name.startswith("trainer"))

@@ -1,0 +1,106 @@
+"""Runs whose trainer is on a cluster: they learn what a run of one machine learns, also when the process of the run is
+killed; and what cannot work is said before anything is begun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollover import cli
+from rollover.trainer import ranks
+from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
+from tests import runs
+from tests.cluster.conftest import ROOT, cluster_has, until
+from tests.trainer import forked_ranks
+
+ARGV = (
+    *("--deterministic", "true", "--rollout.strategy", "sync", "--trainer.device", "cpu", "--trainer.num_devices", "2"),
+    *("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "99"),
+)
+
+
+def on(cluster: Any) -> tuple[str, ...]:
+    return ("--cluster.address", cluster.address, "--cluster.trainer_resources.rank", "1")
+
+
+def weights(run: str, step: int) -> dict[str, torch.Tensor]:
+    folder = Path(run, "checkpoints", f"step_{step}")
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def sampled(run: str) -> list[Any]:
+    return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cluster_learns_what_one_on_one_machine_learns_also_when_its_process_is_killed(
+    cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("train", "run.toml", "--run-dir", "killed", "--steps", "500", *ARGV, *on(cluster))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Path("driver.log").open("wb") as log:
+        driver = subprocess.Popen([sys.executable, "-m", "rollover", *argv], env=environment, stdout=log, stderr=log)
+        try:
+            until(
+                lambda: driver.poll() is not None or latest_checkpoint(Path("killed/checkpoints")) is not None,
+                "the first checkpoint",
+            )
+        finally:
+            driver.send_signal(signal.SIGKILL)
+            driver.wait()
+    assert driver.returncode == -signal.SIGKILL, Path("driver.log").read_text()
+    done = latest_checkpoint(Path("killed/checkpoints"))
+    assert done is not None and read_manifest(done).num_ranks == 2
+    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the killed run had is given back")
+
+    last = read_manifest(done).version + 2
+    assert cli.main(["train", "--resume", "killed", "--steps", str(last)]) == 0, capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        assert cli.main(["train", "run.toml", "--run-dir", "here", "--steps", str(last), *ARGV]) == 0
+    assert last >= 3 and sampled("killed") == sampled("here")
+    ours, theirs = weights("killed", last), weights("here", last)
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
+    assert read_manifest(Path(f"killed/checkpoints/step_{last}")).num_ranks == 2
+    runs.ledger(Path("killed"))
+    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the run had is given back")
+
+
+def test_a_dry_run_says_what_the_cluster_is_asked_for(
+    cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.toml", "--dry-run", *ARGV, *on(cluster)]) == 0
+    said = " ".join(capsys.readouterr().out.replace("#", " ").split())
+    assert f"cluster: Ray at {cluster.address}, 3 nodes" in said
+    assert "trainer: sharded over 2 processes on the cluster, each with CPU 1, rank 1" in said
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ("--trainer.num_devices", "3"),
+            "the trainer needs 3 times CPU 1, rank 1 (trainer.num_devices, cluster.trainer_resources), but the Ray"
+            " cluster has room for 2: node",
+        ),
+        (("--trainer.device", "cuda"), "the trainer needs 2 times GPU 1, rank 1"),
+        (("--trainer.device", "cuda:1"), "trainer.device 'cuda:1' cannot be used on a cluster: set 'auto', 'cuda' or"),
+        (("--cluster.address", "127.0.0.1:9"), "cluster.address is 127.0.0.1:9, but this process is connected to"),
+    ],
+)
+def test_what_cannot_be_placed_is_said_before_anything_is_begun(
+    cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str, dry: Any
+) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out", *ARGV, *on(cluster), *argv, *dry]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("out").exists()

@@ -54,6 +54,14 @@ def test_ranks_on_a_cpu_share_its_memory_and_each_has_its_rows() -> None:
     assert one.parts["gathered weights"] == 0 < two.parts["gathered weights"]
 
 
+def test_of_ranks_on_a_cluster_it_says_what_each_takes() -> None:
+    (alone,) = device_memory(configured("--trainer.num_devices", "2"))
+    here, there = reversed(device_memory(configured("--trainer.num_devices", "64", "--cluster.address", "auto")))
+    assert {*here.parts} == {"engine's weights", "engine's cache"}
+    assert there.capacity is None and there.fits and there.parts["activations"] == alone.parts["activations"] / 2
+    assert str(there).startswith("memory of each rank on the cluster: ") and " at most: weights " in str(there)
+
+
 def test_it_says_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with_capacity(monkeypatch, 64 * 2**30)
     (line,) = memory_lines(configured())
